@@ -1,0 +1,563 @@
+"""The real channel over 127.0.0.1: what it carries, what it refuses, and that strangers disturb nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import socket
+import stat
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+
+from zmqtrain.errors import AddressInUse, ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel, RouterChannel, is_loopback, load_public_key
+from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
+
+A, B = PeerId("pc-1#é1"), PeerId("pc-2#22")
+HERE = "tcp://127.0.0.1:0"
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test of at most 20 s; whatever reaches the loop's last resort (a future never retrieved) fails it."""
+    problems: list[dict[str, Any]] = []
+
+    async def bounded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+        async with asyncio.timeout(20):
+            await main()
+        gc.collect()
+
+    asyncio.run(bounded())
+    assert problems == []
+
+
+async def meet(hub: RouterChannel, node: DealerChannel) -> None:
+    """Have the hub hear both lanes of a node, so that it can answer."""
+    for lane in Lane:
+        await node.send(lane, [b"hello"])
+    heard: set[Lane] = set()
+    while len(heard) < 2:
+        peer, lane, frames = await hub.receive()
+        assert (peer, frames) == (node.peer, [b"hello"])
+        heard.add(lane)
+
+
+class StrangeSockets:
+    """Plain zmq sockets that are none of ours, closed when the test ends."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.SyncSocket] = zmq.Context()
+        self._sockets: list[zmq.SyncSocket] = []
+
+    def open(self, kind: int) -> zmq.SyncSocket:
+        self._sockets.append(self._context.socket(kind))
+        return self._sockets[-1]
+
+    def dealer(self, address: str, routing_id: bytes | None = None) -> zmq.SyncSocket:
+        one = self.open(zmq.DEALER)
+        if routing_id is not None:
+            one.routing_id = routing_id
+        one.connect(address)
+        return one
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def strangers() -> Iterator[StrangeSockets]:
+    sockets = StrangeSockets()
+    yield sockets
+    sockets.close()
+
+
+def test_messages_pass_both_ways_on_both_lanes() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        payload = os.urandom(MAX_FRAME_BYTES)
+        for _ in range(3):
+            await node.send(Lane.BULK, [b"head", payload])
+            peer, lane, frames = await hub.receive()
+            assert (peer, lane, frames) == (A, Lane.BULK, [b"head", payload])
+            assert isinstance(frames[0], bytes)
+            assert isinstance(frames[1], memoryview) and frames[1].readonly
+            await hub.send(peer, lane, frames)
+            assert await node.receive() == (Lane.BULK, [b"head", payload])
+        await hub.send(A, Lane.CONTROL, [b""])
+        assert await node.receive() == (Lane.CONTROL, [b""])
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_a_received_view_outlives_its_channel() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        payload = os.urandom(MAX_FRAME_BYTES)
+        await node.send(Lane.BULK, [b"head", payload])
+        _, _, frames = await hub.receive()
+        await node.close()
+        await hub.close()
+        assert frames[1] == payload
+
+    run(main)
+
+
+def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        for lane in (Lane.BULK, Lane.BULK, Lane.CONTROL):
+            await hub.send(A, lane, [b"x"])
+        while not all(port._socket.poll(0) for port in node._ports.values()):  # until both lanes have something
+            await asyncio.sleep(0)
+        assert [(await node.receive())[0] for _ in range(3)] == [Lane.CONTROL, Lane.BULK, Lane.BULK]
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_the_hub_is_told_who_is_lost_and_who_was_never_there() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        with pytest.raises(PeerLost):
+            await hub.send(B, Lane.CONTROL, [b"?"])
+        await node.close(linger_seconds=0)
+        with pytest.raises(PeerLost) as caught:
+            while True:
+                await hub.send(A, Lane.CONTROL, [b"?"])
+                await asyncio.sleep(0)
+        assert caught.value.peer == A
+        await hub.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_a_lane_that_nobody_reads_is_full_for_the_hub_and_makes_the_node_wait() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        payload = bytes(MAX_FRAME_BYTES)
+        with pytest.raises(ChannelFull):
+            for _ in range(1000):
+                await hub.send(A, Lane.BULK, [b"head", payload])
+        await hub.send(A, Lane.CONTROL, [b"the other lane has room"])
+
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            while sent < 100:
+                await node.send(Lane.BULK, [b"head", payload])
+                sent += 1
+
+        flooding = asyncio.create_task(flood())
+        while not node._writable[Lane.BULK].waited_at:
+            await asyncio.sleep(0)
+        assert sent < 100
+        for _ in range(100):  # as the hub reads, the node goes on
+            assert (await hub.receive())[1] is Lane.BULK
+        await flooding
+        await node.close(linger_seconds=0)
+        await hub.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_a_waiting_send_and_a_waiting_receive_do_not_swallow_each_others_wake_up() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        count = 300
+        payload = bytes(200_000)
+
+        async def echo() -> None:
+            for _ in range(count):
+                peer, lane, frames = await hub.receive()
+                while True:
+                    try:
+                        await hub.send(peer, lane, frames)
+                        break
+                    except ChannelFull:
+                        await asyncio.sleep(0)
+
+        async def send() -> None:
+            for index in range(count):
+                await node.send(Lane.BULK, [b"%d" % index, payload])
+
+        async def receive() -> list[int]:
+            return [int((await node.receive())[1][0]) for _ in range(count)]
+
+        _, _, numbers = await asyncio.gather(echo(), send(), receive())
+        assert numbers == list(range(count))
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_a_cancelled_receive_loses_no_message() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+
+        async def send() -> None:
+            for index in range(200):
+                await node.send(Lane.CONTROL, [b"%d" % index])
+                await hub.send(A, Lane.CONTROL, [b"%d" % index])
+                await asyncio.sleep(0)
+
+        async def impatient(receive: Callable[[], Coroutine[Any, Any, tuple[Any, ...]]]) -> list[int]:
+            numbers: list[int] = []
+            rng = random.Random(1)
+            while len(numbers) < 200:
+                task = asyncio.create_task(receive())
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                task.cancel()
+                try:
+                    numbers.append(int((await task)[-1][0]))
+                except asyncio.CancelledError:
+                    continue
+            return numbers
+
+        _, up, down = await asyncio.gather(send(), impatient(hub.receive), impatient(node.receive))
+        assert up == down == list(range(200))
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_a_node_that_reconnects_takes_its_name_over_and_loses_only_what_was_queued() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        receiving = asyncio.create_task(node.receive())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await node.reconnect()
+            await meet(hub, node)
+        await hub.send(A, Lane.BULK, [b"welcome back"])
+        assert await receiving == (Lane.BULK, [b"welcome back"])
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_a_send_that_waits_is_lost_when_its_channel_reconnects() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        silent = hub.address
+        await hub.close()  # nobody listens: what is sent queues up
+        node = DealerChannel.connect(silent, peer=A)
+
+        async def flood() -> None:
+            for _ in range(5):
+                await node.send(Lane.BULK, [b"old"])
+
+        flooding = asyncio.create_task(flood())
+        while not node._writable[Lane.BULK].waited_at:
+            await asyncio.sleep(0)
+        await node.reconnect()
+        await flooding
+        hub = RouterChannel.bind(silent)
+        await node.send(Lane.BULK, [b"new"])
+        assert await hub.receive() == (A, Lane.BULK, [b"new"])
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_a_node_finds_a_hub_that_was_started_again() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        await hub.close()
+        again = RouterChannel.bind(hub.address)
+        await node.send(Lane.CONTROL, [b"are you back"])
+        assert await again.receive() == (A, Lane.CONTROL, [b"are you back"])
+        await node.close()
+        await again.close()
+
+    run(main)
+
+
+def test_closing_wakes_every_waiter() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        waiters: list[asyncio.Task[Any]] = [asyncio.create_task(c) for c in (hub.receive(), node.receive())]
+        await asyncio.sleep(0)
+        for channel in (node, hub):
+            await channel.close()
+            await channel.close()
+        assert all(isinstance(e, ChannelClosed) for e in await asyncio.gather(*waiters, return_exceptions=True))
+        calls: list[Coroutine[Any, Any, Any]] = [
+            hub.receive(), hub.send(A, Lane.BULK, [b"x"]), node.receive(), node.send(Lane.BULK, [b"x"]), node.reconnect()
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(ChannelClosed):
+                await call
+
+    run(main)
+
+
+def test_closing_sends_what_is_queued() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        for _ in range(4):
+            await node.send(Lane.BULK, [b"head", bytes(MAX_FRAME_BYTES)])
+        await node.close(linger_seconds=10.0)
+        for _ in range(4):
+            assert (await hub.receive())[:2] == (A, Lane.BULK)
+        await hub.close()
+
+    run(main)
+
+
+def test_closing_while_nobody_answers_does_not_hang() -> None:
+    async def main() -> None:
+        node = DealerChannel.connect("tcp://127.0.0.1:1", peer=A)
+        await node.send(Lane.CONTROL, [b"nobody is there"])
+        await node.close(linger_seconds=0.05)
+
+    run(main)
+
+
+def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        for frames in ([], [b"x"] * 5, [b"head", bytes(MAX_FRAME_BYTES + (64 << 10) + 1)]):
+            with pytest.raises(LocalProtocolError):
+                await node.send(Lane.BULK, frames)
+            with pytest.raises(LocalProtocolError):
+                await hub.send(A, Lane.BULK, frames)
+        await meet(hub, node)
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_strangers_disturb_nobody(strangers: StrangeSockets) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        nodes = [DealerChannel.connect(hub.address, peer=peer) for peer in (A, B)]
+        for node in nodes:
+            await meet(hub, node)
+        parts = urlsplit(hub.address)
+        assert parts.hostname is not None and parts.port is not None
+        raw = [socket.create_connection((parts.hostname, parts.port)) for _ in range(5)]
+        raw[0].sendall(random.Random(1).randbytes(10_000))
+        raw[1].sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f")  # half a ZMTP greeting, and it stays open
+        raw[2].sendall(b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n")
+        # a whole greeting (ZMTP 3.0, NULL), then a command that claims to be 2^62 bytes long
+        raw[3].sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x06" + (1 << 62).to_bytes(8, "big"))
+        raw[4].close()
+
+        unnamed = strangers.dealer(hub.address)
+        unnamed.send_multipart([b"junk", b"more junk"])
+        named = [b"X", b"C", b"C\xff\xfe", b"B\n", b"C" + b"x" * 201, b"hello"]
+        for routing_id in named:
+            strangers.dealer(hub.address, routing_id).send(b"junk")
+        many = strangers.dealer(hub.address, b"Cstranger#1")
+        many.send_multipart([b"x"] * 5000)
+        many.send_multipart([b"x"] * 6)
+        many.send(b"now in order")
+        oversize = strangers.dealer(hub.address, b"Bstranger#2")
+        oversize.send(bytes(MAX_FRAME_BYTES + (64 << 10) + 1))
+
+        strangers_heard = False
+        rounds = 0
+        while not (strangers_heard and hub.strangers >= 1 + len(named) + 2) or rounds < 50:
+            for node in nodes:
+                for lane in Lane:
+                    await node.send(lane, [b"%d" % rounds, bytes(100_000)])
+            answered = 0
+            while answered < 4:
+                peer, lane, frames = await hub.receive()
+                if peer == "stranger#1":
+                    assert frames == [b"now in order"]
+                    strangers_heard = True
+                    continue
+                assert peer in (A, B) and frames[0] == b"%d" % rounds
+                await hub.send(peer, lane, frames[:1])
+                answered += 1
+            for node in nodes:
+                assert sorted([(await node.receive())[0] for _ in Lane]) == [Lane.CONTROL, Lane.BULK]
+            rounds += 1
+        for one in raw:
+            one.close()
+        for channel in (*nodes, hub):
+            await channel.close()
+
+    run(main)
+
+
+def test_a_hub_that_sends_too_many_frames_is_ignored(strangers: StrangeSockets) -> None:
+    async def main() -> None:
+        router = strangers.open(zmq.ROUTER)
+        router.bind(HERE)
+        node = DealerChannel.connect(router.getsockopt_string(zmq.LAST_ENDPOINT), peer=A)
+        await node.send(Lane.CONTROL, [b"hello"])
+        routing_id, _ = await asyncio.to_thread(router.recv_multipart)
+        router.send_multipart([routing_id] + [b"x"] * 300)
+        router.send_multipart([routing_id, b"in order"])
+        assert await node.receive() == (Lane.CONTROL, [b"in order"])
+        await node.close()
+
+    run(main)
+
+
+def test_a_port_that_is_taken_is_named_with_what_to_type() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        with pytest.raises(AddressInUse, match="--bind tcp://127.0.0.1:") as caught:
+            RouterChannel.bind(hub.address)
+        assert caught.value.address == hub.address
+        await hub.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "hub", "hub:5555", "tcp://hub", "tcp://*:99999", "tcp://a b:1", "udp://*:1", "tcp://300.1.1.1:1", "tcp://:1"],
+)
+def test_an_address_that_cannot_be_bound_is_refused(address: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError):
+            RouterChannel.bind(address)
+
+    run(main)
+
+
+@pytest.mark.parametrize("address", ["", "hub:5555", "tcp://hub", "tcp://hub:99999", "tcp://*:5555", "tcp://hub:0"])
+def test_an_address_that_cannot_be_connected_to_is_refused_with_an_example(address: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"tcp://192\.168\.1\.10:5555"):
+            DealerChannel.connect(address, peer=A)
+
+    run(main)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "é" * 101])
+def test_a_name_that_the_hub_would_ignore_is_refused(name: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError):
+            DealerChannel.connect("tcp://127.0.0.1:1", peer=PeerId(name))
+
+    run(main)
+
+
+def test_the_wildcard_is_shown_as_an_address_that_this_machine_can_connect_to() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind("tcp://*:0")
+        assert hub.address.startswith("tcp://127.0.0.1:")
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("address", "answer"),
+    [
+        ("tcp://127.0.0.1:5555", True),
+        ("tcp://127.3.2.1:*", True),
+        ("tcp://localhost:5555", True),
+        ("tcp://[::1]:5555", True),
+        ("tcp://*:5555", False),
+        ("tcp://0.0.0.0:5555", False),
+        ("tcp://192.168.1.10:5555", False),
+        ("tcp://hub:5555", False),
+    ],
+)
+def test_a_loopback_address_is_known_as_one(address: str, answer: bool) -> None:
+    assert is_loopback(address) is answer
+
+
+# ---- CURVE
+
+
+def test_with_curve_only_who_knows_the_servers_key_is_heard() -> None:
+    async def main() -> None:
+        keys = CurveKeys.generate()
+        hub = RouterChannel.bind(HERE, keys=keys)
+        plain = DealerChannel.connect(hub.address, peer=PeerId("plain"))
+        wrong = DealerChannel.connect(hub.address, peer=PeerId("wrong"), server_key=CurveKeys.generate().public)
+        named = DealerChannel.connect(hub.address, peer=A, keys=CurveKeys.generate(), server_key=keys.public)
+        fresh = DealerChannel.connect(hub.address, peer=B, server_key=keys.public)
+        for intruder in (plain, wrong):
+            await intruder.send(Lane.CONTROL, [b"let me in"])
+        await meet(hub, named)
+        await meet(hub, fresh)
+        for peer, node in ((A, named), (B, fresh)):
+            for _ in range(20):
+                await node.send(Lane.BULK, [b"head", bytes(MAX_FRAME_BYTES)])
+                assert (await hub.receive())[:2] == (peer, Lane.BULK)
+        assert hub.strangers == 0
+        for channel in (plain, wrong, named, fresh, hub):
+            await channel.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_keys_are_saved_and_loaded_and_the_secret_is_private(tmp_path: Path) -> None:
+    keys = CurveKeys.generate()
+    public, secret = keys.save(tmp_path / "new", "hub")
+    assert CurveKeys.load(secret) == keys
+    assert load_public_key(public) == load_public_key(secret) == keys.public
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert keys.secret not in public.read_bytes()
+    assert keys.secret.decode() not in repr(keys)
+    with pytest.raises(ConfigError, match="exists"):
+        keys.save(tmp_path / "new", "hub")
+    with pytest.raises(ConfigError):
+        CurveKeys.load(public)
+
+
+def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.key").write_text('public-key = "short"\n')
+    (tmp_path / "empty.key").write_text("")
+    for name in ("broken.key", "empty.key", "absent.key"):
+        with pytest.raises(ConfigError):
+            load_public_key(tmp_path / name)
+
+    async def main() -> None:
+        with pytest.raises(ConfigError):
+            DealerChannel.connect("tcp://127.0.0.1:1", peer=A, server_key=b"short")
+        with pytest.raises(ConfigError):
+            DealerChannel.connect("tcp://127.0.0.1:1", peer=A, keys=CurveKeys.generate())
+
+    run(main)

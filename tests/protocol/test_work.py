@@ -1,0 +1,77 @@
+"""Every data unit is done once, whoever dies."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.protocol.work import WorkLedger
+
+
+def test_units_are_dealt_in_order_and_once():
+    ledger = WorkLedger(5)
+    assert ledger.deal("a", 2) == (0, 1)
+    assert ledger.deal("b", 2) == (2, 3)
+    assert ledger.deal("a", 2) == (4,)
+    assert ledger.deal("b", 2) == ()
+
+
+def test_a_unit_of_a_lost_node_is_dealt_again_and_first():
+    ledger = WorkLedger(10)
+    ledger.deal("a", 3)
+    ledger.done("a", [1])
+    assert ledger.lost("a") == (0, 2)
+    assert ledger.deal("b", 3) == (0, 2, 3)
+
+
+def test_only_the_node_that_has_a_unit_can_finish_it():
+    ledger = WorkLedger(2)
+    ledger.deal("a", 2)
+    assert ledger.done("b", [0, 1]) == 0
+    assert ledger.done("a", [0, 0, 7]) == 1
+    assert not ledger.finished
+
+
+def test_lanes_give_the_same_units_whoever_asks_first():
+    first, second = WorkLedger(6, lanes=2), WorkLedger(6, lanes=2)
+    assert first.deal("a", 2, 0) == (0, 2) and first.deal("b", 2, 1) == (1, 3)
+    assert second.deal("b", 2, 1) == (1, 3) and second.deal("a", 2, 0) == (0, 2)
+    assert first.deal("a", 5, 0) == (4,)
+
+
+def test_a_run_without_an_end_is_never_finished():
+    ledger = WorkLedger(0)
+    ledger.done("a", ledger.deal("a", 1000))
+    assert ledger.done_count == 1000 and not ledger.finished
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["deal", "done", "lost", "restart"])), max_size=60))
+def test_whatever_happens_every_unit_is_done_exactly_once(events):
+    ledger, held, done = WorkLedger(20), {peer: [] for peer in "abc"}, []
+
+    def finish(peer):
+        if held[peer]:
+            done.extend(held[peer][:1] * ledger.done(peer, held[peer][:1]))
+            held[peer].pop(0)
+
+    for peer, event in events:
+        if event == "deal":
+            held[peer] += ledger.deal(peer, 2)
+        elif event == "done":
+            finish(peer)
+        elif event == "lost":
+            ledger.lost(peer)
+            held[peer].clear()
+        else:
+            ledger = WorkLedger.from_state(ledger.state())
+            held = {one: [] for one in held}
+    while not ledger.finished:
+        ledger.lost("b"), ledger.lost("c")
+        held["a"] += ledger.deal("a", 1)
+        finish("a")
+    assert sorted(done) == list(range(20))
+
+
+def test_a_state_that_is_none_is_a_checkpoint_error():
+    with pytest.raises(CheckpointError, match="ledger"):
+        WorkLedger.from_state({"total": 3})

@@ -1,0 +1,320 @@
+"""The double in memory: what it delivers, what it loses, and when (in virtual time: nothing here waits)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.transport.memory import LinkModel, memory_hub
+from zmqtrain.transport.virtual_clock import VirtualClockLoop
+from zmqtrain.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
+
+T = TypeVar("T")
+A, B = PeerId("a#1"), PeerId("b#2")
+LINK = LinkModel(bits_per_second=8e6, latency_seconds=0.25)  # 1 MB takes 1 s
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(coroutine)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_messages_pass_both_ways_in_order_and_say_who_and_which_lane() -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        node = hub.connect(A)
+        for index in range(3):
+            await node.send(Lane.BULK, [b"%d" % index, b"payload"])
+        assert [await hub.receive() for _ in range(3)] == [(A, Lane.BULK, [b"%d" % i, b"payload"]) for i in range(3)]
+        await hub.send(A, Lane.CONTROL, [b"hello"])
+        assert await node.receive() == (Lane.CONTROL, [b"hello"])
+
+    run(main())
+
+
+def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        node = hub.connect(A)
+        await hub.send(A, Lane.BULK, [b"bulk"])
+        await hub.send(A, Lane.CONTROL, [b"control"])
+        assert [(await node.receive())[0] for _ in range(2)] == [Lane.CONTROL, Lane.BULK]
+
+    run(main())
+
+
+def test_small_frames_arrive_as_copies_and_large_ones_as_read_only_views() -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        node = hub.connect(A)
+        small, large = bytearray(b"small"), bytearray(1 << 20)
+        await node.send(Lane.BULK, [small, large])
+        small[:] = b"other"
+        _, _, (head, payload) = await hub.receive()
+        assert head == b"small" and isinstance(head, bytes)
+        assert isinstance(payload, memoryview) and payload.readonly and payload.obj is large
+
+    run(main())
+
+
+def test_a_full_lane_makes_the_node_wait_and_tells_the_hub() -> None:
+    async def main() -> None:
+        hub = memory_hub(queue_messages=2)
+        node = hub.connect(A)
+        for _ in range(2):
+            await node.send(Lane.BULK, [b"x"])
+            await hub.send(A, Lane.BULK, [b"x"])
+        third = asyncio.create_task(node.send(Lane.BULK, [b"third"]))
+        await asyncio.sleep(1)
+        assert not third.done()
+        await node.send(Lane.CONTROL, [b"the other lane has room"])
+        with pytest.raises(ChannelFull):
+            await hub.send(A, Lane.BULK, [b"x"])
+        await hub.receive()
+        await third
+        await node.receive()
+        await hub.send(A, Lane.BULK, [b"x"])
+
+    run(main())
+
+
+def test_a_message_takes_its_bytes_at_the_ports_rate_and_the_latency() -> None:
+    async def main() -> None:
+        hub = memory_hub(LINK)
+        node = hub.connect(A)
+        for _ in range(2):
+            await node.send(Lane.BULK, [bytes(500_000)])
+        await hub.receive()
+        assert now() == pytest.approx(0.75)
+        await hub.receive()
+        assert now() == pytest.approx(1.25)
+        await hub.send(A, Lane.BULK, [bytes(1_000_000)])
+        await node.receive()
+        assert now() == pytest.approx(2.5)
+
+    run(main())
+
+
+def test_two_nodes_share_the_hubs_port_and_control_waits_for_no_bulk() -> None:
+    async def main() -> None:
+        hub = memory_hub(LINK)
+        nodes = [hub.connect(peer) for peer in (A, B)]
+        for node in nodes:
+            await node.send(Lane.BULK, [bytes(1_000_000)])
+        await nodes[0].send(Lane.CONTROL, [bytes(10)])
+        arrivals = []
+        for _ in range(3):
+            peer, lane, _ = await hub.receive()
+            arrivals.append((peer, lane, now()))
+        assert arrivals == [
+            (A, Lane.CONTROL, pytest.approx(0.25 + 1e-5)),
+            (A, Lane.BULK, pytest.approx(1.25)),
+            (B, Lane.BULK, pytest.approx(2.25)),
+        ]
+
+    run(main())
+
+
+def test_a_cut_loses_what_is_queued_and_the_hub_is_told() -> None:
+    async def main() -> None:
+        hub = memory_hub(LINK)
+        node, other = hub.connect(A), hub.connect(B)
+        await node.send(Lane.BULK, [bytes(500_000)])
+        await hub.send(A, Lane.CONTROL, [b"lost"])
+        hub.cut(A)
+        with pytest.raises(PeerLost) as caught:
+            await hub.send(A, Lane.CONTROL, [b"?"])
+        assert caught.value.peer == A
+        await other.send(Lane.CONTROL, [b"not cut"])
+        assert await hub.receive() == (B, Lane.CONTROL, [b"not cut"])
+        await node.reconnect()
+        with pytest.raises(PeerLost):
+            await hub.send(A, Lane.CONTROL, [b"?"])
+        await node.send(Lane.CONTROL, [b"queued while cut"])
+        hub.restore(A)
+        assert await hub.receive() == (A, Lane.CONTROL, [b"queued while cut"])
+        await hub.send(A, Lane.CONTROL, [b"welcome back"])
+        assert await node.receive() == (Lane.CONTROL, [b"welcome back"])
+
+    run(main())
+
+
+def test_reconnecting_loses_what_is_queued_both_ways_and_a_send_that_waits() -> None:
+    async def main() -> None:
+        hub = memory_hub(queue_messages=1)
+        node = hub.connect(A)
+        await node.send(Lane.BULK, [b"lost"])
+        await hub.send(A, Lane.BULK, [b"lost"])
+        waiting = asyncio.create_task(node.send(Lane.BULK, [b"lost too"]))
+        await asyncio.sleep(0)
+        await node.reconnect()
+        await waiting
+        await node.send(Lane.BULK, [b"new"])
+        await hub.send(A, Lane.BULK, [b"new"])
+        assert (await hub.receive())[2] == (await node.receive())[1] == [b"new"]
+
+    run(main())
+
+
+def test_a_second_node_of_the_same_name_takes_the_connection_over() -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        first, second = hub.connect(A), hub.connect(A)
+        await first.send(Lane.CONTROL, [b"nobody hears this"])
+        await second.send(Lane.CONTROL, [b"second"])
+        await hub.send(A, Lane.CONTROL, [b"for the second"])
+        assert await hub.receive() == (A, Lane.CONTROL, [b"second"])
+        assert await second.receive() == (Lane.CONTROL, [b"for the second"])
+        await first.close()
+        await hub.send(A, Lane.CONTROL, [b"still there"])
+
+    run(main())
+
+
+def test_a_cancelled_receive_loses_no_message() -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        node = hub.connect(A)
+        for receive in (hub.receive, node.receive):
+            task: asyncio.Task[Any] = asyncio.create_task(receive())
+            await asyncio.sleep(0)
+            await node.send(Lane.CONTROL, [b"up"])
+            await hub.send(A, Lane.CONTROL, [b"down"])
+            task.cancel()  # after the message has come, before the task has run
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await hub.receive())[2] == [b"up"]
+            assert (await node.receive())[1] == [b"down"]
+
+    run(main())
+
+
+def test_closing_wakes_every_waiter_and_the_hub_is_told_that_the_node_went() -> None:
+    async def main() -> None:
+        hub = memory_hub(queue_messages=1)
+        node = hub.connect(A)
+        await node.send(Lane.BULK, [b"x"])
+        waiters = [asyncio.create_task(node.receive()), asyncio.create_task(node.send(Lane.BULK, [b"y"]))]
+        await asyncio.sleep(0)
+        await node.close()
+        await node.close()
+        assert all(isinstance(e, ChannelClosed) for e in await asyncio.gather(*waiters, return_exceptions=True))
+        for call in (node.receive(), node.send(Lane.BULK, [b"y"]), node.reconnect()):
+            with pytest.raises(ChannelClosed):
+                await call
+        with pytest.raises(PeerLost):
+            await hub.send(A, Lane.CONTROL, [b"?"])
+        assert (await hub.receive())[2] == [b"x"]
+        waiter = asyncio.create_task(hub.receive())
+        await asyncio.sleep(0)
+        await hub.close()
+        for coroutine in (waiter, hub.receive(), hub.send(A, Lane.BULK, [b"z"])):
+            with pytest.raises(ChannelClosed):
+                await coroutine
+        with pytest.raises(ChannelClosed):
+            hub.connect(A)
+
+    run(main())
+
+
+def test_closing_lingers_for_what_is_on_its_way_and_no_longer_than_it_may() -> None:
+    async def main() -> None:
+        hub = memory_hub(LINK)
+        patient, hurried = hub.connect(A), hub.connect(B)
+        await patient.send(Lane.BULK, [bytes(500_000)])
+        await patient.close(linger_seconds=5.0)
+        assert now() == pytest.approx(0.75)
+        assert (await hub.receive())[0] == A
+        await hurried.send(Lane.BULK, [bytes(500_000)])
+        await hurried.close(linger_seconds=0.5)
+        assert now() == pytest.approx(1.25)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hub.receive(), 60)
+        node = hub.connect(B)
+        await hub.send(B, Lane.BULK, [bytes(500_000)])
+        await hub.close(linger_seconds=5.0)
+        assert now() == pytest.approx(61.25 + 0.75)
+        await node.receive()
+        with pytest.raises(TimeoutError):  # a node is not told that its hub has closed
+            await asyncio.wait_for(node.receive(), 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b"1"] * 5, [bytes(MAX_FRAME_BYTES + (64 << 10) + 1)], [memoryview(b"12345678")[::2]]]
+)
+def test_what_no_channel_carries_is_refused_at_the_sender(frames: list[Buffer]) -> None:
+    async def main() -> None:
+        hub = memory_hub()
+        node = hub.connect(A)
+        with pytest.raises(LocalProtocolError):
+            await node.send(Lane.BULK, frames)
+        with pytest.raises(LocalProtocolError):
+            await hub.send(A, Lane.BULK, frames)
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "é" * 101, "x" * 201])
+def test_a_name_that_the_real_hub_would_ignore_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        memory_hub().connect(PeerId(name))
+
+
+def test_a_link_or_a_queue_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        LinkModel(0)
+    with pytest.raises(ConfigError):
+        LinkModel(1, -1)
+    with pytest.raises(ConfigError):
+        memory_hub(queue_messages=0)
+
+
+def test_a_flood_leaves_the_other_tasks_their_turn() -> None:
+    async def main() -> None:
+        hub = memory_hub(queue_messages=200)
+        node = hub.connect(A)
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        for _ in range(100):
+            await node.send(Lane.BULK, [b"x"])
+        for _ in range(100):
+            await hub.receive()
+        assert turns >= 20
+        task.cancel()
+
+    run(main())
+
+
+def test_a_virtual_loop_says_that_it_would_hang() -> None:
+    async def main() -> None:
+        await asyncio.sleep(3600)
+        assert now() == pytest.approx(3600)
+        await memory_hub().receive()
+
+    with pytest.raises(RuntimeError, match="hang"):
+        loop = VirtualClockLoop()
+        try:
+            loop.run_until_complete(main())
+        finally:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    loop.run_until_complete(task)
+            loop.close()

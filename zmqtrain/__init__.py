@@ -1,0 +1,50 @@
+"""Train one JAX model on the ordinary PCs of a lab: the public names, and nothing else.
+
+Names that need jax are loaded when they are first used, so that the broker runs without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.settings import RunSettings
+
+if TYPE_CHECKING:
+    from zmqtrain.programs import load_program
+    from zmqtrain.runtime.broker import Broker
+    from zmqtrain.runtime.node import Node, connect
+    from zmqtrain.train.loop import DelayedSync, TrainingLoop
+    from zmqtrain.train.program import Program
+
+__all__ = [
+    "connect",
+    "Node",
+    "DelayedSync",
+    "TrainingLoop",
+    "Program",
+    "load_program",
+    "Broker",
+    "RunSettings",
+    "ZmqTrainError",
+    "__version__",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "connect": "zmqtrain.runtime.node",
+    "Node": "zmqtrain.runtime.node",
+    "Broker": "zmqtrain.runtime.broker",
+    "DelayedSync": "zmqtrain.train.loop",
+    "TrainingLoop": "zmqtrain.train.loop",
+    "Program": "zmqtrain.train.program",
+    "load_program": "zmqtrain.programs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,151 @@
+"""Say what a codec is, and hold what all members of the family need to keep their word.
+
+Rule 1: the bytes are the same from numpy and from jitted JAX.  So: no float sum (its order differs), no a*b+c in floats
+(XLA fuses it), no division by a float (a GPU approximates it), no arithmetic that could meet a denormal (XLA flushes
+them): reductions are of integers, scales are built from bits.  Every codec has one function written against the array's
+own namespace; numpy has a faster twin beside it, and a law in the tests holds the two equal.
+Rule 2: every array is little-endian; a buffer is checked before it is decoded; decoding writes nowhere but in `out`.
+Rule 3: scratch memory belongs to a thread; nothing that a codec returns lies in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zmqtrain.errors import CodecError, NonFiniteDelta
+from zmqtrain.types import Array, Buffer
+
+__all__ = [
+    "MAX_BUFFERS",
+    "PIECE_VALUES",
+    "SMALLEST_MAGNITUDE_BITS",
+    "Codec",
+    "Scratch",
+    "Stateless",
+    "block_count",
+    "check_scales",
+    "needs_finite",
+    "needs_slab",
+    "read_buffers",
+]
+
+MAX_BUFFERS = 4
+"""No codec makes more buffers of one slab."""
+
+PIECE_VALUES = 65_536
+"""How many values the numpy twins treat at a time: 256 KB of float32 and its scratch stay in a core's own cache."""
+
+SMALLEST_MAGNITUDE_BITS = (127 - 100) << 23
+"""The bits of 2^-100: a block whose largest magnitude is smaller is sent as zeros, so that no denormal ever matters."""
+
+_SMALLEST_SCALE_BITS = (127 - 108) << 7
+"""The bfloat16 bits of 2^-108: no encoder makes a smaller scale, zero aside."""
+
+Stateless = tuple[()]
+State = Any
+Encode = Callable[[Array, State], tuple[tuple[Array, ...], State]]
+
+
+class Codec(NamedTuple):
+    """How a slab of n float32 values becomes a few buffers, and back.
+
+    name: the canonical spec; `codec_from_spec(name)` gives this very codec.
+    init(n): the state for a slab of n values; () where nothing is kept from one encode to the next.
+    encode(x, state): x is float32[n], n >= 1, numpy or jax (also under jit) -> (buffers, state). The buffers are arrays
+      of x's kind, and may be x itself. Raises CodecError for another dtype or shape and, from numpy only,
+      NonFiniteDelta for NaN or infinity.
+    decode(buffers, n): raw buffers or numpy arrays -> numpy float32[n]; jax arrays -> a jax array. Raises CodecError
+      for wrong lengths.
+    check(buffers, n): raises CodecError unless these are buffers that `encode` could have made of n finite values, as
+      far as safety goes: their number, lengths and dtypes, the range of codes, scales and values that are finite.
+    size_bound(n): the most bytes that encode of n values takes, over all its buffers.
+    decode_into(buffers, out, add): decode into out, numpy float32[n]; with `add`, onto what is there. The fastest way;
+      the sum may overflow to infinity where both sides are huge.
+    Source of the shape: optax's GradientTransformation.
+    """
+
+    name: str
+    init: Callable[[int], State]
+    encode: Encode
+    decode: Callable[[Sequence[Buffer | Array], int], Array]
+    check: Callable[[Sequence[Buffer | Array], int], None]
+    size_bound: Callable[[int], int]
+    decode_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], bool], None]
+
+
+class Scratch(threading.local):
+    """Named arrays of this thread, made once and used again: allocation costs more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, np.dtype[Any]], np.ndarray[Any, Any]] = {}
+
+    def take(self, name: str, count: int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return `count` values of that name: undefined content, valid until the next take of the same name.
+
+        More than a piece (and the padding of a packed one) is not kept.
+        """
+        size = PIECE_VALUES + 8
+        if count > size:
+            return np.empty(count, dtype)
+        key = (name, np.dtype(dtype))
+        if (array := self._arrays.get(key)) is None:
+            array = self._arrays[key] = np.empty(size, dtype)
+        return array[:count]
+
+
+def block_count(count: int, block: int) -> int:
+    """Return how many blocks hold `count` values; the last may be shorter."""
+    return -(-count // block)
+
+
+def needs_slab(x: Array, codec: str) -> None:
+    """Raise CodecError unless x is float32[n] with n >= 1 (a tracer of jax will do)."""
+    if getattr(x, "dtype", None) != np.float32 or len(x.shape) != 1 or x.shape[0] < 1:
+        kind = f"{x.dtype}[{','.join(map(str, x.shape))}]" if hasattr(x, "dtype") else type(x).__name__
+        raise CodecError(f"{codec} encodes float32[n] with n >= 1, not {kind}")
+
+
+def needs_finite(largest_bits: int, count: int) -> None:
+    """Raise NonFiniteDelta if `largest_bits`, the largest magnitude's bits as an integer, is infinity's or a NaN's."""
+    if largest_bits >= 0x7F800000:
+        raise NonFiniteDelta(f"NaN or infinity in a slab of {count} values")
+
+
+def read_buffers(
+    buffers: Sequence[Buffer | Array], layout: Sequence[tuple[Any, int]], codec: str
+) -> tuple[Array, ...]:
+    """View the buffers as arrays of the (dtype, count) in `layout`, without a copy; jax arrays stay what they are.
+
+    Raises CodecError if there are more or fewer buffers, or one has another length or dtype.
+    """
+    if len(buffers) != len(layout):
+        raise CodecError(f"{codec} has {len(layout)} buffers a slab, not {len(buffers)}")
+    return tuple(
+        _read(buffer, dtype, count, f"buffer {position} of {codec}")
+        for position, (buffer, (dtype, count)) in enumerate(zip(buffers, layout, strict=True))
+    )
+
+
+def _read(buffer: Buffer | Array, dtype: Any, count: int, name: str) -> Array:
+    if isinstance(buffer, bytes | bytearray | memoryview):
+        size = buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+        if size != count * np.dtype(dtype).itemsize:
+            raise CodecError(f"{name} has {size} bytes, not {count * np.dtype(dtype).itemsize}")
+        try:
+            return np.frombuffer(buffer, dtype)
+        except (ValueError, BufferError) as error:
+            raise CodecError(f"{name} cannot be read: {error}") from None
+    if getattr(buffer, "dtype", None) != dtype or tuple(buffer.shape) != (count,):
+        raise CodecError(f"{name} is not {np.dtype(dtype)}[{count}]")
+    return buffer
+
+
+def check_scales(scales: np.ndarray[Any, Any], largest_bits: int, codec: str) -> None:
+    """Raise CodecError unless every scale (bfloat16 as uint16) is zero or a normal number an encoder may have made."""
+    odd = (scales > largest_bits) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
+    if odd.any():
+        raise CodecError(f"{codec}: scale {int(odd.argmax())} is negative, not finite or out of range")

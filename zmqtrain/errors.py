@@ -1,0 +1,129 @@
+"""Name everything that can go wrong, in one tree under `ZmqTrainError`.
+
+Rule 1: a message says who, in what state, what came, and what to type next.
+Rule 2: facts are attributes, so that a caller never parses a message.
+Rule 3: `Local` errors are our own doing, `Remote` ones are a peer's; a remote error costs that peer, nobody else.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ZmqTrainError",
+    "ConfigError",
+    "ModelMismatch",
+    "DataError",
+    "CodecError",
+    "NonFiniteDelta",
+    "FramingError",
+    "ProtocolError",
+    "LocalProtocolError",
+    "RemoteProtocolError",
+    "JoinRefused",
+    "HubUnreachable",
+    "AddressInUse",
+    "ChannelClosed",
+    "ChannelFull",
+    "PeerLost",
+    "AggregateTimeout",
+    "CheckpointError",
+]
+
+
+class ZmqTrainError(Exception):
+    """The root of the tree; the command line turns any of these into one paragraph and exit code 2."""
+
+
+class ConfigError(ZmqTrainError):
+    """A setting that cannot be used: its name, its value and the choices are in the message."""
+
+
+class ModelMismatch(ConfigError):
+    """A node's model differs from the run's: `leaf` names the first leaf that does."""
+
+    def __init__(self, message: str, leaf: str = "") -> None:
+        super().__init__(message)
+        self.leaf = leaf
+
+
+class DataError(ZmqTrainError):
+    """A data file or folder that cannot be read, or does not hold what it should."""
+
+
+class CodecError(ZmqTrainError):
+    """An array that a codec cannot encode, or buffers that it cannot decode; nothing was written."""
+
+
+class NonFiniteDelta(CodecError):
+    """A delta holds NaN or infinity: training has diverged on the node that computed it."""
+
+    def __init__(self, message: str, leaf: str = "") -> None:
+        super().__init__(message)
+        self.leaf = leaf
+
+
+class FramingError(ZmqTrainError):
+    """Bytes that are no message of this protocol."""
+
+
+class ProtocolError(ZmqTrainError):
+    """A message that the state of a machine does not allow."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process asked its own state machine for something that the state does not allow."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """A peer sent a message that its state does not allow; the hub drops that peer and goes on."""
+
+    def __init__(self, peer: str, state: str, message: str) -> None:
+        super().__init__(f"{message} from {peer} while it is {state}")
+        self.peer, self.state, self.message = peer, state, message
+
+
+class JoinRefused(ZmqTrainError):
+    """The hub refused this node, or this node refused the hub: `reason` is the short code."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class HubUnreachable(ZmqTrainError):
+    """No broker answered at `address`."""
+
+    def __init__(self, message: str, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+
+class AddressInUse(ZmqTrainError):
+    """The broker cannot bind `address`."""
+
+    def __init__(self, message: str, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+
+class ChannelClosed(ZmqTrainError):
+    """The channel was closed while something waited on it."""
+
+
+class ChannelFull(ZmqTrainError):
+    """The lane to a peer holds as much as it may; the sender keeps the message and tries again later."""
+
+
+class PeerLost(ZmqTrainError):
+    """There is no connection to `peer`."""
+
+    def __init__(self, peer: str, why: str = "no connection") -> None:
+        super().__init__(f"{peer} is lost: {why}")
+        self.peer, self.why = peer, why
+
+
+class AggregateTimeout(ZmqTrainError):
+    """A bounded wait for an aggregate ran out (strict mode): the message says what was waited for."""
+
+
+class CheckpointError(ZmqTrainError):
+    """A checkpoint that cannot be written, or one that is torn or belongs to another run."""

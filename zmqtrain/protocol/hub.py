@@ -1,0 +1,501 @@
+"""Be the hub, without a socket or a clock: messages and `now` go in, effects come out.
+
+Rule 1: `ALLOWED` says which message is welcome in which state; any other is a RemoteProtocolError, and costs that peer.
+Rule 2: the hub knows publishes by their heads; what is in them is the aggregator's affair.
+Rule 3: effects are carried out in the order in which they come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from zmqtrain.errors import CheckpointError, RemoteProtocolError
+from zmqtrain.protocol.messages import (
+    Accumulate,
+    Announcement,
+    Broadcast,
+    Disconnect,
+    Expect,
+    Fetch,
+    Found,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HubEffect,
+    Message,
+    Publish,
+    Reduce,
+    Refused,
+    Relay,
+    Report,
+    Roster,
+    SendTo,
+    Serve,
+    Snapshot,
+    Welcome,
+    WorkRequest,
+    WorkUnit,
+    model_from_wire,
+    model_to_wire,
+)
+from zmqtrain.protocol.rounds import ReleaseRule, Rounds
+from zmqtrain.protocol.work import WorkLedger
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
+
+__all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
+
+ROSTER_SECONDS = 1.0
+LANDED_KEPT = 64
+RECORDS_KEPT = 1024
+
+
+class MemberState(Enum):
+    """Where a peer stands with the hub."""
+
+    OBSERVER = "observing"
+    WELCOMED = "welcomed"
+    WAITING = "waiting for its snapshot"
+    FOUNDING = "founding the run"
+    LIVE = "live"
+
+
+_NODES = frozenset({MemberState.WELCOMED, MemberState.WAITING, MemberState.FOUNDING, MemberState.LIVE})
+ALLOWED: dict[type[Message], frozenset[MemberState]] = {
+    Hello: frozenset(MemberState),
+    Heartbeat: frozenset(MemberState),
+    Goodbye: frozenset(MemberState),
+    Report: _NODES,
+    Fetch: frozenset({MemberState.WELCOMED, MemberState.WAITING, MemberState.LIVE}),
+    Snapshot: frozenset({MemberState.FOUNDING}),
+    Publish: frozenset({MemberState.LIVE}),
+    WorkRequest: frozenset({MemberState.LIVE}),
+    Relay: frozenset({MemberState.LIVE}),
+}
+
+
+@dataclass
+class _Record:
+    """What outlives a connection of one peer: its landed publishes and the last sequence that was heard."""
+
+    landed: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=LANDED_KEPT))
+    last_sequence: int = -1
+
+
+@dataclass
+class Member:
+    """One peer as the hub sees it."""
+
+    peer: PeerId
+    name: str
+    state: MemberState
+    last_seen: float
+    joined: float
+    known_version: int = -1
+    model: ModelSpec = ()
+    idle: bool = False
+    contributions: int = 0
+    samples: int = 0
+    staleness: int = 0
+    refused: int = 0
+    report: Report | None = None
+    open: dict[int, Announcement] = field(default_factory=dict)
+
+
+class Hub:
+    """The hub's state machine.
+
+    settings, rule: of the run.  run: its id.  version: of the last aggregate, -1 until somebody has founded the run.
+    """
+
+    def __init__(self, settings: RunSettings, rule: ReleaseRule, run: str, now: float = 0.0) -> None:
+        self.settings, self.run = settings, run
+        self.version = -1
+        self.model: ModelSpec = ()
+        self.members: dict[PeerId, Member] = {}
+        self.rounds: Rounds[Publish] = Rounds(rule)
+        self.ledger = WorkLedger(settings.units, settings.start_nodes if settings.mode == "strict" else 0)
+        self.samples = self.contributions = self.refused = 0
+        self.scores: dict[str, float] = {}
+        self.score_version = -1
+        self.started = False
+        self._nodes_at_the_end = 0
+        self._records: dict[PeerId, _Record] = {}
+        self._began, self._rostered = now, now
+        self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
+            Heartbeat: self._on_heartbeat,
+            Goodbye: self._on_goodbye,
+            Report: self._on_report,
+            Fetch: self._on_fetch,
+            Snapshot: self._on_snapshot,
+            Publish: self._on_publish,
+            WorkRequest: self._on_work_request,
+            Relay: self._on_relay,
+        }
+
+    # ------------------------------------------------------------------ what comes in
+
+    def receive(self, sender: PeerId, message: Message, now: float) -> list[HubEffect]:
+        """Take one message. Raises RemoteProtocolError when the sender's state does not allow it."""
+        if isinstance(message, Hello):
+            return self._on_hello(sender, message, now)
+        member = self.members.get(sender)
+        if member is None:
+            if isinstance(message, Goodbye):
+                return []
+            return [SendTo(sender, Refused("unknown", "say Hello first: this broker does not know you"))]
+        if member.state not in ALLOWED.get(type(message), frozenset()):
+            raise RemoteProtocolError(sender, member.state.value, type(message).__name__)
+        member.last_seen = now
+        return self._handlers[type(message)](member, message, now)
+
+    def saw(self, peer: PeerId, now: float) -> None:
+        """Take note that a peer lives (a chunk or a credit came from it)."""
+        if peer in self.members:
+            self.members[peer].last_seen = now
+
+    def received(self, peer: PeerId, transfer: int, now: float) -> list[HubEffect]:
+        """All chunks of an expected transfer are here and are sound."""
+        member = self.members.get(peer)
+        announcement = member.open.pop(transfer, None) if member else None
+        if member is None or announcement is None:
+            return []
+        if isinstance(announcement, Snapshot):
+            self.version = member.known_version = 0
+            member.state = MemberState.WAITING
+            return [Found(peer, announcement, self.model), *self._serve_waiting()]
+        assert isinstance(announcement, Publish)
+        self.rounds.add(peer, announcement, now)
+        member.contributions += 1
+        member.samples += announcement.samples
+        member.staleness = self.version - announcement.base_version
+        accumulate: list[HubEffect] = [] if self.rounds.rule.one_each else [Accumulate(peer, announcement)]
+        return accumulate + self._release(now)
+
+    def broken(self, peer: PeerId, transfer: int, reason: str, text: str, now: float) -> list[HubEffect]:
+        """An expected transfer is not sound (or was never acceptable): say so; nothing of it is used."""
+        member = self.members.get(peer)
+        announcement = member.open.pop(transfer, None) if member else None
+        if member is None or announcement is None:
+            return []
+        if isinstance(announcement, Snapshot):
+            effects = self._send_away(member, reason, text)
+            return effects + self._choose_founder()
+        assert isinstance(announcement, Publish)
+        return [self._refuse(member, announcement, reason, text)]
+
+    def gone(self, peer: PeerId, why: str, now: float) -> list[HubEffect]:
+        """The connection to a peer is gone."""
+        return self._lose(self.members[peer], why, now) if peer in self.members else []
+
+    def tick(self, now: float) -> list[HubEffect]:
+        """Let time pass: silent peers are lost, rounds fall due, the roster goes out."""
+        effects: list[HubEffect] = []
+        for member in list(self.members.values()):
+            silent = now - member.last_seen
+            if silent > self.settings.lost_seconds:
+                effects += self._lose(member, f"silent for {silent:.1f} s", now)
+        effects += self._release(now)
+        if now - self._rostered >= ROSTER_SECONDS:
+            self._rostered = now
+            effects.append(Broadcast(self.roster(now)))
+        return effects
+
+    # ------------------------------------------------------------------ who is here
+
+    @property
+    def live(self) -> frozenset[PeerId]:
+        """The nodes that train now and from which a contribution can be awaited (an idle node has no data left)."""
+        return frozenset(
+            peer for peer, member in self.members.items() if member.state is MemberState.LIVE and not member.idle
+        )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes are here, in whatever state."""
+        return sum(member.state is not MemberState.OBSERVER for member in self.members.values())
+
+    @property
+    def evaluator(self) -> PeerId | None:
+        """The node that scores the shared model: the one that has been live longest."""
+        return next((peer for peer, member in self.members.items() if member.state is MemberState.LIVE), None)
+
+    def roster(self, now: float) -> Roster:
+        """Describe the run and its members as they stand."""
+        return Roster(
+            version=self.version,
+            members=tuple(self._describe(m) for m in self.members.values() if m.state is not MemberState.OBSERVER),
+            evaluator=self.evaluator or "",
+            samples=self.samples,
+            contributions=self.contributions,
+            units_done=self.ledger.done_count,
+            units_total=self.ledger.total,
+            seconds=now - self._began,
+            scores=dict(self.scores),
+            score_version=self.score_version,
+        )
+
+    def _describe(self, member: Member) -> dict[str, int | float | str | bool]:
+        report = member.report
+        entry: dict[str, int | float | str | bool] = {
+            "peer": member.peer,
+            "name": member.name,
+            "state": "idle" if member.idle else member.state.value,
+            "contributions": member.contributions,
+            "staleness": member.staleness,
+            "refused": member.refused,
+        }
+        if report is not None:
+            entry |= {
+                "step": report.step,
+                "samples": report.samples,
+                "samples_per_second": report.samples_per_second,
+                "loss": report.loss,
+                "age_steps": report.age_steps,
+                "bytes_sent": report.bytes_sent,
+                "bytes_received": report.bytes_received,
+                "waiting": report.waiting,
+            }
+        return entry
+
+    # ------------------------------------------------------------------ coming and going
+
+    def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
+        before = self.members.pop(sender, None)
+        effects: list[HubEffect] = []
+        if before is not None:  # what was on its way on the old connection will not come any more
+            effects.append(Disconnect(sender, "again", f"{hello.name} connected again"))
+        state = MemberState.OBSERVER if hello.role == "observer" else MemberState.WELCOMED
+        member = Member(sender, hello.name[:64], state, now, now, hello.version)
+        if before is not None:
+            member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
+        self.members[sender] = member
+        welcome = Welcome(
+            run=self.run,
+            version=self.version,
+            settings=self.settings.to_dict(),
+            model=model_to_wire(self.model) if self.version >= 0 else (),
+            landed=self._landed(sender),
+            accepted=tuple(publish.sequence for peer, publish in self.rounds.pending if peer == sender),
+        )
+        effects.append(SendTo(sender, welcome))
+        if state is MemberState.OBSERVER:
+            effects.append(SendTo(sender, self.roster(now)))
+        if before is not None and before.state is MemberState.FOUNDING:
+            effects += self._choose_founder()
+        return effects + self._release(now)
+
+    def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
+        member.known_version = fetch.version
+        if member.state is MemberState.LIVE:
+            return [Serve(member.peer, member.known_version, self._landed(member.peer))]
+        member.model = model_from_wire(fetch.model)
+        if not member.model:
+            return self._send_away(member, "model", "a node that joins must describe its model; this one described none")
+        member.state = MemberState.WAITING
+        if self.version >= 0:
+            return self._serve_waiting()
+        if any(other.state is MemberState.FOUNDING for other in self.members.values()):
+            return []
+        return self._choose_founder()
+
+    def _choose_founder(self) -> list[HubEffect]:
+        """Ask the first node that waits for its parameters, if the run has none yet."""
+        waiting = next((m for m in self.members.values() if m.state is MemberState.WAITING), None)
+        if self.version >= 0 or waiting is None:
+            return []
+        waiting.state, self.model = MemberState.FOUNDING, waiting.model
+        return [SendTo(waiting.peer, Fetch())]
+
+    def _on_snapshot(self, member: Member, snapshot: Snapshot, now: float) -> list[HubEffect]:
+        member.open[snapshot.transfer] = snapshot
+        return [Expect(member.peer, snapshot)]
+
+    def _serve_waiting(self) -> list[HubEffect]:
+        effects: list[HubEffect] = []
+        waiting = [member for member in self.members.values() if member.state is MemberState.WAITING]
+        for member in waiting:
+            difference = describe_mismatch(self.model, member.model)
+            if difference is not None:
+                effects += self._send_away(member, "model", f"{difference[1]}; start this node with the run's model")
+        waiting = [member for member in waiting if member.peer in self.members]
+        if not self.started and len(waiting) < self.settings.start_nodes:
+            return effects
+        self.started = True
+        for member in waiting:
+            member.state, member.idle = MemberState.LIVE, False
+            effects.append(Serve(member.peer, member.known_version, self._landed(member.peer)))
+        return effects
+
+    def _on_goodbye(self, member: Member, goodbye: Goodbye, now: float) -> list[HubEffect]:
+        return self._lose(member, f"said goodbye {goodbye.reason}".strip(), now, reason="goodbye")
+
+    def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
+        del self.members[member.peer]
+        effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
+        if self.ledger.lost(member.peer):
+            effects += self._feed_idle()
+        if member.state is MemberState.FOUNDING:
+            effects += self._choose_founder()
+        return effects + self._release(now)
+
+    def _send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
+        del self.members[member.peer]
+        return [SendTo(member.peer, Refused(reason, text)), Disconnect(member.peer, reason, text)]
+
+    def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:
+        return [SendTo(member.peer, heartbeat)]
+
+    def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
+        member.report = report
+        if report.scores and report.score_version >= self.score_version:
+            self.scores, self.score_version = dict(report.scores), report.score_version
+        return []
+
+    def _on_relay(self, member: Member, relay: Relay, now: float) -> list[HubEffect]:
+        other = self.members.get(PeerId(relay.other))
+        if other is None or other.state is not MemberState.LIVE:
+            return [SendTo(member.peer, Refused("relay", f"{relay.other} is not here"))]
+        return [SendTo(other.peer, Relay(member.peer, relay.body))]
+
+    # ------------------------------------------------------------------ contributions
+
+    def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
+        record = self._record(member.peer)
+        if publish.sequence <= record.last_sequence or publish.transfer in member.open:
+            return [self._refuse(member, publish, "duplicate", f"sequence {publish.sequence} was heard before")]
+        if not 0 <= publish.fragment < self.settings.fragments:
+            text = f"fragment {publish.fragment} of a run with {self.settings.fragments}"
+            return [self._refuse(member, publish, "fragment", text)]
+        if publish.codec not in (self.settings.codec, "float32"):
+            text = f"coded as {publish.codec!r}; this run takes {self.settings.codec!r}"
+            return [self._refuse(member, publish, "codec", text)]
+        if publish.base_version > self.version or publish.samples < 0 or publish.steps < 0:
+            text = f"based on version {publish.base_version}; the run is at {self.version}"
+            return [self._refuse(member, publish, "version", text)]
+        record.last_sequence = publish.sequence
+        member.open[publish.transfer] = publish
+        return [Expect(member.peer, publish)]
+
+    def _refuse(self, member: Member, publish: Publish, reason: str, text: str) -> SendTo:
+        member.refused += 1
+        self.refused += 1
+        return SendTo(member.peer, Refused(reason, text, publish.sequence))
+
+    def _release(self, now: float) -> list[HubEffect]:
+        effects: list[HubEffect] = []
+        while taken := self.rounds.take(self.live, now):
+            if self.rounds.rule.one_each:
+                # a stated order: the sum of floats depends on it (strict mode is bit-identical)
+                taken.sort(key=lambda one: one[0])
+                effects += [Accumulate(peer, publish) for peer, publish in taken]
+            self.version += 1
+            for peer, publish in taken:
+                self._record(peer).landed.append((publish.sequence, self.version))
+                self.samples += publish.samples
+            self.contributions += len(taken)
+            effects.append(
+                Reduce(
+                    version=self.version,
+                    fragments=tuple(sorted({publish.fragment for _, publish in taken})),
+                    landed=tuple((peer, publish.sequence) for peer, publish in taken),
+                    live=max(len(self.live | {peer for peer, _ in taken}), self._nodes_at_the_end),
+                    samples=sum(publish.samples for _, publish in taken),
+                    dense=any(publish.codec != self.settings.codec for _, publish in taken),
+                )
+            )
+        return effects
+
+    def _record(self, peer: PeerId) -> _Record:
+        record = self._records.pop(peer, None) or _Record()
+        self._records[peer] = record  # now the most recent
+        while len(self._records) > RECORDS_KEPT:
+            del self._records[next(iter(self._records))]
+        return record
+
+    def _landed(self, peer: PeerId) -> tuple[tuple[int, int], ...]:
+        return tuple(self._records[peer].landed) if peer in self._records else ()
+
+    # ------------------------------------------------------------------ data units
+
+    def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
+        self.ledger.done(member.peer, request.done)
+        member.idle = False
+        if self.ledger.finished:
+            # who drains last must not weigh more because the others have left
+            self._nodes_at_the_end = max(self._nodes_at_the_end, sum(m.state is MemberState.LIVE for m in self.members.values()))
+            return [*self._feed_idle(), SendTo(member.peer, WorkUnit((), finished=True))]
+        numbers = self.ledger.deal(member.peer, max(0, min(request.want, 64)), self._lane(member.peer))
+        if numbers:
+            return [SendTo(member.peer, WorkUnit(numbers))]
+        # in strict mode the others' rounds still wait for a node at the end of its share: it has as many offers as they
+        member.idle = request.idle and self._lane(member.peer) is None
+        return self._release(now)
+
+    def _feed_idle(self) -> list[HubEffect]:
+        effects: list[HubEffect] = []
+        for member in self.members.values():
+            if not member.idle:
+                continue
+            numbers = self.ledger.deal(member.peer, 1)
+            if numbers or self.ledger.finished:
+                member.idle = False
+                effects.append(SendTo(member.peer, WorkUnit(numbers, finished=self.ledger.finished)))
+        return effects
+
+    def _lane(self, peer: PeerId) -> int | None:
+        """The node's fixed share of the data in strict mode; None when there is none, or somebody is missing."""
+        nodes = sorted(p for p, member in self.members.items() if member.state is MemberState.LIVE)
+        strict = self.settings.mode == "strict" and len(nodes) == self.ledger.lanes
+        return nodes.index(peer) if strict else None
+
+    # ------------------------------------------------------------------ life after a restart
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold besides the arrays."""
+        return {
+            "run": self.run,
+            "version": self.version,
+            "settings": self.settings.to_dict(),
+            "model": [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in self.model],
+            "ledger": self.ledger.state(),
+            "samples": self.samples,
+            "contributions": self.contributions,
+            "scores": self.scores,
+            "score_version": self.score_version,
+            "records": {peer: [r.last_sequence, [list(x) for x in r.landed]] for peer, r in self._records.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""
+        try:
+            self.run, self.version = str(state["run"]), int(state["version"])
+            self.model = model_from_wire(
+                tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
+            )
+            self.ledger = WorkLedger.from_state(state["ledger"])
+            self.ledger.total = self.settings.units
+            self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
+            self.scores = {str(name): float(score) for name, score in state["scores"].items()}
+            self.score_version = int(state["score_version"])
+            for peer, (last, landed) in state["records"].items():
+                record = self._record(PeerId(peer))
+                record.last_sequence = int(last)
+                record.landed.extend((int(sequence), int(version)) for sequence, version in landed)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
+        self.started = self.version >= 0
+
+    def replay(self, version: int, landed: tuple[tuple[str, int], ...], samples: int) -> None:
+        """Take note of a release that is in the journal but not in the checkpoint."""
+        self.version = version
+        for peer, sequence in landed:
+            record = self._record(PeerId(peer))
+            record.landed.append((sequence, version))
+            record.last_sequence = max(record.last_sequence, sequence)
+        self.samples += samples
+        self.contributions += len(landed)

@@ -1,0 +1,400 @@
+"""Say what nodes and hub tell each other, and what their machines ask the living half to do.
+
+Rule 1: a message is frozen, flat and of plain types; arrays never ride in one, they follow as `Chunk`s of a transfer.
+Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the bytes of each frame, so that the receiver can
+refuse before it allocates.  Rule 3: an effect is a wish; a machine never acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from zmqtrain.errors import FramingError
+from zmqtrain.types import LeafSpec, ModelSpec, PeerId
+
+__all__ = [
+    "Hello",
+    "Welcome",
+    "Refused",
+    "Heartbeat",
+    "Goodbye",
+    "Report",
+    "Roster",
+    "Fetch",
+    "Snapshot",
+    "Publish",
+    "Aggregate",
+    "Chunk",
+    "Credit",
+    "Preempt",
+    "WorkRequest",
+    "WorkUnit",
+    "Relay",
+    "Message",
+    "MESSAGES",
+    "Announcement",
+    "ANNOUNCEMENTS",
+    "WireLeaf",
+    "model_to_wire",
+    "model_from_wire",
+    "SendTo",
+    "Broadcast",
+    "Expect",
+    "Found",
+    "Serve",
+    "Accumulate",
+    "Reduce",
+    "Deliver",
+    "Withdraw",
+    "Disconnect",
+    "HubEffect",
+    "Send",
+    "PeerEffect",
+]
+
+WireLeaf = tuple[str, tuple[int, ...], str]
+"""A LeafSpec as it travels: path, shape, dtype."""
+
+MAX_LEAF_VALUES = 1 << 40
+Scalar = int | float | str | bool
+
+
+def model_to_wire(model: ModelSpec) -> tuple[WireLeaf, ...]:
+    """Return a model's description as plain tuples."""
+    return tuple((leaf.path, leaf.shape, leaf.dtype) for leaf in model)
+
+
+def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
+    """Read what `model_to_wire` wrote. Raises FramingError for a shape that no array has."""
+    for path, shape, dtype in wire:
+        if any(size < 0 for size in shape) or prod(shape) > MAX_LEAF_VALUES or len(path) > 512 or len(dtype) > 32:
+            raise FramingError(f"the leaf {path[:80]!r} cannot be {dtype[:32]}{list(shape)}")
+    return tuple(LeafSpec(path, shape, dtype) for path, shape, dtype in wire)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing). role: "node" or "observer"."""
+
+    name: str
+    role: str = "node"
+    run: str = ""
+    version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Hub to node: the run and its settings; model is empty until somebody founds it.
+
+    landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
+    """
+
+    run: str
+    version: int
+    settings: dict[str, Scalar]
+    model: tuple[WireLeaf, ...] = ()
+    landed: tuple[tuple[int, int], ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No, and why: `reason` is a short code, `text` a sentence for people, `sequence` the publish it is about or -1."""
+
+    reason: str
+    text: str
+    sequence: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """I live. A node's carries its own clock; the hub sends it back, which gives the round trip."""
+
+    sent: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The sender leaves and will not be waited for."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Node to hub: how training goes. scores: of the shared model at score_version, when this node evaluated it."""
+
+    step: int
+    samples: int
+    samples_per_second: float
+    loss: float
+    age_steps: float
+    offers_refused: int
+    bytes_sent: int
+    bytes_received: int
+    waiting: str = ""
+    scores: dict[str, float] | None = None
+    score_version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model."""
+
+    version: int
+    members: tuple[dict[str, Scalar], ...]
+    evaluator: str
+    samples: int
+    contributions: int
+    units_done: int
+    units_total: int
+    seconds: float
+    scores: dict[str, float]
+    score_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to founder: send your parameters."""
+
+    version: int = -1
+    model: tuple[WireLeaf, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The anchor at `version`, whole, as float32, fragment by fragment; no sizes: what you hold is it.
+
+    landed: as in Welcome.
+    """
+
+    transfer: int
+    version: int
+    sizes: tuple[int, ...]
+    landed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none)."""
+
+    transfer: int
+    sequence: int
+    base_version: int
+    fragment: int
+    codec: str
+    sizes: tuple[int, ...]
+    samples: int
+    steps: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """Hub to all: the step from version - 1 to version. frames: how many frames each of the fragments has."""
+
+    transfer: int
+    version: int
+    codec: str
+    fragments: tuple[int, ...]
+    frames: tuple[int, ...]
+    sizes: tuple[int, ...]
+    landed: tuple[tuple[str, int], ...]
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The head of one payload frame: the `index`-th of a transfer that the same sender announced."""
+
+    transfer: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Receiver to sender: `chunks` more chunks of this transfer may come (up), or have been taken (down)."""
+
+    transfer: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Hub to node: drop what is pending and start again from the shared parameters."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRequest:
+    """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer."""
+
+    done: tuple[int, ...]
+    want: int
+    idle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    """Hub to node: work on these data units; finished: there is no more, the run is over."""
+
+    numbers: tuple[int, ...]
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Node to node through the hub: `other` is the receiver on the way up and the sender on the way down."""
+
+    other: str
+    body: bytes
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Heartbeat
+    | Goodbye
+    | Report
+    | Roster
+    | Fetch
+    | Snapshot
+    | Publish
+    | Aggregate
+    | Chunk
+    | Credit
+    | Preempt
+    | WorkRequest
+    | WorkUnit
+    | Relay
+)
+MESSAGES: tuple[type[Message], ...] = (
+    Hello,
+    Welcome,
+    Refused,
+    Heartbeat,
+    Goodbye,
+    Report,
+    Roster,
+    Fetch,
+    Snapshot,
+    Publish,
+    Aggregate,
+    Chunk,
+    Credit,
+    Preempt,
+    WorkRequest,
+    WorkUnit,
+    Relay,
+)
+Announcement = Publish | Aggregate | Snapshot
+ANNOUNCEMENTS = (Publish, Aggregate, Snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Send a message to one peer."""
+
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a message to every member and observer."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Let the chunks of this announcement come; then tell the machine `received` or `broken`."""
+
+    peer: PeerId
+    announcement: Announcement
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The founder's parameters are here: the run's parameters are these, at version 0."""
+
+    peer: PeerId
+    announcement: Snapshot
+    model: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub the founding parameters.
+
+    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed: as in Snapshot.
+    """
+
+    peer: PeerId
+    known_version: int
+    landed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add this received publish to the sum of the round."""
+
+    peer: PeerId
+    publish: Publish
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Close the round: mean over `live` nodes, outer step, encode against what was published, send to all.
+
+    landed: the publishes in it, in the order in which they were accumulated; samples: what they stand for;
+    dense: send the result uncompressed.
+    """
+
+    version: int
+    fragments: tuple[int, ...]
+    landed: tuple[tuple[PeerId, int], ...]
+    live: int
+    samples: int
+    dense: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """At a node: a whole aggregate or snapshot is here. landed: own sequences in it; reset: drop what is pending."""
+
+    announcement: Aggregate | Snapshot
+    landed: tuple[int, ...]
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """At a node: this publish will not land; what it carried is still pending."""
+
+    sequence: int
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """The peer (at a node: the hub) is gone or has been sent away: forget its transfers. reason: a code, text: for people."""
+
+    peer: PeerId
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """At a node: send a message to the hub."""
+
+    message: Message
+
+
+HubEffect = SendTo | Broadcast | Expect | Found | Serve | Accumulate | Reduce | Disconnect
+PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -1,0 +1,265 @@
+"""Be a node's side of the talk with the hub, without a socket or a clock: messages and `now` go in, effects come out.
+
+Rule 1: `PEER_TRANSITIONS` says which message moves which state where.  Rule 2: whatever happens to the hub, training
+goes on: the machine falls back to CONNECTING and says Hello again.  Rule 3: a hub of another run, or one that knows less
+than this node has seen, is not believed.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from zmqtrain.errors import LocalProtocolError
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Deliver,
+    Disconnect,
+    Expect,
+    Fetch,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    PeerEffect,
+    Preempt,
+    Publish,
+    Refused,
+    Roster,
+    Send,
+    Serve,
+    Snapshot,
+    Welcome,
+    Withdraw,
+    model_from_wire,
+    model_to_wire,
+)
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
+
+__all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
+
+HUB = PeerId("hub")
+HELLO_SECONDS = 1.0
+REFUSED_HELLO_SECONDS = 5.0
+
+
+class PeerState(Enum):
+    """Where a node stands with its hub."""
+
+    CONNECTING = "connecting"
+    WELCOMED = "welcomed"
+    SYNCING = "waiting for a snapshot"
+    FOUNDING = "founding the run"
+    LIVE = "live"
+    CLOSED = "closed"
+
+
+PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
+    (PeerState.CONNECTING, Welcome): PeerState.WELCOMED,
+    (PeerState.SYNCING, Fetch): PeerState.FOUNDING,
+    (PeerState.SYNCING, Snapshot): PeerState.LIVE,
+    (PeerState.FOUNDING, Snapshot): PeerState.LIVE,
+    (PeerState.LIVE, Aggregate): PeerState.LIVE,
+    (PeerState.LIVE, Preempt): PeerState.SYNCING,
+}
+"""The moves of a node's state; besides these, a version gap leads from LIVE to SYNCING, silence and Goodbye of the hub
+from anywhere to CONNECTING, `join` from WELCOMED to SYNCING, `leave` from anywhere to CLOSED. Other pairs are ignored."""
+
+
+class Peer:
+    """A node's state machine.
+
+    peer: how the hub knows this node.  name: for people.  observer: only watch.
+    version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
+    is the run's (of a founder: that its parameters are).
+    """
+
+    def __init__(self, peer: PeerId, name: str, observer: bool = False) -> None:
+        self.peer, self.name, self.observer = peer, name, observer
+        self.state = PeerState.CONNECTING
+        self.run = ""
+        self.version = -1
+        self.settings: RunSettings | None = None
+        self.model: ModelSpec = ()
+        self.run_model: ModelSpec = ()
+        self.roster: Roster | None = None
+        self.round_trip_seconds: float | None = None
+        self.in_flight: set[int] = set()
+        self.confirmed = False
+        self._announced = -1
+        self._reset = False
+        self._open: dict[int, Aggregate | Snapshot] = {}
+        self._hello_at = 0.0
+        self._beat_at = 0.0
+        self._heard = 0.0
+
+    # ------------------------------------------------------------------ what this side wants
+
+    def start(self, now: float) -> list[PeerEffect]:
+        """Say Hello for the first time."""
+        return self._hello(now)
+
+    def join(self, model: ModelSpec, now: float) -> list[PeerEffect]:
+        """Describe this node's model; from Welcome on the machine asks for the run's parameters by itself."""
+        self.model = model
+        return self._fetch(now) if self.state is PeerState.WELCOMED else []
+
+    def publish(self, publish: Publish) -> list[PeerEffect]:
+        """Announce a delta. Raises LocalProtocolError unless live."""
+        if self.state is not PeerState.LIVE:
+            raise LocalProtocolError(f"{self.name} cannot publish while it is {self.state.value}")
+        self.in_flight.add(publish.sequence)
+        return [Send(publish)]
+
+    def resync(self) -> list[PeerEffect]:
+        """Ask for a snapshot because this side dropped aggregates."""
+        return self._resync() if self.state is PeerState.LIVE else []
+
+    def leave(self, reason: str) -> list[PeerEffect]:
+        """Say goodbye; nothing is awaited any more."""
+        said: list[PeerEffect] = [] if self.state in (PeerState.CONNECTING, PeerState.CLOSED) else [Send(Goodbye(reason))]
+        self.state = PeerState.CLOSED
+        return said
+
+    def tick(self, now: float) -> list[PeerEffect]:
+        """Let time pass: heartbeats, Hello again, the hub taken for lost."""
+        if self.state is PeerState.CLOSED:
+            return []
+        if self.state is PeerState.CONNECTING:
+            return self._hello(now) if now >= self._hello_at else []
+        assert self.settings is not None
+        silent = now - self._heard
+        if silent > self.settings.lost_seconds:
+            return self._lose_hub("lost", f"the broker has been silent for {silent:.1f} s", now, now)
+        if now < self._beat_at:
+            return []
+        self._beat_at = now + self.settings.heartbeat_seconds
+        return [Send(Heartbeat(now))]
+
+    # ------------------------------------------------------------------ what the hub says
+
+    def saw(self, now: float) -> None:
+        """Take note that the hub lives (a chunk came)."""
+        self._heard = now
+
+    def receive(self, message: Message, now: float) -> list[PeerEffect]:
+        """Take one message of the hub; what does not fit the state is ignored (it was sent before the hub knew)."""
+        if self.state is PeerState.CLOSED:
+            return []
+        self._heard = now
+        match message:
+            case Heartbeat(sent):
+                self.round_trip_seconds = now - sent
+            case Roster():
+                self.roster = message
+            case Refused():
+                return self._on_refused(message, now)
+            case Goodbye(reason) if self.state is not PeerState.CONNECTING:
+                text = f"the broker said goodbye: {reason}" if reason else "the broker said goodbye"
+                return self._lose_hub("goodbye", text, now, now + HELLO_SECONDS)
+            case _ if (self.state, type(message)) in PEER_TRANSITIONS:
+                match message:
+                    case Welcome():
+                        return self._on_welcome(message, now)
+                    case Fetch():
+                        self.state = PeerState.FOUNDING
+                        return [Serve(HUB, -1)]
+                    case Snapshot() | Aggregate():
+                        return self._on_announcement(message)
+                    case Preempt():
+                        self._reset = True
+                        return self._resync()
+        return []
+
+    def received(self, transfer: int) -> list[PeerEffect]:
+        """All chunks of an expected aggregate or snapshot are here."""
+        announcement = self._open.pop(transfer, None)
+        if announcement is None:
+            return []
+        if isinstance(announcement, Snapshot):
+            landed = tuple(s for s, _ in announcement.landed if s in self.in_flight)
+            reset, self._reset = self._reset, False
+        else:
+            landed = tuple(s for peer, s in announcement.landed if s in self.in_flight and peer == self.peer)
+            reset = False
+        self.version = announcement.version
+        self.in_flight.difference_update(landed)
+        return [Deliver(announcement, landed, reset)]
+
+    # ------------------------------------------------------------------ the moves
+
+    def _hello(self, now: float) -> list[PeerEffect]:
+        self._hello_at = now + HELLO_SECONDS
+        role = "observer" if self.observer else "node"
+        return [Send(Hello(self.name, role, self.run, self.version))]
+
+    def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
+        if self.run and welcome.run != self.run:
+            text = (
+                f"the broker now runs {welcome.run}, this node belongs to {self.run}. Restart the broker with the checkpoint "
+                "of the old run, or stop this node and start it again to join the new run."
+            )
+            return self._lose_hub("run", text, now, now + REFUSED_HELLO_SECONDS)
+        if welcome.version < self.version:
+            text = (
+                f"the broker is at version {welcome.version} of {self.run}, this node has seen {self.version}: it was "
+                "restarted from an older state. Restart it with the newest checkpoint folder, or stop this node and start it again."
+            )
+            return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
+        self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
+        self.run_model = model_from_wire(welcome.model)
+        self.state = PeerState.WELCOMED
+        self._beat_at = now
+        kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
+        lost = sorted(self.in_flight - kept)
+        self.in_flight &= kept
+        effects: list[PeerEffect] = [Withdraw(s, "lost", "the connection was lost on its way") for s in lost]
+        return effects + (self._fetch(now) if self.model else [])
+
+    def _fetch(self, now: float) -> list[PeerEffect]:
+        if self.run_model:
+            difference = describe_mismatch(self.run_model, self.model)
+            if difference is not None:
+                self.state = PeerState.CLOSED
+                text = f"{difference[1]}. Start this node with the run's model, or another broker for this one."
+                return [Send(Goodbye("another model")), Disconnect(HUB, "model", text)]
+        return self._resync()
+
+    def _resync(self) -> list[PeerEffect]:
+        self.state = PeerState.SYNCING
+        self._open.clear()
+        return [Send(Fetch(-1 if self._reset else self.version, model_to_wire(self.model)))]
+
+    def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
+        if isinstance(announcement, Snapshot):
+            self._announced, self.state = announcement.version, PeerState.LIVE
+            if not announcement.sizes:
+                self.version, self.confirmed = announcement.version, True
+                return []
+        elif announcement.version != self._announced + 1:
+            return self._resync() if announcement.version > self._announced else []
+        else:
+            self._announced = announcement.version
+        self._open[announcement.transfer] = announcement
+        return [Expect(HUB, announcement)]
+
+    def _on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
+        if refused.sequence >= 0:
+            if refused.sequence not in self.in_flight:
+                return []
+            self.in_flight.discard(refused.sequence)
+            return [Withdraw(refused.sequence, refused.reason, refused.text)]
+        if refused.reason == "relay":
+            return []
+        if refused.reason == "unknown":
+            if self.state is PeerState.CONNECTING:
+                return []
+            return self._lose_hub("unknown", refused.text, now, now)
+        self.state = PeerState.CLOSED
+        return [Disconnect(HUB, refused.reason, refused.text)]
+
+    def _lose_hub(self, reason: str, text: str, now: float, hello_at: float) -> list[PeerEffect]:
+        self.state = PeerState.CONNECTING
+        self._open.clear()
+        self._hello_at = hello_at
+        return [Disconnect(HUB, reason, text)]

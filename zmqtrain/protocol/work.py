@@ -1,0 +1,89 @@
+"""Deal the data of a run once: a ledger of numbered units, each dealt again when its node is lost before it is done.
+
+Rule 1: a unit is a number; what it stands for is the program's affair.  Rule 2: units that came back go out first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.types import PeerId
+
+__all__ = ["WorkLedger"]
+
+
+class WorkLedger:
+    """Which data units are dealt to whom, which are done, and which are next.
+
+    total: how many units the run has; 0: no end.  lanes: 0 deals in the order of asking; n deals to the node with lane
+        i the units i, i + n, i + 2n, ... so that the same nodes get the same data whoever asks first (strict mode).
+    """
+
+    def __init__(self, total: int = 0, lanes: int = 0) -> None:
+        self.total, self.lanes = total, max(1, lanes)
+        self._next = list(range(self.lanes))
+        self._returned: list[int] = []
+        self._dealt: dict[int, PeerId] = {}
+        self.done_count = 0
+
+    def deal(self, peer: PeerId, want: int, lane: int | None = None) -> tuple[int, ...]:
+        """Deal up to `want` units to a node; fewer or none when no more are left (in its lane, where one is given)."""
+        numbers: list[int] = []
+        while len(numbers) < want:
+            if self._returned:
+                number = heapq.heappop(self._returned)
+            else:
+                own = lane if lane is not None else self._next.index(min(self._next))
+                number = self._next[own]
+                if not self._left(number):
+                    break
+                self._next[own] += self.lanes
+            self._dealt[number] = peer
+            numbers.append(number)
+        return tuple(numbers)
+
+    def done(self, peer: PeerId, numbers: Iterable[int]) -> int:
+        """Mark units as done by the node they are dealt to; return how many were. Others' and unknown ones are ignored."""
+        count = 0
+        for number in numbers:
+            if self._dealt.get(number) == peer:
+                del self._dealt[number]
+                count += 1
+        self.done_count += count
+        return count
+
+    def lost(self, peer: PeerId) -> tuple[int, ...]:
+        """Take back what a lost node had not finished; return the numbers."""
+        back = tuple(number for number, owner in self._dealt.items() if owner == peer)
+        for number in back:
+            del self._dealt[number]
+            heapq.heappush(self._returned, number)
+        return back
+
+    def _left(self, number: int) -> bool:
+        return self.total == 0 or number < self.total
+
+    @property
+    def finished(self) -> bool:
+        """True when every unit of a run with an end is done."""
+        return self.total > 0 and self.done_count >= self.total
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; what is dealt and not done counts as returned."""
+        returned = sorted([*self._returned, *self._dealt])
+        return {"total": self.total, "next": list(self._next), "returned": returned, "done": self.done_count}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> WorkLedger:
+        """Read what `state` wrote. Raises CheckpointError for anything else."""
+        try:
+            ledger = cls(int(state["total"]), len(state["next"]))
+            ledger._next = [int(number) for number in state["next"]]
+            ledger._returned = sorted(int(number) for number in state["returned"])
+            ledger.done_count = int(state["done"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the ledger of data units cannot be read: {error!r}") from error
+        return ledger

@@ -1,0 +1,160 @@
+"""Keep the hub's side of the one equation: the parameters, and what has been published of them.
+
+    g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
+
+Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
+flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, payload_bound
+from zmqtrain.errors import CheckpointError, CodecError
+from zmqtrain.protocol.messages import Publish, Reduce
+from zmqtrain.runtime.delta import DENSE, cut, decode_snapshot, encode_snapshot, snapshot_counts
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.aggregate import mean_over_live
+from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.types import Buffer, ModelSpec, Version
+
+__all__ = ["Released", "Aggregator"]
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The step from version - 1 to version, encoded: the frames of each fragment."""
+
+    version: Version
+    codec: str
+    fragments: tuple[int, ...]
+    frames: tuple[tuple[Buffer, ...], ...]
+
+
+class Aggregator:
+    """The arrays of the hub: parameters, published, the running sum and the outer optimizer's state.
+
+    `version` is -1 until `found` or `restore`.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.codec, self.broadcast_codec = codec_from_spec(settings.codec), codec_from_spec(settings.broadcast_codec)
+        self.outer = outer_from_spec(settings.outer)
+        self.version: Version = -1
+        self.parameters: list[Vector] = []
+        self.published: list[Vector] = []
+        self._sums: list[Vector] = []
+        self._outer_state: list[Mapping[str, Vector]] = []
+        self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
+
+    def plan(self, model: ModelSpec) -> None:
+        """Lay out a model (before its parameters are here). Raises ModelMismatch or ConfigError for one that cannot be."""
+        self.layout = Layout(model, self.settings.fragments)
+
+    def publish_bound(self, publish: Publish) -> int:
+        """Return the most bytes that a publish may have."""
+        return payload_bound(codec_from_spec(publish.codec), self.layout.counts(publish.fragment))
+
+    def snapshot_bound(self) -> int:
+        """Return the most bytes that a snapshot may have."""
+        return payload_bound(codec_from_spec(DENSE), snapshot_counts(self.layout))
+
+    def check_snapshot(self, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless a founder's parameters can be used."""
+        check_payload(codec_from_spec(DENSE), frames, snapshot_counts(self.layout))
+
+    def found(self, frames: Sequence[Buffer]) -> None:
+        """Take the founder's parameters as version 0."""
+        self._begin(decode_snapshot(self.layout, frames), 0)
+
+    def _begin(self, flats: Sequence[Vector], version: Version) -> None:
+        self.parameters = [flat.copy() for flat in flats]
+        self.published = [flat.copy() for flat in flats]
+        self._sums = [np.zeros_like(flat) for flat in flats]
+        self._outer_state = [self.outer.init(flat.size) for flat in flats]
+        self.version = version
+
+    def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless the publish can be added."""
+        check_payload(codec_from_spec(publish.codec), frames, self.layout.counts(publish.fragment))
+
+    def accumulate(self, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Add a checked publish to the sum of the round."""
+        counts = self.layout.counts(publish.fragment)
+        total = self._sums[publish.fragment]
+        decode_payload(codec_from_spec(publish.codec), frames, counts, out=total, add=True, checked=True)
+
+    def release(self, reduce: Reduce) -> Released:
+        """Close the round and return what every peer is to be sent."""
+        codec = codec_from_spec(DENSE) if reduce.dense else self.broadcast_codec
+        frames = tuple(self._release(fragment, reduce.live, codec.name) for fragment in reduce.fragments)
+        self.version = reduce.version
+        return Released(self.version, codec.name, reduce.fragments, frames)
+
+    def _release(self, fragment: int, live: int, codec_name: str) -> tuple[Buffer, ...]:
+        total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
+        parameters += self.outer.update(mean_over_live(total, live, out=total), self._outer_state[fragment])
+        total.fill(0)
+        codec, counts = codec_from_spec(codec_name), self.layout.counts(fragment)
+        frames = tuple(encode_payload(codec, cut(parameters - published, counts)))
+        decode_payload(codec, frames, counts, out=published, add=True, checked=True)
+        return frames
+
+    def snapshot(self) -> tuple[Version, tuple[Buffer, ...]]:
+        """Return the version and the frames of `published`; made once per version, shared by all who ask."""
+        if self._snapshot[0] != self.version:
+            self._snapshot = (self.version, encode_snapshot(self.layout, self.published))
+        return self._snapshot
+
+    def replay(self, released: Released) -> None:
+        """Take a step that was published before a crash: the parameters follow, the outer state stays as it was saved."""
+        if released.version != self.version + 1:
+            raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
+        codec = codec_from_spec(released.codec)
+        for fragment, frames in zip(released.fragments, released.frames, strict=True):
+            counts = self.layout.counts(fragment)
+            step = decode_payload(codec, frames, counts)
+            self.published[fragment] += step
+            self.parameters[fragment] += step
+        self.version = released.version
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
+        "<outer state>/<path>"."""
+        named = {"parameters": self.parameters, "published": self.published}
+        for key in self._outer_state[0]:
+            named[f"outer.{key}"] = [state[key] for state in self._outer_state]
+        return {
+            f"{name}/{leaf.path}": array
+            for name, flats in named.items()
+            for leaf, array in zip(self.layout.spec, self.layout.join(flats), strict=True)
+        }
+
+    def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        """Take over what `arrays` returned. Raises CheckpointError."""
+
+        def flats(name: str) -> list[Vector]:
+            leaves = []
+            for leaf in self.layout.spec:
+                array = arrays.get(f"{name}/{leaf.path}")
+                if array is None or array.shape != leaf.shape or array.dtype != np.float32:
+                    raise CheckpointError(f"the checkpoint has no {name} of {leaf}")
+                leaves.append(array)
+            return self.layout.split(leaves)
+
+        self._begin(flats("parameters"), version)
+        self.published = flats("published")
+        for key in self._outer_state[0]:
+            for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
+                state[key][:] = flat
+

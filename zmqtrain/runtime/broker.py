@@ -1,0 +1,508 @@
+"""Be the hub alive: a Hub on a socket, with a clock, a codec thread and a checkpoint folder.
+
+Rule 1: one asyncio loop owns the socket and the machine; one codec thread owns the arrays; jobs and their results pass
+between them in order.  Rule 2: whatever a peer does wrong costs that peer its membership and nobody else anything.
+Rule 3: no jax here, nor in anything that is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.errors import (
+    ChannelClosed,
+    ChannelFull,
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    FramingError,
+    NonFiniteDelta,
+    PeerLost,
+    RemoteProtocolError,
+    ZmqTrainError,
+)
+from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import (
+    Accumulate,
+    Aggregate,
+    Announcement,
+    Broadcast,
+    Chunk,
+    Credit,
+    Disconnect,
+    Expect,
+    Found,
+    Goodbye,
+    HubEffect,
+    Message,
+    Publish,
+    Reduce,
+    Refused,
+    Roster,
+    SendTo,
+    Serve,
+    Snapshot,
+)
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.aggregator import Aggregator, Released
+from zmqtrain.runtime.checkpoint import CheckpointFolder, describe_difference, export_model
+from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.transport.pacing import Credits, Outbox
+from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, count_values
+
+__all__ = ["canonical", "BrokerStatistics", "Broker"]
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+GRANT_WINDOW_BYTES = 1 << 20
+"""What is on its way toward the hub's port in all (design.md section 4: fair, and the switch's queue stays short)."""
+OUTBOX_WINDOW_BYTES = 2 << 20
+"""What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
+OUTBOX_RELEASES = 4
+"""How many aggregates may queue for one peer before it is sent a snapshot instead."""
+FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
+"""Settings that may change when a run is resumed."""
+
+
+def canonical(settings: RunSettings) -> RunSettings:
+    """Return the settings with every spec string in its full form. Raises ConfigError for one that names nothing."""
+    release_rule_from_spec(settings.release)
+    return replace(
+        settings,
+        codec=codec_from_spec(settings.codec).name,
+        broadcast_codec=codec_from_spec(settings.broadcast_codec).name,
+        outer=outer_from_spec(settings.outer).name,
+    )
+
+
+@dataclass(frozen=True)
+class BrokerStatistics:
+    """Running figures of a broker. bytes: payload and heads; aggregate_seconds: of the codec thread, all its work."""
+
+    version: int
+    nodes: int
+    contributions: int
+    refused: int
+    bytes_sent: int
+    bytes_received: int
+    aggregate_seconds: float
+    snapshots_served: int
+    aggregates_dropped: int
+
+
+@dataclass
+class _Link:
+    """What the broker holds for one peer besides the hub's member."""
+
+    outbox: Outbox
+    assembler: Assembler
+    following: bool = False
+
+
+class Broker:
+    """A hub alive on `channel`.
+
+    settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.
+    watch: called in the broker's loop with every roster.  Raises ConfigError, CheckpointError.
+    """
+
+    def __init__(
+        self,
+        channel: HubChannel,
+        settings: RunSettings,
+        checkpoint: Path | None = None,
+        checkpoint_seconds: float = 60.0,
+        watch: Callable[[Roster], None] | None = None,
+    ) -> None:
+        self.channel, self.settings, self.watch = channel, canonical(settings), watch
+        self.checkpoint_seconds = checkpoint_seconds
+        run = f"run-{secrets.token_hex(4)}"
+        self.hub = Hub(self.settings, release_rule_from_spec(settings.release), run, time.monotonic())
+        self.aggregator = Aggregator(self.settings)
+        self.folder = CheckpointFolder(checkpoint) if checkpoint is not None else None
+        if self.folder is not None:
+            self._resume(self.folder)
+        self._credits = Credits(GRANT_WINDOW_BYTES)
+        self._links: dict[PeerId, _Link] = {}
+        self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
+        self._stop = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._effects: deque[HubEffect] = deque()
+        self._carrying_out = False
+        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
+        self._transfer = 0
+        self._aggregate_seconds = 0.0
+        self._bytes_sent = self._bytes_received = self._snapshots_served = self._dropped = 0
+        self._saved_version, self._saved_at = self.hub.version, time.monotonic()
+
+    def _resume(self, folder: CheckpointFolder) -> None:
+        loaded = folder.load()
+        if loaded is None:
+            return
+        state, arrays = loaded
+        difference = describe_difference(state.get("settings", {}), self.settings.to_dict(), FREE_SETTINGS)
+        if difference:
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
+                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one."
+            )
+        self.hub.restore(state)
+        self.aggregator.plan(self.hub.model)
+        self.aggregator.restore(self.hub.version, arrays)
+        replayed = 0
+        for released, landed, samples in folder.replay(self.hub.version):
+            self.aggregator.replay(released)
+            self.hub.replay(released.version, landed, samples)
+            replayed += 1
+        logger.info(
+            "resuming %s at version %d (%d from the journal), %d samples", self.hub.run, self.hub.version, replayed, self.hub.samples
+        )
+        folder.save(self.hub.version, self.hub.state(), self.aggregator.arrays())
+        folder.begin_journal(self.hub.version)
+
+    # ------------------------------------------------------------------ living
+
+    async def run(self) -> None:
+        """Serve until `stop` is called or the run is over; then save, say goodbye and close. Raises what went wrong here."""
+        self._loop = asyncio.get_running_loop()
+        receiving = asyncio.create_task(self._receive_forever())
+        try:
+            while not self._stop.is_set():
+                self._carry_out(self.hub.tick(time.monotonic()))
+                self._save_when_due()
+                if self.hub.ledger.finished and not self.hub.nodes:
+                    logger.info("all %d data units are done and every node has left: the run is over", self.hub.ledger.total)
+                    break
+                if receiving.done():
+                    receiving.result()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+        finally:
+            receiving.cancel()
+            for peer in list(self.hub.members):
+                self._send(peer, Goodbye("the broker was stopped"))
+            await asyncio.gather(receiving, return_exceptions=True)
+            # the codec thread finishes what it has; its results are of no use any more
+            await asyncio.to_thread(self._worker.close, 60.0)
+            if self.folder is not None:
+                self._save_now(self.folder)
+                self.folder.close()
+            await self.channel.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End `run` soon; call it in the broker's loop."""
+        self._stop.set()
+
+    def statistics(self) -> BrokerStatistics:
+        """Return the running figures."""
+        return BrokerStatistics(
+            self.hub.version,
+            self.hub.nodes,
+            self.hub.contributions,
+            self.hub.refused,
+            self._bytes_sent,
+            self._bytes_received,
+            self._aggregate_seconds,
+            self._snapshots_served,
+            self._dropped,
+        )
+
+    async def _receive_forever(self) -> None:
+        while True:
+            try:
+                peer, lane, frames = await self.channel.receive()
+            except ChannelClosed:
+                return
+            self._bytes_received += sum(len(frame) for frame in frames)
+            try:
+                self._take(peer, lane, frames)
+            except ProtocolVersionError as error:
+                self._send(peer, Refused("protocol", str(error)))
+            except (FramingError, RemoteProtocolError) as error:
+                self._expel(peer, error)
+            except Exception as error:  # a message that we did not think of costs its sender, not the run
+                logger.exception("a message of %s could not be taken", peer)
+                self._expel(peer, error)
+
+    def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
+        now = time.monotonic()
+        message = decode_message(frames[0])
+        if isinstance(message, Chunk):
+            if len(frames) != 2:
+                raise FramingError("a chunk is a head and one frame")
+            self.hub.saw(peer, now)
+            self._take_chunk(peer, message, frames[1])
+        elif isinstance(message, Credit):
+            self.hub.saw(peer, now)
+            if peer in self._links:
+                with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
+                    self._links[peer].outbox.acknowledged(message.transfer, message.chunks)
+                self._pump(peer)
+        else:
+            self._carry_out(self.hub.receive(peer, message, now))
+
+    def _take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> None:
+        link = self._links.get(peer)
+        if link is None or chunk.transfer not in link.assembler:
+            return  # of a transfer that was given up
+        self._credits.arrived(peer, chunk.transfer)
+        whole = link.assembler.add(chunk, frame)
+        self._grant()
+        if whole is None:
+            return
+        announcement, received = whole
+        self._job(partial(self._check, announcement, received), self._checked, peer, announcement, received)
+
+    def _check(self, announcement: Announcement, frames: Sequence[Buffer]) -> None:
+        if isinstance(announcement, Publish):
+            self.aggregator.check(announcement, frames)
+        else:
+            self.aggregator.check_snapshot(frames)
+
+    def _checked(self, result: object, peer: PeerId, announcement: Announcement, received: Sequence[Buffer]) -> None:
+        now = time.monotonic()
+        member = self.hub.members.get(peer)
+        if member is None or announcement.transfer not in member.open:
+            return  # its node has left, or came back, in the meantime: what it sent before does not count
+        if isinstance(result, CodecError):
+            reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
+            logger.warning("refused what %s sent: %s", peer, result)
+            self._carry_out(self.hub.broken(peer, announcement.transfer, reason, str(result), now))
+        else:
+            self._whole[peer, announcement.transfer] = received
+            self._carry_out(self.hub.received(peer, announcement.transfer, now))
+
+    def _expel(self, peer: PeerId, error: Exception) -> None:
+        """A peer broke the protocol: tell it, and forget it. It may say Hello again."""
+        logger.warning("%s broke the protocol: %s", peer, error)
+        self._send(peer, Refused("protocol", str(error)))
+        self._carry_out(self.hub.gone(peer, f"broke the protocol: {error}", time.monotonic()))
+
+    # ------------------------------------------------------------------ carrying out effects
+
+    def _carry_out(self, effects: Sequence[HubEffect]) -> None:
+        """Carry out effects in the order in which the hub had them, also those that carrying out one brings about."""
+        self._effects.extend(effects)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._effects:
+                self._carry_out_one(self._effects.popleft())
+        finally:
+            self._carrying_out = False
+
+    def _carry_out_one(self, effect: HubEffect) -> None:
+        match effect:
+            case SendTo(peer, message):
+                self._send(peer, message)
+            case Broadcast(message):
+                if isinstance(message, Roster) and self.watch is not None:
+                    self.watch(message)
+                for peer in list(self.hub.members):
+                    self._send(peer, message)
+            case Expect(peer, announcement):
+                self._expect(peer, announcement)
+            case Found(peer, announcement, model):
+                logger.info("%s founded %s: %d values", peer, self.hub.run, count_values(model))
+                self._job(partial(self._found, self._whole.pop((peer, announcement.transfer)), self.hub.state()))
+            case Accumulate(peer, publish):
+                self._job(partial(self.aggregator.accumulate, publish, self._whole.pop((peer, publish.transfer))))
+            case Reduce():
+                self._job(partial(self._release, effect), self._released, effect)
+            case Serve(peer, known_version, landed):
+                self._job(self.aggregator.snapshot, self._serve, peer, known_version, landed)
+            case Disconnect(peer, reason, text):
+                self._disconnect(peer, reason, text)
+
+    def _link(self, peer: PeerId) -> _Link:
+        if peer not in self._links:
+            model_bytes = 4 * sum(leaf.values for leaf in self.hub.model)
+            limit = max(64 << 20, 3 * model_bytes)
+            self._links[peer] = _Link(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit))
+        return self._links[peer]
+
+    def _send(self, peer: PeerId, message: Message) -> None:
+        head = encode_message(message)
+        try:
+            self.channel.send(peer, Lane.CONTROL, [head])
+            self._bytes_sent += len(head)
+        except (PeerLost, ChannelFull) as error:
+            why = "its connection is gone" if isinstance(error, PeerLost) else "it does not read what it is sent"
+            if peer in self.hub.members:
+                self._carry_out(self.hub.gone(peer, why, time.monotonic()))
+        except ChannelClosed:
+            pass
+
+    def _expect(self, peer: PeerId, announcement: Announcement) -> None:
+        link = self._link(peer)
+        now = time.monotonic()
+        try:
+            if isinstance(announcement, Publish):
+                bound = self.aggregator.publish_bound(announcement)
+            else:
+                self.aggregator.plan(self.hub.model)
+                bound = self.aggregator.snapshot_bound()
+            if not 0 < sum(announcement.sizes) <= bound:
+                raise FramingError(f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right")
+            link.assembler.expect(announcement)
+        except FramingError as error:
+            self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), now))
+        except ConfigError as error:
+            self._carry_out(self.hub.broken(peer, announcement.transfer, "model", str(error), now))
+        else:
+            priority = 0 if isinstance(announcement, Publish) else 1
+            self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
+            self._grant()
+
+    def _grant(self) -> None:
+        for peer, transfer, chunks in self._credits.grants():
+            self._send(peer, Credit(transfer, chunks))
+
+    def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
+        level = logging.INFO if reason in ("goodbye", "again") else logging.WARNING
+        logger.log(level, "%s left: %s (%d nodes remain)", peer, text, self.hub.nodes)
+        self._credits.forget(peer)
+        self._links.pop(peer, None)
+        self._grant()
+
+    # ------------------------------------------------------------------ the codec thread
+
+    def _job(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
+        """Do `work` in the codec thread, then `then(result or CodecError, *facts)` in the loop; both in order."""
+
+        def job() -> None:
+            began = time.thread_time()
+            result: Any
+            try:
+                result = work()
+            except CodecError as error:
+                result = error
+            self._aggregate_seconds += time.thread_time() - began
+            if then is not None:
+                self._loop.call_soon_threadsafe(self._finish, then, result, facts)
+
+        if not self._worker.submit(job):
+            self._job_failed(ZmqTrainError("the codec thread cannot keep up: 4096 jobs wait"))
+
+    def _finish(self, then: Callable[..., None], result: object, facts: tuple[Any, ...]) -> None:
+        try:
+            then(result, *facts)
+        except Exception as error:
+            self._job_failed(error)
+
+    def _job_failed(self, error: BaseException | None) -> None:
+        """Something of our own broke: there is no honest way on. Save what is saved, and end with the error."""
+        logger.error("the broker stops: %s", error)
+        self._failure = self._failure or error
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _found(self, frames: Sequence[Buffer], state: dict[str, Any]) -> None:
+        self.aggregator.found(frames)
+        if self.folder is not None:
+            self.folder.save(0, state, self.aggregator.arrays())
+            self.folder.begin_journal(0)
+
+    def _release(self, reduce: Reduce) -> Released:
+        released = self.aggregator.release(reduce)
+        if self.folder is not None:
+            self.folder.append((released, reduce.landed, reduce.samples))
+        return released
+
+    def _released(self, released: Released, reduce: Reduce) -> None:
+        if isinstance(released, BaseException):
+            raise released
+        flat = [frame for frames in released.frames for frame in frames]
+        aggregate = Aggregate(
+            transfer=self._next_transfer(),
+            version=released.version,
+            codec=released.codec,
+            fragments=released.fragments,
+            frames=tuple(len(frames) for frames in released.frames),
+            sizes=tuple(len(frame) for frame in flat),
+            landed=reduce.landed,
+            live=reduce.live,
+        )
+        messages: list[Sequence[Buffer]] = [[encode_message(aggregate)], *split(aggregate.transfer, flat)]
+        for peer, link in list(self._links.items()):
+            if not link.following:
+                continue
+            if len(link.outbox) >= OUTBOX_RELEASES or not link.outbox.push(aggregate.transfer, messages, droppable=True):
+                self._dropped += len(link.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
+            self._pump(peer)
+
+    def _serve(
+        self, snapshot: tuple[int, tuple[Buffer, ...]], peer: PeerId, known: int, landed: tuple[tuple[int, int], ...]
+    ) -> None:
+        if peer not in self.hub.members:
+            return
+        version, frames = snapshot
+        if known == version:
+            frames = ()
+        link = self._link(peer)
+        self._dropped += len(link.outbox.drop_droppable())
+        announcement = Snapshot(self._next_transfer(), version, tuple(len(frame) for frame in frames), landed)
+        messages: list[Sequence[Buffer]] = [[encode_message(announcement)], *split(announcement.transfer, frames)]
+        link.following = link.outbox.push(announcement.transfer, messages, droppable=False)
+        self._snapshots_served += bool(frames)
+        self._pump(peer)
+
+    def _next_transfer(self) -> int:
+        self._transfer += 1
+        return self._transfer
+
+    def _pump(self, peer: PeerId) -> None:
+        """Send what the peer's window lets through."""
+        link = self._links.get(peer)
+        while link is not None and (chunk := link.outbox.next_chunk()) is not None:
+            try:
+                self.channel.send(peer, Lane.BULK, chunk)
+                self._bytes_sent += sum(len(frame) for frame in chunk)
+            except ChannelFull:
+                link.outbox.put_back()
+                return
+            except PeerLost:
+                self._carry_out(self.hub.gone(peer, "its connection is gone", time.monotonic()))
+                return
+            except ChannelClosed:
+                return
+
+    # ------------------------------------------------------------------ saving
+
+    def _save_when_due(self) -> None:
+        now = time.monotonic()
+        if self.folder is None or self.hub.version <= self._saved_version or now - self._saved_at < self.checkpoint_seconds:
+            return
+        self._saved_version, self._saved_at = self.hub.version, now
+        folder, state = self.folder, self.hub.state()
+
+        def save() -> None:
+            folder.save(self.aggregator.version, state, self.aggregator.arrays())
+            folder.begin_journal(self.aggregator.version)
+
+        self._job(save)
+
+    def _save_now(self, folder: CheckpointFolder) -> None:
+        if self.aggregator.version >= 0:
+            path = folder.save(self.aggregator.version, self.hub.state(), self.aggregator.arrays())
+            model = folder.folder / "model.safetensors"
+            export_model(model, self.aggregator.arrays())
+            logger.info("saved %s, and the model alone as %s", path, model)
+

@@ -1,0 +1,71 @@
+"""Read and write the short texts that name a thing and its numbers: `ternary:block=128`, `sgd:rate=0.8`.
+
+Rule 1: a text is `name` or `name:argument=number,...`; an argument that is left out takes its default.
+Rule 2: `format_spec` writes every argument, in the family's order: the canonical text, which parses to itself.
+Rule 3: a text that cannot be read is a ConfigError that quotes the place and lists the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from zmqtrain.errors import ConfigError
+
+__all__ = ["Number", "Families", "parse_spec", "format_spec"]
+
+Number = int | float
+
+Families = Mapping[str, Mapping[str, Number]]
+"""Per name its arguments with their defaults; the default's type (int or float) is the argument's type."""
+
+
+def parse_spec(text: str, families: Families) -> tuple[str, dict[str, Number]]:
+    """Return (name, all its arguments in the family's order, the defaults filled in).
+
+    An int argument takes whole numbers only; a float argument takes any finite number.
+    Raises ConfigError: an unknown name or argument, one given twice, a value that is no such number, stray text.
+    """
+    name, colon, rest = text.partition(":")
+    if name not in families:
+        raise ConfigError(f"{text!r}: there is no {name!r}; choose one of {_choices(families)}")
+    arguments = dict(families[name])
+    if not colon:
+        return name, arguments
+    seen: set[str] = set()
+    for piece in rest.split(","):
+        argument, equals, value = piece.partition("=")
+        if argument not in arguments or not equals:
+            known = ", ".join(f"{key}={_write(default)}" for key, default in families[name].items()) or "no arguments"
+            raise ConfigError(f"{text!r}: cannot read {piece!r}; {name} takes {known}")
+        if argument in seen:
+            raise ConfigError(f"{text!r}: {argument} is given twice")
+        seen.add(argument)
+        arguments[argument] = _read(text, piece, value, arguments[argument])
+    return name, arguments
+
+
+def format_spec(name: str, arguments: Mapping[str, Number]) -> str:
+    """Return the canonical text: `parse_spec` gives back the same name and arguments."""
+    written = ",".join(f"{argument}={_write(value)}" for argument, value in arguments.items())
+    return f"{name}:{written}" if written else name
+
+
+def _read(text: str, piece: str, value: str, default: Number) -> Number:
+    kind = "a whole number" if isinstance(default, int) else "a finite number"
+    try:
+        number: Number = int(value) if isinstance(default, int) else float(value)
+    except ValueError:
+        raise ConfigError(f"{text!r}: {value!r} in {piece!r} is not {kind}") from None
+    if not isfinite(number):
+        raise ConfigError(f"{text!r}: {value!r} in {piece!r} is not {kind}")
+    return number
+
+
+def _write(number: Number) -> str:
+    written = repr(number)
+    return written.removesuffix(".0")
+
+
+def _choices(families: Families) -> str:
+    return ", ".join(format_spec(name, arguments) for name, arguments in families.items())

@@ -1,0 +1,60 @@
+"""Read the addresses that users type, and say what to type instead where one cannot be used.
+
+Rule 1: an address is tcp://HOST:PORT, checked here and not left to libzmq, which takes tcp://*:99999 for another port.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+
+from zmqtrain.errors import AddressInUse, ConfigError
+
+__all__ = ["bind_error", "connectable_host", "is_loopback", "parse_address"]
+
+
+def parse_address(address: str, example: str = "tcp://192.168.1.10:5555") -> tuple[str, int]:
+    """Split tcp://HOST:PORT into (host without brackets, port); a port `*` is 0.
+
+    Raise ConfigError, with an `example` of what could be typed, if it has another form.
+    """
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)", address, re.ASCII)
+    if match is None or (match[2] != "*" and int(match[2]) > 65535):
+        raise ConfigError(f"{address!r} is no address of the form tcp://HOST:PORT, for example {example}")
+    return match[1].strip("[]"), 0 if match[2] == "*" else int(match[2])
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether only this machine reaches `address` (tcp://HOST:PORT); raise ConfigError if it is malformed."""
+    host, _ = parse_address(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def connectable_host(host: str) -> str:
+    """Return the host that this machine's programs connect to where `host` was bound, in brackets if it is IPv6."""
+    host = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def bind_error(address: str, number: int) -> ConfigError | AddressInUse:
+    """Return the error to raise when listening at `address` failed with this errno."""
+    host, port = parse_address(address)
+    if number == errno.EADDRINUSE:
+        return AddressInUse(
+            f"somebody already listens at {address}: perhaps another broker (see who: ss -ltnp 'sport = :{port}')."
+            f" Stop it, or choose another port: --bind {address.rpartition(':')[0]}:{min(port + 1, 65535)}",
+            address,
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        return ConfigError(f"this user may not listen at {address}: choose a port from 1024 on, for example 5555")
+    if number in (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return ConfigError(
+            f"{host} is no address of this machine: tcp://*:{port or 5555} listens at all addresses that it has"
+        )
+    return ConfigError(f"cannot listen at {address} (error {number}: {errno.errorcode.get(number, 'unknown')})")

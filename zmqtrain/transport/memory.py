@@ -1,0 +1,365 @@
+"""Be the transport's public double: a hub and its nodes in one event loop, with modelled links and faults on demand.
+
+Rule 1: what the real channel refuses is refused here; what it may lose is lost here: all that is queued or on its way
+when a connection ends, and nothing else.  In order within a lane, never twice.
+Rule 2: time is the loop's time: under `virtual_clock.VirtualClockLoop` a test of minutes takes milliseconds, exactly.
+Rule 3: the star of the model is ports and a switch that forwards as it receives: each port, per direction, carries one
+message after the other at its rate; CONTROL and BULK do not wait for each other, as on two connections.
+
+    node --tx port--> switch --hub's rx port--> hub          node <--rx port-- switch <--hub's tx port-- hub
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
+from zmqtrain.transport.gate import Fairness, Gate
+from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message, check_peer_id
+from zmqtrain.types import Buffer, Lane, PeerId
+
+__all__ = ["LinkModel", "MemoryChannel", "MemoryHub", "memory_hub"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """What every port of the star can do: its rate each way, and the time from a sender to its receiver."""
+
+    bits_per_second: float = 1e9
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.bits_per_second > 0 and self.latency_seconds >= 0):
+            raise ConfigError(f"a link needs a rate above 0 and a latency of at least 0, got {self}")
+
+    def seconds(self, size: int) -> float:
+        """Return how long a port is busy with `size` bytes."""
+        return 8 * size / self.bits_per_second
+
+
+class _Port:
+    """One direction of one lane of one machine's port: free again at a time."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def reserve(self, now: float, seconds: float) -> float:
+        """Occupy the port for `seconds`, as soon as it is free; return when that starts."""
+        start = max(now, self.free_at)
+        self.free_at = start + seconds
+        return start
+
+
+_Ports = dict[Lane, _Port]
+_Sink = Callable[["_Stream", list[Buffer]], None]
+
+
+class _Stream:
+    """One lane in one direction of one connection: what was sent and not yet taken by the receiver."""
+
+    def __init__(self, link: LinkModel | None, tx: _Port, rx: _Port, limit: int, sink: _Sink, connected: bool) -> None:
+        self._link, self._tx, self._rx, self._limit, self._sink = link, tx, rx, limit, sink
+        self._wire: deque[tuple[list[Buffer], int]] = deque()  # queued or on its way
+        self._held = 0  # sent, and not yet taken by the receiver
+        self.connected, self.stopped, self.lost = connected, False, False
+        self.changed = Gate()  # there is room, or nothing left on the way
+
+    @property
+    def full(self) -> bool:
+        return self._held >= self._limit
+
+    @property
+    def empty(self) -> bool:
+        return not self._wire
+
+    def put(self, frames: Sequence[Buffer], size: int) -> None:
+        self._held += 1
+        self._wire.append(([_as_received(frame) for frame in frames], size))
+        if self.connected:
+            self._transmit(size)
+
+    def connect(self) -> None:
+        """Send what was queued while there was no connection."""
+        self.connected = True
+        for _, size in list(self._wire):
+            self._transmit(size)
+
+    def taken(self) -> None:
+        self._held -= 1
+        self.changed.open()
+
+    def stop(self, lost: bool) -> None:
+        """Deliver nothing more; lost: what has arrived and was not yet taken is lost too."""
+        self.stopped, self.lost = True, lost
+        self._wire.clear()
+        self.changed.open()
+
+    def _transmit(self, size: int) -> None:
+        if self._link is None:
+            self._deliver()
+            return
+        loop, seconds = asyncio.get_running_loop(), self._link.seconds(size)
+        start = self._tx.reserve(loop.time(), seconds)
+        loop.call_at(start + self._link.latency_seconds, self._reach, seconds)
+
+    def _reach(self, seconds: float) -> None:
+        if not self.stopped:
+            loop = asyncio.get_running_loop()
+            loop.call_at(self._rx.reserve(loop.time(), seconds) + seconds, self._deliver)
+
+    def _deliver(self) -> None:
+        if not self.stopped:
+            frames, _ = self._wire.popleft()
+            self._sink(self, frames)
+            if not self._wire:
+                self.changed.open()
+
+
+def _as_received(frame: Buffer) -> Buffer:
+    """Return what the network would hand out: a copy of a small frame, a read-only view of a large one."""
+    view = memoryview(frame)
+    return bytes(view) if view.nbytes < COPY_BELOW_BYTES else view.cast("B").toreadonly()
+
+
+async def _drain(streams: Sequence[_Stream], linger_seconds: float) -> None:
+    """Wait until what was sent has arrived, for at most `linger_seconds`; then stop the streams."""
+    try:
+        async with asyncio.timeout(linger_seconds):
+            for stream in streams:
+                while stream.connected and not stream.stopped and not stream.empty:
+                    await stream.changed.wait()
+    except TimeoutError:
+        pass
+    finally:
+        for stream in streams:
+            stream.stop(stream.lost)
+
+
+class MemoryChannel:
+    """A node's end (a `Channel`); made by `MemoryHub.connect`.
+
+    `send` waits while the lane holds the hub's `queue_messages`.  With the connection cut, it queues, as a socket does
+    that tries to reconnect; what it queued flows when the hub restores the peer.
+    """
+
+    def __init__(self, hub: MemoryHub, peer: PeerId) -> None:
+        self.peer = peer
+        self._hub = hub
+        self._tx: _Ports = {lane: _Port() for lane in Lane}
+        self._rx: _Ports = {lane: _Port() for lane in Lane}
+        self._inbox: dict[Lane, deque[tuple[_Stream, list[Buffer]]]] = {lane: deque() for lane in Lane}
+        self._incoming = Gate()
+        self._fairness = Fairness()
+        self._closed = False
+        self._attempt = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Make new streams both ways, connected unless the hub has cut this peer off (or is closed)."""
+        hub, connected = self._hub, self._hub._accepts(self)
+        self._up = {
+            lane: _Stream(hub._link, self._tx[lane], hub._rx[lane], hub._limit, hub._sink(self.peer, lane), connected)
+            for lane in Lane
+        }
+        self._down = {
+            lane: _Stream(hub._link, hub._tx[lane], self._rx[lane], hub._limit, self._sink(lane), connected)
+            for lane in Lane
+        }
+
+    def _sink(self, lane: Lane) -> _Sink:
+        def deliver(stream: _Stream, frames: list[Buffer]) -> None:
+            self._inbox[lane].append((stream, frames))
+            self._incoming.open()
+
+        return deliver
+
+    def _lose(self, arrived: bool = True) -> None:
+        """Lose the connection and all that is queued on it, both ways; with `arrived`, what was not yet taken too."""
+        old = [*self._up.values(), *self._down.values()]
+        self._open()
+        for stream in old:
+            stream.stop(lost=arrived)
+
+    def _connect(self) -> None:
+        for stream in (*self._up.values(), *self._down.values()):
+            if not stream.connected:
+                stream.connect()
+
+    async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; wait while the lane is full.
+
+        Raise ChannelClosed, and LocalProtocolError for a message that no channel carries.  One that still waits when
+        `reconnect` is called is lost like all that is queued.
+        """
+        size, attempt = check_message(frames), self._attempt
+        await self._fairness.turn()
+        while not self._closed and self._attempt == attempt:
+            stream = self._up[lane]
+            if not stream.full:
+                stream.put(frames, size)
+                return
+            await stream.changed.wait()
+        if self._closed:
+            raise ChannelClosed(f"the channel of {self.peer} is closed")
+
+    async def receive(self) -> tuple[Lane, list[Buffer]]:
+        """Return the next message of either lane, CONTROL first; raise ChannelClosed."""
+        await self._fairness.turn()
+        while not self._closed:
+            for lane in Lane:
+                while self._inbox[lane]:
+                    stream, frames = self._inbox[lane].popleft()
+                    if not stream.lost:
+                        stream.taken()
+                        return lane, frames
+            await self._incoming.wait()
+        raise ChannelClosed(f"the channel of {self.peer} is closed")
+
+    async def reconnect(self) -> None:
+        """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer."""
+        if self._closed:
+            raise ChannelClosed(f"the channel of {self.peer} is closed")
+        self._attempt += 1
+        self._hub._register(self)
+        self._lose()
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hub._unregister(self)
+        self._incoming.open()
+        for stream in self._up.values():
+            stream.changed.open()
+        for stream in self._down.values():
+            stream.stop(lost=True)
+        await _drain(list(self._up.values()), linger_seconds)
+
+
+class MemoryHub:
+    """The hub's end (a `HubChannel`), and the hands of a test on the network; made by `memory_hub`."""
+
+    def __init__(self, link: LinkModel | None, queue_messages: int) -> None:
+        if queue_messages < 1:
+            raise ConfigError(f"queue_messages must be at least 1, got {queue_messages}")
+        self._link, self._limit = link, queue_messages
+        self._tx: _Ports = {lane: _Port() for lane in Lane}
+        self._rx: _Ports = {lane: _Port() for lane in Lane}
+        self._channels: dict[PeerId, MemoryChannel] = {}
+        self._cut: set[PeerId] = set()
+        self._inbox: deque[tuple[_Stream, PeerId, Lane, list[Buffer]]] = deque()
+        self._incoming = Gate()
+        self._fairness = Fairness()
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """A name for messages; nodes come by `connect`."""
+        return "memory://hub"
+
+    def connect(self, peer: PeerId) -> MemoryChannel:
+        """Return a node's end; a second one of the same name takes the connection over, as at the real hub.
+
+        Raise ConfigError for a name that the real hub would ignore, ChannelClosed after `close`.
+        """
+        check_peer_id(peer)
+        if self._closed:
+            raise ChannelClosed("the hub is closed")
+        before = self._channels.pop(peer, None)
+        if before is not None:
+            before._lose()
+        channel = MemoryChannel(self, peer)
+        self._channels[peer] = channel
+        if self._accepts(channel):
+            channel._connect()
+        return channel
+
+    def cut(self, peer: PeerId) -> None:
+        """Lose the connection of `peer`, and all that is queued on it, both ways; keep it cut off until `restore`."""
+        self._cut.add(peer)
+        if peer in self._channels:
+            self._channels[peer]._lose()
+
+    def restore(self, peer: PeerId) -> None:
+        """Let `peer` be connected again: its channel is at once, and what it queued since the cut flows."""
+        self._cut.discard(peer)
+        if peer in self._channels:
+            self._channels[peer]._connect()
+
+    def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; never waits.
+
+        Raise PeerLost, ChannelFull, ChannelClosed, and LocalProtocolError for a message that no channel carries.
+        """
+        size = check_message(frames)
+        if self._closed:
+            raise ChannelClosed("the hub is closed")
+        if peer not in self._channels or peer in self._cut:
+            raise PeerLost(peer)
+        stream = self._channels[peer]._down[lane]
+        if stream.full:
+            raise ChannelFull(f"the {lane.name} lane to {peer} holds {self._limit} messages")
+        stream.put(frames, size)
+
+    async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
+        """Return the next message of any peer, in the order of arrival; raise ChannelClosed."""
+        await self._fairness.turn()
+        while not self._closed:
+            while self._inbox:
+                stream, peer, lane, frames = self._inbox.popleft()
+                if not stream.lost:
+                    stream.taken()
+                    return peer, lane, frames
+            await self._incoming.wait()
+        raise ChannelClosed("the hub is closed")
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once.
+
+        Nodes are not told, as at the real hub: they receive what has arrived, and what they send queues up.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._incoming.open()
+        down = [stream for channel in self._channels.values() for stream in channel._down.values()]
+        await _drain(down, linger_seconds)
+        for channel in self._channels.values():
+            channel._lose(arrived=False)
+        self._channels.clear()
+
+    def _accepts(self, channel: MemoryChannel) -> bool:
+        return not self._closed and channel.peer not in self._cut and self._channels.get(channel.peer) is channel
+
+    def _register(self, channel: MemoryChannel) -> None:
+        if not self._closed:
+            before = self._channels.get(channel.peer)
+            self._channels[channel.peer] = channel
+            if before is not None and before is not channel:
+                before._lose()
+
+    def _unregister(self, channel: MemoryChannel) -> None:
+        if self._channels.get(channel.peer) is channel:
+            del self._channels[channel.peer]
+
+    def _sink(self, peer: PeerId, lane: Lane) -> _Sink:
+        def deliver(stream: _Stream, frames: list[Buffer]) -> None:
+            self._inbox.append((stream, peer, lane, frames))
+            self._incoming.open()
+
+        return deliver
+
+
+def memory_hub(link: LinkModel | None = None, *, queue_messages: int = 64) -> MemoryHub:
+    """Make a hub in memory; `hub.connect(peer)` makes a node's end.
+
+    link: None delivers at once.  queue_messages: how many messages a lane holds, per node and direction, from `send` to
+    the receiver's `receive`; a node's `send` then waits, the hub's raises ChannelFull.
+    """
+    return MemoryHub(link, queue_messages)

@@ -1,0 +1,262 @@
+"""Hold the words that every room speaks: who, which version, what a model looks like, and the interfaces between rooms.
+
+Rule 1: nothing here does anything; a function here only reads what it is given.
+Rule 2: arrays are named by their role: a *leaf* is one array of the model, a *segment* the part of one leaf that one
+fragment carries (flat float32), a *frame* at most `MAX_FRAME_BYTES` of encoded segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import Any, NewType, Protocol
+
+from zmqtrain.settings import RunSettings
+
+__all__ = [
+    "PeerId",
+    "Version",
+    "Score",
+    "Buffer",
+    "Array",
+    "MAX_FRAME_BYTES",
+    "Lane",
+    "LeafSpec",
+    "ModelSpec",
+    "count_values",
+    "describe_mismatch",
+    "Offer",
+    "Update",
+    "Layout",
+    "ExchangeStatistics",
+    "Exchange",
+    "Channel",
+    "HubChannel",
+]
+
+PeerId = NewType("PeerId", str)
+"""A node, unique per process: its name, "#", and a random part. It sorts by name."""
+
+Version = int
+"""How many aggregates the hub has published; -1 is "none known"."""
+
+Score = float
+"""Lower is better: a loss, an error rate."""
+
+Buffer = bytes | bytearray | memoryview
+Array = Any
+"""A numpy or a jax array: rooms that take both say so."""
+
+MAX_FRAME_BYTES = 1 << 20
+"""No payload frame is larger; a chunk on the wire is a small head and one such frame."""
+
+
+class Lane(IntEnum):
+    """The two connections between a node and its hub: a ping on CONTROL never waits behind BULK."""
+
+    CONTROL = 0
+    BULK = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One array of a model: where it is in the tree, its shape and its dtype's name."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def values(self) -> int:
+        """The number of values in this leaf."""
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+ModelSpec = tuple[LeafSpec, ...]
+
+
+def count_values(spec: ModelSpec) -> int:
+    """Return the number of values in a whole model."""
+    return sum(leaf.values for leaf in spec)
+
+
+def describe_mismatch(run: ModelSpec, node: ModelSpec) -> tuple[str, str] | None:
+    """Compare the run's model with a node's; return (leaf path, sentence) for the first difference, None if equal."""
+    ours, theirs = {leaf.path: leaf for leaf in run}, {leaf.path: leaf for leaf in node}
+    for path, leaf in ours.items():
+        if path not in theirs:
+            return path, f"the run's model has the leaf {leaf}, this node's has none of that name"
+        if theirs[path] != leaf:
+            return path, f"the leaf {path} is {leaf} in the run and {theirs[path]} on this node"
+    for path, leaf in theirs.items():
+        if path not in ours:
+            return path, f"this node's model has the leaf {leaf}, the run's has none of that name"
+    if run != node:
+        return run[0].path, "the two models have the same leaves in different orders"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the training thread hands over every k steps.
+
+    segments: the pending progress of one fragment, one flat float32 array per leaf that the fragment touches (numpy or
+    jax); nobody writes into them again.  samples, steps: the work since the last accepted offer.
+    score: the local loss, a float or a device scalar.  applied: the sequences whose landing has been applied since the
+    last offer.  dense: send uncompressed, to drain what is pending.
+    """
+
+    sequence: int
+    fragment: int
+    segments: Sequence[Array]
+    samples: int
+    steps: int
+    score: Any = None
+    applied: tuple[int, ...] = ()
+    dense: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What comes back: an aggregate, or a whole anchor (a snapshot).
+
+    aggregate: per fragment the segments of D(U), to be added to the anchor and to the parameters.
+    own: per fragment the segments of the sum of this node's D(u) that landed, to be taken from pending.
+    anchor: None, or every leaf of the model (a snapshot replaces the anchor; then `aggregate` is empty).
+    landed: the sequences of this node's offers that `own` holds.
+    reset: drop what is pending (the node was preempted); only with an anchor.
+    """
+
+    version: Version
+    aggregate: Mapping[int, Sequence[Array]]
+    own: Mapping[int, Sequence[Array]]
+    landed: tuple[int, ...] = ()
+    anchor: Sequence[Array] | None = None
+    reset: bool = False
+
+
+class Layout(Protocol):
+    """How a model is cut in fragments: the same on the hub and on every node, so that no index travels."""
+
+    @property
+    def fragments(self) -> int:
+        """Into how many fragments the model is cut."""
+
+    def leaves(self, fragment: int) -> tuple[int, ...]:
+        """Return the indices of the leaves that the fragment touches."""
+
+    def take(self, leaf: Array, leaf_index: int, fragment: int) -> Array:
+        """Return the fragment's part of one leaf, flat (numpy, jax, or traced by jax)."""
+
+    def add(self, leaf: Array, leaf_index: int, fragment: int, segment: Array) -> Array:
+        """Return the leaf with `segment` added to the fragment's part of it."""
+
+
+@dataclass(frozen=True)
+class ExchangeStatistics:
+    """Running figures of an exchange. encode_seconds, decode_seconds: CPU time, not of the training thread."""
+
+    version: Version
+    peers: int
+    bytes_sent: int
+    bytes_received: int
+    encode_seconds: float
+    decode_seconds: float
+    publishes: int
+    publishes_refused: int
+    round_trip_seconds: float | None
+
+
+class Exchange(Protocol):
+    """The loop's only view of other nodes: the hub, an allreduce and a parameter server are each one of these.
+
+    All of it is called by the training thread, and never waits, except `join` and `wait_update`.
+    """
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the model is cut; known once `join` has returned."""
+
+    @property
+    def is_evaluator(self) -> bool:
+        """True while this node is the one that scores the shared model."""
+
+    def join(self, model: ModelSpec, leaves: Sequence[Array]) -> Update | None:
+        """Join the run with this model. Return the run's parameters (an update with an anchor), None for the founder.
+
+        leaves: this node's own parameters as float32 numpy arrays, used if it founds the run.
+        """
+
+    def next_fragment(self) -> int | None:
+        """Return the fragment that the next offer should carry, or None when an offer would be refused now."""
+
+    def offer(
+        self, fragment: int, segments: Sequence[Array], *, samples: int, steps: int, score: Any = None, dense: bool = False
+    ) -> int | None:
+        """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
+
+        What was not taken is still pending: the next offer holds it too. The arguments are those of `Offer`.
+        """
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Return the sequences of the offers that have neither landed in a polled update nor been withdrawn."""
+
+    def peek(self) -> Update | None:
+        """Return the update that `poll` would return, without taking it."""
+
+    def poll(self) -> Update | None:
+        """Take the next update, in version order; the caller applies it at once."""
+
+    def wait_update(self, timeout_seconds: float) -> Update:
+        """Take the next update, waiting for it; raise AggregateTimeout, naming what is waited for."""
+
+    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
+        """Say how training goes, for whoever watches. loss may be a device scalar: nobody waits for it."""
+
+    def report_scores(self, scores: dict[str, float], version: Version) -> None:
+        """Say how the shared model of `version` scores on held-out data."""
+
+    def statistics(self) -> ExchangeStatistics:
+        """Return the running figures."""
+
+
+class Channel(Protocol):
+    """A node's way to its hub: whole multi-part messages, in order within a lane."""
+
+    async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; wait while the lane is full. Raise ChannelClosed."""
+
+    async def receive(self) -> tuple[Lane, list[Buffer]]:
+        """Return the next message of either lane, CONTROL first. Raise ChannelClosed."""
+
+    async def reconnect(self) -> None:
+        """Drop the connections and all that is queued on them, and connect anew under the same name."""
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Send what is queued for at most `linger_seconds`, then close."""
+
+
+class HubChannel(Protocol):
+    """The hub's way to its nodes."""
+
+    @property
+    def address(self) -> str:
+        """The address that nodes connect to (with the port that was chosen, where 0 was asked for)."""
+
+    def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; the hub never waits for a peer. Raise PeerLost (no connection), ChannelFull or ChannelClosed."""
+
+    async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
+        """Return the next message of any peer. Raise ChannelClosed."""
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Send what is queued for at most `linger_seconds`, then close."""
