@@ -1,6 +1,6 @@
 """Hold the settings of a run: one frozen record, kept by the broker and adopted by every node in `Welcome`.
 
-Rule 1: checked once, here, never from the environment.  Rule 2: what a spec string means is checked by the family it names.
+Rule 1: checked once, here, never from the environment.  Rule 2: a spec string is checked by the family it names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["RunSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What all nodes of one run agree on, because only the broker is asked. Raises ConfigError for a value out of range."""
+    """What all nodes of one run agree on, because only the broker is asked. Raises ConfigError if out of range."""
 
     program: str = ""
     """What the nodes train: "text", "image", or an installed one; empty: the first node's own model founds the run."""
@@ -74,8 +74,8 @@ class RunSettings:
             )
         if self.mode == "strict" and self.units % self.start_nodes:
             raise ConfigError(
-                f'mode "strict" needs the same number of data units for each node: units ({self.units}) must be a multiple of '
-                f"start_nodes ({self.start_nodes})"
+                f'mode "strict" needs the same number of data units for each node: units ({self.units}) must be a '
+                f"multiple of start_nodes ({self.start_nodes})"
             )
 
     @property

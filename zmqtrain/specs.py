@@ -57,7 +57,7 @@ def _read(text: str, piece: str, value: str, default: Number) -> Number:
         number: Number = int(value) if isinstance(default, int) else float(value)
     except ValueError:
         raise ConfigError(f"{text!r}: {value!r} in {piece!r} is not {kind}") from None
-    if not isfinite(number):
+    if isinstance(number, float) and not isfinite(number):
         raise ConfigError(f"{text!r}: {value!r} in {piece!r} is not {kind}")
     return number
 

@@ -200,7 +200,14 @@ class Exchange(Protocol):
         """Return the fragment that the next offer should carry, or None when an offer would be refused now."""
 
     def offer(
-        self, fragment: int, segments: Sequence[Array], *, samples: int, steps: int, score: Any = None, dense: bool = False
+        self,
+        fragment: int,
+        segments: Sequence[Array],
+        *,
+        samples: int,
+        steps: int,
+        score: Any = None,
+        dense: bool = False,
     ) -> int | None:
         """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
 
@@ -253,7 +260,7 @@ class HubChannel(Protocol):
         """The address that nodes connect to (with the port that was chosen, where 0 was asked for)."""
 
     def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
-        """Send one message; the hub never waits for a peer. Raise PeerLost (no connection), ChannelFull or ChannelClosed."""
+        """Send one message; the hub never waits for a peer. Raise PeerLost, ChannelFull or ChannelClosed."""
 
     async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
         """Return the next message of any peer. Raise ChannelClosed."""

@@ -38,7 +38,7 @@ def error_bound(spec, x):
     if name == "float32":
         return np.zeros(x.size)
     if name == "bf16":
-        return np.abs(x.astype(np.float64)) * 2.0**-8 + 2.0**-133
+        return np.abs(x.astype(np.float64)) * 2.0**-8 + 2.0**-134
     block = int(spec.partition("=")[2])
     largest = np.array([np.abs(x[i : i + block].astype(np.float64)).max() for i in range(0, x.size, block)])
     part = {"int8": 1 / 246, "ternary": 1.01}[name]
@@ -308,6 +308,7 @@ def test_names_are_canonical_and_name_the_same_codec():
         ("ternary:blok=128", "'blok=128'"),
         ("ternary:block=0", "block=0 is not in 1..4096"),
         ("int8:block=5000", r"1\.\.4096"),
+        ("int8:block=" + 400 * "9", "is not in 1..4096"),
         ("int8:block=1.5", "'1.5' in 'block=1.5' is not a whole number"),
         ("int8:block=64,block=64", "block is given twice"),
         ("float32:block=2", "float32 takes no arguments"),

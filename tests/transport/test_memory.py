@@ -34,7 +34,7 @@ def test_messages_pass_both_ways_in_order_and_say_who_and_which_lane() -> None:
         for index in range(3):
             await node.send(Lane.BULK, [b"%d" % index, b"payload"])
         assert [await hub.receive() for _ in range(3)] == [(A, Lane.BULK, [b"%d" % i, b"payload"]) for i in range(3)]
-        await hub.send(A, Lane.CONTROL, [b"hello"])
+        hub.send(A, Lane.CONTROL, [b"hello"])
         assert await node.receive() == (Lane.CONTROL, [b"hello"])
 
     run(main())
@@ -44,8 +44,8 @@ def test_a_node_receives_control_before_bulk_that_came_earlier() -> None:
     async def main() -> None:
         hub = memory_hub()
         node = hub.connect(A)
-        await hub.send(A, Lane.BULK, [b"bulk"])
-        await hub.send(A, Lane.CONTROL, [b"control"])
+        hub.send(A, Lane.BULK, [b"bulk"])
+        hub.send(A, Lane.CONTROL, [b"control"])
         assert [(await node.receive())[0] for _ in range(2)] == [Lane.CONTROL, Lane.BULK]
 
     run(main())
@@ -71,17 +71,17 @@ def test_a_full_lane_makes_the_node_wait_and_tells_the_hub() -> None:
         node = hub.connect(A)
         for _ in range(2):
             await node.send(Lane.BULK, [b"x"])
-            await hub.send(A, Lane.BULK, [b"x"])
+            hub.send(A, Lane.BULK, [b"x"])
         third = asyncio.create_task(node.send(Lane.BULK, [b"third"]))
         await asyncio.sleep(1)
         assert not third.done()
         await node.send(Lane.CONTROL, [b"the other lane has room"])
         with pytest.raises(ChannelFull):
-            await hub.send(A, Lane.BULK, [b"x"])
+            hub.send(A, Lane.BULK, [b"x"])
         await hub.receive()
         await third
         await node.receive()
-        await hub.send(A, Lane.BULK, [b"x"])
+        hub.send(A, Lane.BULK, [b"x"])
 
     run(main())
 
@@ -96,7 +96,7 @@ def test_a_message_takes_its_bytes_at_the_ports_rate_and_the_latency() -> None:
         assert now() == pytest.approx(0.75)
         await hub.receive()
         assert now() == pytest.approx(1.25)
-        await hub.send(A, Lane.BULK, [bytes(1_000_000)])
+        hub.send(A, Lane.BULK, [bytes(1_000_000)])
         await node.receive()
         assert now() == pytest.approx(2.5)
 
@@ -114,11 +114,8 @@ def test_two_nodes_share_the_hubs_port_and_control_waits_for_no_bulk() -> None:
         for _ in range(3):
             peer, lane, _ = await hub.receive()
             arrivals.append((peer, lane, now()))
-        assert arrivals == [
-            (A, Lane.CONTROL, pytest.approx(0.25 + 1e-5)),
-            (A, Lane.BULK, pytest.approx(1.25)),
-            (B, Lane.BULK, pytest.approx(2.25)),
-        ]
+        assert [arrival[:2] for arrival in arrivals] == [(A, Lane.CONTROL), (A, Lane.BULK), (B, Lane.BULK)]
+        assert [time for _, _, time in arrivals] == pytest.approx([0.25 + 1e-5, 1.25, 2.25])
 
     run(main())
 
@@ -128,20 +125,20 @@ def test_a_cut_loses_what_is_queued_and_the_hub_is_told() -> None:
         hub = memory_hub(LINK)
         node, other = hub.connect(A), hub.connect(B)
         await node.send(Lane.BULK, [bytes(500_000)])
-        await hub.send(A, Lane.CONTROL, [b"lost"])
+        hub.send(A, Lane.CONTROL, [b"lost"])
         hub.cut(A)
         with pytest.raises(PeerLost) as caught:
-            await hub.send(A, Lane.CONTROL, [b"?"])
+            hub.send(A, Lane.CONTROL, [b"?"])
         assert caught.value.peer == A
         await other.send(Lane.CONTROL, [b"not cut"])
         assert await hub.receive() == (B, Lane.CONTROL, [b"not cut"])
         await node.reconnect()
         with pytest.raises(PeerLost):
-            await hub.send(A, Lane.CONTROL, [b"?"])
+            hub.send(A, Lane.CONTROL, [b"?"])
         await node.send(Lane.CONTROL, [b"queued while cut"])
         hub.restore(A)
         assert await hub.receive() == (A, Lane.CONTROL, [b"queued while cut"])
-        await hub.send(A, Lane.CONTROL, [b"welcome back"])
+        hub.send(A, Lane.CONTROL, [b"welcome back"])
         assert await node.receive() == (Lane.CONTROL, [b"welcome back"])
 
     run(main())
@@ -152,13 +149,13 @@ def test_reconnecting_loses_what_is_queued_both_ways_and_a_send_that_waits() -> 
         hub = memory_hub(queue_messages=1)
         node = hub.connect(A)
         await node.send(Lane.BULK, [b"lost"])
-        await hub.send(A, Lane.BULK, [b"lost"])
+        hub.send(A, Lane.BULK, [b"lost"])
         waiting = asyncio.create_task(node.send(Lane.BULK, [b"lost too"]))
         await asyncio.sleep(0)
         await node.reconnect()
         await waiting
         await node.send(Lane.BULK, [b"new"])
-        await hub.send(A, Lane.BULK, [b"new"])
+        hub.send(A, Lane.BULK, [b"new"])
         assert (await hub.receive())[2] == (await node.receive())[1] == [b"new"]
 
     run(main())
@@ -170,11 +167,11 @@ def test_a_second_node_of_the_same_name_takes_the_connection_over() -> None:
         first, second = hub.connect(A), hub.connect(A)
         await first.send(Lane.CONTROL, [b"nobody hears this"])
         await second.send(Lane.CONTROL, [b"second"])
-        await hub.send(A, Lane.CONTROL, [b"for the second"])
+        hub.send(A, Lane.CONTROL, [b"for the second"])
         assert await hub.receive() == (A, Lane.CONTROL, [b"second"])
         assert await second.receive() == (Lane.CONTROL, [b"for the second"])
         await first.close()
-        await hub.send(A, Lane.CONTROL, [b"still there"])
+        hub.send(A, Lane.CONTROL, [b"still there"])
 
     run(main())
 
@@ -187,7 +184,7 @@ def test_a_cancelled_receive_loses_no_message() -> None:
             task: asyncio.Task[Any] = asyncio.create_task(receive())
             await asyncio.sleep(0)
             await node.send(Lane.CONTROL, [b"up"])
-            await hub.send(A, Lane.CONTROL, [b"down"])
+            hub.send(A, Lane.CONTROL, [b"down"])
             task.cancel()  # after the message has come, before the task has run
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -211,14 +208,16 @@ def test_closing_wakes_every_waiter_and_the_hub_is_told_that_the_node_went() -> 
             with pytest.raises(ChannelClosed):
                 await call
         with pytest.raises(PeerLost):
-            await hub.send(A, Lane.CONTROL, [b"?"])
+            hub.send(A, Lane.CONTROL, [b"?"])
         assert (await hub.receive())[2] == [b"x"]
         waiter = asyncio.create_task(hub.receive())
         await asyncio.sleep(0)
         await hub.close()
-        for coroutine in (waiter, hub.receive(), hub.send(A, Lane.BULK, [b"z"])):
+        for receiving in (waiter, hub.receive()):
             with pytest.raises(ChannelClosed):
-                await coroutine
+                await receiving
+        with pytest.raises(ChannelClosed):
+            hub.send(A, Lane.BULK, [b"z"])
         with pytest.raises(ChannelClosed):
             hub.connect(A)
 
@@ -239,7 +238,7 @@ def test_closing_lingers_for_what_is_on_its_way_and_no_longer_than_it_may() -> N
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(hub.receive(), 60)
         node = hub.connect(B)
-        await hub.send(B, Lane.BULK, [bytes(500_000)])
+        hub.send(B, Lane.BULK, [bytes(500_000)])
         await hub.close(linger_seconds=5.0)
         assert now() == pytest.approx(61.25 + 0.75)
         await node.receive()
@@ -259,7 +258,7 @@ def test_what_no_channel_carries_is_refused_at_the_sender(frames: list[Buffer]) 
         with pytest.raises(LocalProtocolError):
             await node.send(Lane.BULK, frames)
         with pytest.raises(LocalProtocolError):
-            await hub.send(A, Lane.BULK, frames)
+            hub.send(A, Lane.BULK, frames)
 
     run(main())
 

@@ -1,0 +1,46 @@
+"""Hold the command line: `zmqtrain-broker`, `zmqtrain-node`, and the umbrella `zmqtrain` with all commands.
+
+Rule 1: each command is a module with a `main` that returns an exit code; the umbrella only picks one.
+Rule 2: a command is imported when it is run, so that none pays for another, and the broker needs no jax.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from zmqtrain import __version__
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "broker": "start the broker of a run, on the hub",
+    "node": "train on this PC as a node of a run",
+    "local": "a broker and several nodes on this PC, to try out",
+    "status": "show how a run stands",
+    "demo": "several nodes against one alone on real text, with a plot",
+}
+"""The commands of the umbrella: each is the module of that name in this folder."""
+
+USAGE = "usage: zmqtrain COMMAND [OPTIONS]      (zmqtrain COMMAND --help says more)\n\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code, 2 if there is no such command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE + "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items()))
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name == "--version":
+        print(f"zmqtrain {__version__}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}."
+        print(f"zmqtrain: there is no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    code: int = import_module(f"zmqtrain.cli.{name}").main(rest)
+    return code

@@ -115,9 +115,7 @@ def needs_finite(largest_bits: int, count: int) -> None:
         raise NonFiniteDelta(f"NaN or infinity in a slab of {count} values")
 
 
-def read_buffers(
-    buffers: Sequence[Buffer | Array], layout: Sequence[tuple[Any, int]], codec: str
-) -> tuple[Array, ...]:
+def read_buffers(buffers: Sequence[Buffer | Array], layout: Sequence[tuple[Any, int]], codec: str) -> tuple[Array, ...]:
     """View the buffers as arrays of the (dtype, count) in `layout`, without a copy; jax arrays stay what they are.
 
     Raises CodecError if there are more or fewer buffers, or one has another length or dtype.

@@ -76,17 +76,16 @@ class Layout:
 
         numpy: a copy, or a view where the leaf is one contiguous float32 segment as a whole.
         """
-        rows, column, tail_start, tail_end = self._cut(leaf_index, fragment)
         flat = leaf.reshape(-1)
         if self.fragments == 1:
             return flat.astype(np.float32, copy=False)
-        whole = flat[: rows * self.fragments * BLOCK_VALUES].reshape(rows, self.fragments, BLOCK_VALUES)
+        whole, column, start, end = self._cut(leaf_index, fragment)
+        blocks = flat[: whole * BLOCK_VALUES].reshape(whole, BLOCK_VALUES)[column :: self.fragments]
         if hasattr(leaf, "at"):
-            xp = leaf.__array_namespace__()
-            return xp.concatenate([whole[:, column].reshape(-1), flat[tail_start:tail_end]]).astype(np.float32)
-        segment = np.empty(rows * BLOCK_VALUES + tail_end - tail_start, np.float32)
-        segment[: rows * BLOCK_VALUES].reshape(rows, BLOCK_VALUES)[:] = whole[:, column]
-        segment[rows * BLOCK_VALUES :] = flat[tail_start:tail_end]
+            return leaf.__array_namespace__().concatenate([blocks.reshape(-1), flat[start:end]]).astype(np.float32)
+        segment = np.empty(blocks.size + end - start, np.float32)
+        segment[: blocks.size].reshape(blocks.shape)[:] = blocks
+        segment[blocks.size :] = flat[start:end]
         return segment
 
     def add(self, leaf: Array, leaf_index: int, fragment: int, segment: Array) -> Array:
@@ -118,40 +117,50 @@ class Layout:
         return joined
 
     def _cut(self, leaf: int, fragment: int) -> tuple[int, int, int, int]:
-        """Return (rows, column, start, end): blocks `column` of `rows` whole groups, then the values start..end.
-
-        A group is `fragments` whole blocks; what is left of the leaf has at most one block of this fragment.
-        """
+        """Return (whole, column, start, end): of the leaf's `whole` whole blocks this fragment has every n-th, from
+        `column` on; then the values start..end, the short block at the leaf's end, if that is this fragment's."""
         values = self.spec[leaf].values
+        whole = values // BLOCK_VALUES
         column = (fragment - self._first[leaf]) % self.fragments
-        rows = values // BLOCK_VALUES // self.fragments
-        start = min((rows * self.fragments + column) * BLOCK_VALUES, values)
-        return rows, column, start, min(start + BLOCK_VALUES, values)
+        mine = whole % self.fragments == column
+        return whole, column, whole * BLOCK_VALUES if mine else values, values
 
     def _count(self, leaf: int, fragment: int) -> int:
-        rows, _, start, end = self._cut(leaf, fragment)
-        return rows * BLOCK_VALUES + end - start
+        whole, column, start, end = self._cut(leaf, fragment)
+        return len(range(column, whole, self.fragments)) * BLOCK_VALUES + end - start
 
     def _write(self, leaf: Array, leaf_index: int, fragment: int, segment: Array, add: bool) -> Array:
-        rows, column, start, end = self._cut(leaf_index, fragment)
-        flat = leaf.reshape(-1)
-        span, head = rows * self.fragments * BLOCK_VALUES, rows * BLOCK_VALUES
+        whole, column, start, end = self._cut(leaf_index, fragment)
+        flat, span = leaf.reshape(-1), whole * BLOCK_VALUES
+        head = len(range(column, whole, self.fragments)) * BLOCK_VALUES
+        blocks, tail = segment[:head].reshape(-1, BLOCK_VALUES), segment[head:]
         if hasattr(leaf, "at"):
-            whole = flat[:span].reshape(rows, self.fragments, BLOCK_VALUES)
-            blocks, tail = segment[:head].reshape(rows, BLOCK_VALUES), segment[head:]
-            if add:
-                blocks, tail = whole[:, column] + blocks, flat[start:end] + tail
-            if rows:
-                flat = flat.at[:span].set(whole.at[:, column].set(blocks.astype(flat.dtype)).reshape(-1))
-            if end > start:
-                flat = flat.at[start:end].set(tail.astype(flat.dtype))
+            if self.fragments == 1:
+                return ((flat + segment) if add else segment).astype(leaf.dtype).reshape(leaf.shape)
+            if head:
+                rows = _put_rows(flat[:span].reshape(whole, BLOCK_VALUES), column, self.fragments, blocks, add)
+                flat = flat.at[:span].set(rows.reshape(-1)) if span < flat.size else rows.reshape(-1)
+            if start < end:
+                flat = flat.at[start:end].set(((flat[start:end] + tail) if add else tail).astype(flat.dtype))
             return flat.reshape(leaf.shape)
         if not leaf.flags.c_contiguous:
             raise ConfigError(f"the leaf {self.spec[leaf_index]} is not contiguous: it cannot be written in place")
-        whole = flat[:span].reshape(rows, self.fragments, BLOCK_VALUES)
-        _put(whole[:, column], segment[:head].reshape(rows, BLOCK_VALUES), add)
-        _put(flat[start:end], segment[head:], add)
+        _put(flat[:span].reshape(whole, BLOCK_VALUES)[column :: self.fragments], blocks, add)
+        _put(flat[start:end], tail, add)
         return leaf
+
+
+def _put_rows(rows: Array, first: int, step: int, values: Array, add: bool) -> Array:
+    """Add `values` to, or write them over, the rows first, first + step, ... of a jax array; in place if it is donated.
+
+    Whole rows by number: XLA copies nothing else. (Slices and a concatenation took 8 to 60 times as long on the CPU.)
+    """
+    numbers = np.arange(first, rows.shape[0], step)
+    promise = {"unique_indices": True, "indices_are_sorted": True, "mode": "promise_in_bounds"}
+    if add and rows.dtype == values.dtype:
+        return rows.at[numbers].add(values, **promise)
+    wanted = rows[numbers] + values if add else values
+    return rows.at[numbers].set(wanted.astype(rows.dtype), **promise)
 
 
 def _put(target: np.ndarray[Any, Any], values: np.ndarray[Any, Any], add: bool) -> None:

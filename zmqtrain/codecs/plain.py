@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.codecs.codec import Codec, Scratch, Stateless, needs_finite, needs_slab, read_buffers
-from zmqtrain.errors import CodecError
 from zmqtrain.types import Array, Buffer
 
 __all__ = ["bf16", "float32"]
@@ -44,7 +43,7 @@ def float32() -> Codec:
     def check(buffers: Sequence[Buffer | Array], count: int) -> None:
         (values,) = read_buffers(buffers, [(np.float32, count)], "float32")
         if _largest_bits(values) >= 0x7F800000:
-            raise CodecError(f"float32: NaN or infinity in a slab of {count} values")
+            raise NonFiniteDelta(f"float32: NaN or infinity in a slab of {count} values")
 
     return Codec("float32", lambda count: (), encode, decode, check, lambda count: 4 * count, decode_into)
 
@@ -52,7 +51,7 @@ def float32() -> Codec:
 def bf16() -> Codec:
     """Round to the nearest bfloat16, ties to even: 2 bytes a value, sent as uint16.
 
-    Error: at most 2^-9 of the value's own power of two, that is |x - decoded| <= 2^-8 |x| for normal x.
+    Error: |x - decoded| <= 2^-8 |x| for a normal x, 2^-134 for a denormal one.
     A value that would round to infinity becomes the largest bfloat16, 3.39e38.
     """
 
@@ -84,7 +83,7 @@ def bf16() -> Codec:
         (codes,) = read_buffers(buffers, [(np.uint16, count)], "bf16")
         magnitudes = np.bitwise_and(codes, 0x7FFF, out=_scratch.take("codes", count, np.uint16))
         if np.maximum.reduce(magnitudes) > _LARGEST_BF16:
-            raise CodecError(f"bf16: NaN or infinity in a slab of {count} values")
+            raise NonFiniteDelta(f"bf16: NaN or infinity in a slab of {count} values")
 
     return Codec("bf16", lambda count: (), encode, decode, check, lambda count: 2 * count, decode_into)
 

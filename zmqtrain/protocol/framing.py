@@ -96,7 +96,8 @@ def _checker(annotation: Any) -> Check:
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in MESSAGES}
 _CHECKS: dict[str, dict[str, Check]] = {
-    name: {field: _checker(hint) for field, hint in typing.get_type_hints(kind).items()} for name, kind in _KINDS.items()
+    name: {field: _checker(hint) for field, hint in typing.get_type_hints(kind).items()}
+    for name, kind in _KINDS.items()
 }
 _FIELDS: dict[type[Message], tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in MESSAGES}
 

@@ -295,7 +295,9 @@ class Hub:
             return [Serve(member.peer, member.known_version, self._landed(member.peer))]
         member.model = model_from_wire(fetch.model)
         if not member.model:
-            return self._send_away(member, "model", "a node that joins must describe its model; this one described none")
+            return self._send_away(
+                member, "model", "a node that joins must describe its model; this one described none"
+            )
         member.state = MemberState.WAITING
         if self.version >= 0:
             return self._serve_waiting()
@@ -427,7 +429,9 @@ class Hub:
         member.idle = False
         if self.ledger.finished:
             # who drains last must not weigh more because the others have left
-            self._nodes_at_the_end = max(self._nodes_at_the_end, sum(m.state is MemberState.LIVE for m in self.members.values()))
+            self._nodes_at_the_end = max(
+                self._nodes_at_the_end, sum(m.state is MemberState.LIVE for m in self.members.values())
+            )
             return [*self._feed_idle(), SendTo(member.peer, WorkUnit((), finished=True))]
         numbers = self.ledger.deal(member.peer, max(0, min(request.want, 64)), self._lane(member.peer))
         if numbers:

@@ -382,7 +382,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The peer (at a node: the hub) is gone or has been sent away: forget its transfers. reason: a code, text: for people."""
+    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code, text: for people."""
 
     peer: PeerId
     reason: str

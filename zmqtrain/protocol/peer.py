@@ -1,8 +1,8 @@
 """Be a node's side of the talk with the hub, without a socket or a clock: messages and `now` go in, effects come out.
 
 Rule 1: `PEER_TRANSITIONS` says which message moves which state where.  Rule 2: whatever happens to the hub, training
-goes on: the machine falls back to CONNECTING and says Hello again.  Rule 3: a hub of another run, or one that knows less
-than this node has seen, is not believed.
+goes on: the machine falls back to CONNECTING and says Hello again.  Rule 3: a hub of another run, or one that knows
+less than this node has seen, is not believed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
 }
 """The moves of a node's state; besides these, a version gap leads from LIVE to SYNCING, silence and Goodbye of the hub
-from anywhere to CONNECTING, `join` from WELCOMED to SYNCING, `leave` from anywhere to CLOSED. Other pairs are ignored."""
+from anywhere to CONNECTING, `join` from WELCOMED to SYNCING, `leave` from anywhere to CLOSED. Others are ignored."""
 
 
 class Peer:
@@ -117,7 +117,9 @@ class Peer:
 
     def leave(self, reason: str) -> list[PeerEffect]:
         """Say goodbye; nothing is awaited any more."""
-        said: list[PeerEffect] = [] if self.state in (PeerState.CONNECTING, PeerState.CLOSED) else [Send(Goodbye(reason))]
+        said: list[PeerEffect] = (
+            [] if self.state in (PeerState.CONNECTING, PeerState.CLOSED) else [Send(Goodbye(reason))]
+        )
         self.state = PeerState.CLOSED
         return said
 
@@ -171,6 +173,10 @@ class Peer:
                         return self._resync()
         return []
 
+    def distrust(self, text: str, now: float) -> list[PeerEffect]:
+        """The hub sent what cannot be read: begin anew."""
+        return self._lose_hub("garbage", f"the broker sent what cannot be read ({text})", now, now + HELLO_SECONDS)
+
     def received(self, transfer: int) -> list[PeerEffect]:
         """All chunks of an expected aggregate or snapshot are here."""
         announcement = self._open.pop(transfer, None)
@@ -196,14 +202,15 @@ class Peer:
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         if self.run and welcome.run != self.run:
             text = (
-                f"the broker now runs {welcome.run}, this node belongs to {self.run}. Restart the broker with the checkpoint "
-                "of the old run, or stop this node and start it again to join the new run."
+                f"the broker now runs {welcome.run}, this node belongs to {self.run}. Restart the broker with the "
+                "checkpoint of the old run, or stop this node and start it again to join the new run."
             )
             return self._lose_hub("run", text, now, now + REFUSED_HELLO_SECONDS)
         if welcome.version < self.version:
             text = (
                 f"the broker is at version {welcome.version} of {self.run}, this node has seen {self.version}: it was "
-                "restarted from an older state. Restart it with the newest checkpoint folder, or stop this node and start it again."
+                "restarted from an older state. Restart it with the newest checkpoint folder, or stop this node and start "
+                "it again."
             )
             return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)

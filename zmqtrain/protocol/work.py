@@ -46,7 +46,7 @@ class WorkLedger:
         return tuple(numbers)
 
     def done(self, peer: PeerId, numbers: Iterable[int]) -> int:
-        """Mark units as done by the node they are dealt to; return how many were. Others' and unknown ones are ignored."""
+        """Mark units as done by the node that has them; return how many were. Others' and unknown ones are ignored."""
         count = 0
         for number in numbers:
             if self._dealt.get(number) == peer:

@@ -3,7 +3,7 @@
     g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
 
 Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
-flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it is added.
+flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it counts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import Codec, codec_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, payload_bound
-from zmqtrain.errors import CheckpointError, CodecError
+from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol.messages import Publish, Reduce
 from zmqtrain.runtime.delta import DENSE, cut, decode_snapshot, encode_snapshot, snapshot_counts
 from zmqtrain.settings import RunSettings
@@ -38,6 +38,8 @@ class Released:
     codec: str
     fragments: tuple[int, ...]
     frames: tuple[tuple[Buffer, ...], ...]
+    overflowed: tuple[int, ...] = ()
+    """Fragments whose sum was not finite (huge deltas added up): nothing of theirs was used."""
 
 
 class Aggregator:
@@ -58,7 +60,7 @@ class Aggregator:
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
 
     def plan(self, model: ModelSpec) -> None:
-        """Lay out a model (before its parameters are here). Raises ModelMismatch or ConfigError for one that cannot be."""
+        """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError for one that cannot be."""
         self.layout = Layout(model, self.settings.fragments)
 
     def publish_bound(self, publish: Publish) -> int:
@@ -97,15 +99,18 @@ class Aggregator:
     def release(self, reduce: Reduce) -> Released:
         """Close the round and return what every peer is to be sent."""
         codec = codec_from_spec(DENSE) if reduce.dense else self.broadcast_codec
-        frames = tuple(self._release(fragment, reduce.live, codec.name) for fragment in reduce.fragments)
+        overflowed = tuple(fragment for fragment in reduce.fragments if not np.isfinite(self._sums[fragment]).all())
+        for fragment in overflowed:
+            self._sums[fragment].fill(0)
+        frames = tuple(self._release(fragment, reduce.live, codec) for fragment in reduce.fragments)
         self.version = reduce.version
-        return Released(self.version, codec.name, reduce.fragments, frames)
+        return Released(self.version, codec.name, reduce.fragments, frames, overflowed)
 
-    def _release(self, fragment: int, live: int, codec_name: str) -> tuple[Buffer, ...]:
+    def _release(self, fragment: int, live: int, codec: Codec) -> tuple[Buffer, ...]:
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         parameters += self.outer.update(mean_over_live(total, live, out=total), self._outer_state[fragment])
         total.fill(0)
-        codec, counts = codec_from_spec(codec_name), self.layout.counts(fragment)
+        counts = self.layout.counts(fragment)
         frames = tuple(encode_payload(codec, cut(parameters - published, counts)))
         decode_payload(codec, frames, counts, out=published, add=True, checked=True)
         return frames
@@ -117,7 +122,7 @@ class Aggregator:
         return self._snapshot
 
     def replay(self, released: Released) -> None:
-        """Take a step that was published before a crash: the parameters follow, the outer state stays as it was saved."""
+        """Take a step that was published before a crash: the parameters follow, the outer state stays as saved."""
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
         codec = codec_from_spec(released.codec)
@@ -157,4 +162,3 @@ class Aggregator:
         for key in self._outer_state[0]:
             for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
                 state[key][:] = flat
-

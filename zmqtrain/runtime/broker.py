@@ -23,7 +23,6 @@ from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.errors import (
     ChannelClosed,
     ChannelFull,
-    CheckpointError,
     CodecError,
     ConfigError,
     FramingError,
@@ -71,6 +70,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 GRANT_WINDOW_BYTES = 1 << 20
 """What is on its way toward the hub's port in all (design.md section 4: fair, and the switch's queue stays short)."""
+GRANT_SECONDS = 2.0
+"""A node that is granted chunks and sends none for so long is sent away: what it holds of the window is others'."""
 OUTBOX_WINDOW_BYTES = 2 << 20
 """What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
 OUTBOX_RELEASES = 4
@@ -112,6 +113,7 @@ class _Link:
     outbox: Outbox
     assembler: Assembler
     following: bool = False
+    arrived_at: float = 0.0
 
 
 class Broker:
@@ -170,7 +172,11 @@ class Broker:
             self.hub.replay(released.version, landed, samples)
             replayed += 1
         logger.info(
-            "resuming %s at version %d (%d from the journal), %d samples", self.hub.run, self.hub.version, replayed, self.hub.samples
+            "resuming %s at version %d (%d from the journal), %d samples",
+            self.hub.run,
+            self.hub.version,
+            replayed,
+            self.hub.samples,
         )
         folder.save(self.hub.version, self.hub.state(), self.aggregator.arrays())
         folder.begin_journal(self.hub.version)
@@ -178,15 +184,18 @@ class Broker:
     # ------------------------------------------------------------------ living
 
     async def run(self) -> None:
-        """Serve until `stop` is called or the run is over; then save, say goodbye and close. Raises what went wrong here."""
+        """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what went wrong here."""
         self._loop = asyncio.get_running_loop()
         receiving = asyncio.create_task(self._receive_forever())
         try:
             while not self._stop.is_set():
                 self._carry_out(self.hub.tick(time.monotonic()))
+                self._expel_idle_holders()
                 self._save_when_due()
                 if self.hub.ledger.finished and not self.hub.nodes:
-                    logger.info("all %d data units are done and every node has left: the run is over", self.hub.ledger.total)
+                    logger.info(
+                        "all %d data units are done and every node has left: the run is over", self.hub.ledger.total
+                    )
                     break
                 if receiving.done():
                     receiving.result()
@@ -263,6 +272,7 @@ class Broker:
         if link is None or chunk.transfer not in link.assembler:
             return  # of a transfer that was given up
         self._credits.arrived(peer, chunk.transfer)
+        link.arrived_at = time.monotonic()
         whole = link.assembler.add(chunk, frame)
         self._grant()
         if whole is None:
@@ -291,9 +301,9 @@ class Broker:
 
     def _expel(self, peer: PeerId, error: Exception) -> None:
         """A peer broke the protocol: tell it, and forget it. It may say Hello again."""
-        logger.warning("%s broke the protocol: %s", peer, error)
+        logger.warning("sending %s away: %s", peer, error)
         self._send(peer, Refused("protocol", str(error)))
-        self._carry_out(self.hub.gone(peer, f"broke the protocol: {error}", time.monotonic()))
+        self._carry_out(self.hub.gone(peer, f"sent away: {error}", time.monotonic()))
 
     # ------------------------------------------------------------------ carrying out effects
 
@@ -373,8 +383,17 @@ class Broker:
             self._grant()
 
     def _grant(self) -> None:
+        holding = self._credits.holders
         for peer, transfer, chunks in self._credits.grants():
+            if peer not in holding:
+                self._link(peer).arrived_at = time.monotonic()
             self._send(peer, Credit(transfer, chunks))
+
+    def _expel_idle_holders(self) -> None:
+        now = time.monotonic()
+        for peer in self._credits.holders:
+            if peer in self._links and now - self._links[peer].arrived_at > GRANT_SECONDS:
+                self._expel(peer, ZmqTrainError(f"was granted chunks and sent none for {GRANT_SECONDS:g} s"))
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
         level = logging.INFO if reason in ("goodbye", "again") else logging.WARNING
@@ -426,9 +445,12 @@ class Broker:
             self.folder.append((released, reduce.landed, reduce.samples))
         return released
 
-    def _released(self, released: Released, reduce: Reduce) -> None:
-        if isinstance(released, BaseException):
+    def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
+        if isinstance(released, CodecError):
             raise released
+        if released.overflowed:
+            names = ", ".join(peer for peer, _ in reduce.landed)
+            logger.error("version %d: the deltas of %s add up to infinity; not used", released.version, names)
         flat = [frame for frames in released.frames for frame in frames]
         aggregate = Aggregate(
             transfer=self._next_transfer(),
@@ -444,7 +466,9 @@ class Broker:
         for peer, link in list(self._links.items()):
             if not link.following:
                 continue
-            if len(link.outbox) >= OUTBOX_RELEASES or not link.outbox.push(aggregate.transfer, messages, droppable=True):
+            if len(link.outbox) >= OUTBOX_RELEASES or not link.outbox.push(
+                aggregate.transfer, messages, droppable=True
+            ):
                 self._dropped += len(link.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)
 
@@ -488,7 +512,11 @@ class Broker:
 
     def _save_when_due(self) -> None:
         now = time.monotonic()
-        if self.folder is None or self.hub.version <= self._saved_version or now - self._saved_at < self.checkpoint_seconds:
+        if (
+            self.folder is None
+            or self.hub.version <= self._saved_version
+            or now - self._saved_at < self.checkpoint_seconds
+        ):
             return
         self._saved_version, self._saved_at = self.hub.version, now
         folder, state = self.folder, self.hub.state()
@@ -505,4 +533,3 @@ class Broker:
             model = folder.folder / "model.safetensors"
             export_model(model, self.aggregator.arrays())
             logger.info("saved %s, and the model alone as %s", path, model)
-

@@ -1,7 +1,7 @@
 """Keep the broker's state where a crash cannot reach it: checkpoints, and a journal of what was published since.
 
-Rule 1: a checkpoint is one safetensors file, written beside its place, fsynced and renamed; a torn one is skipped with a
-warning.  Rule 2: a release is in the journal before any node hears of it, so that a restarted broker never knows less
+Rule 1: a checkpoint is one safetensors file, written beside its place, fsynced and renamed; a torn one is skipped with
+a warning.  Rule 2: a release is in the journal before any node hears of it, so that a restarted broker never knows less
 than a node.  Rule 3: arrays are safetensors, state is JSON, the journal is msgpack; nothing is ever unpickled.
 """
 
@@ -128,7 +128,9 @@ class CheckpointFolder:
         return int(path.stem.removeprefix("checkpoint-"))
 
     def _journals(self) -> list[tuple[int, Path]]:
-        found = ((re.fullmatch(r"journal-(\d{12})\.log", path.name), path) for path in self.folder.glob("journal-*.log"))
+        found = (
+            (re.fullmatch(r"journal-(\d{12})\.log", path.name), path) for path in self.folder.glob("journal-*.log")
+        )
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def load(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]] | None:
@@ -148,7 +150,9 @@ class CheckpointFolder:
             except (OSError, ValueError, KeyError, SafetensorError) as error:
                 logger.warning("skipping the checkpoint %s: %s", path, error)
         if paths:
-            raise CheckpointError(f"none of the {len(paths)} checkpoints in {self.folder} can be read; name another folder")
+            raise CheckpointError(
+                f"none of the {len(paths)} checkpoints in {self.folder} can be read; name another folder"
+            )
         return None
 
     def replay(self, version: int) -> Iterator[JournalRecord]:

@@ -2,7 +2,7 @@
 
     params = anchor + pending;  a publish sends u = C(pending - unacked)
 
-Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, exactly as it was sent.
+Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, just as it was sent.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class DeltaCoder:
             first += count
         return Update(aggregate.version, parts, self._own(landed), tuple(landed))
 
-    def decode_snapshot(self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool) -> Update:
+    def decode_snapshot(
+        self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool
+    ) -> Update:
         """Decode a snapshot: the whole anchor. Raises CodecError."""
         flats = decode_snapshot(self.layout, frames)
         own = {} if reset else self._own(landed)

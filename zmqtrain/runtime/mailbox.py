@@ -46,7 +46,7 @@ class Mailbox(Generic[T]):
             return self._items[0] if self._items else None
 
     def get(self, timeout_seconds: float | None = None) -> T | None:
-        """Take the oldest item, waiting for one; None when the time is up. Raises ChannelClosed when closed and empty."""
+        """Take the oldest item, waiting for one; None when the time is up. Raises ChannelClosed if closed and empty."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._items or self._closed, timeout_seconds):
                 return None

@@ -1,0 +1,3 @@
+"""What is done with contributions: what they weigh, and the outer optimizer that steps with them."""
+
+__all__: list[str] = []

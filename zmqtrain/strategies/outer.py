@@ -23,6 +23,8 @@ State = Mapping[str, Vector]
 
 _PIECE_VALUES = 65_536  # gradient, momentum and step stay in a core's cache between the passes
 
+_LARGEST_RATE = 1000.0
+
 FAMILIES: dict[str, dict[str, Number]] = {
     "sgd": {"rate": 1.0},
     "nesterov": {"rate": 0.8, "momentum": 0.5},
@@ -84,11 +86,11 @@ _made: dict[str, OuterOptimizer] = {}
 def outer_from_spec(text: str) -> OuterOptimizer:
     """Return the optimizer of a spec such as "nesterov:rate=0.8,momentum=0.5"; what is left out takes its default.
 
-    Raises ConfigError: an unknown name or argument, a rate that is not positive, a momentum outside [0, 1).
+    Raises ConfigError: an unknown name or argument, a rate outside (0, 1000], a momentum outside [0, 1).
     """
     name, arguments = parse_spec(text, FAMILIES)
-    if arguments["rate"] <= 0:
-        raise ConfigError(f"{text!r}: rate={arguments['rate']:g} must be positive")
+    if not 0 < arguments["rate"] <= _LARGEST_RATE:
+        raise ConfigError(f"{text!r}: rate={arguments['rate']:g} is not in 0 < rate <= {_LARGEST_RATE:g}")
     if not 0 <= arguments.get("momentum", 0) < 1:
         raise ConfigError(f"{text!r}: momentum={arguments['momentum']:g} is not in 0 <= momentum < 1")
     canonical = format_spec(name, arguments)

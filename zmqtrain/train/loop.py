@@ -1,8 +1,8 @@
 """Train as one would alone, and exchange every k steps without waiting: `DelayedSync` for a loop of one's own,
 `TrainingLoop` for a Program.
 
-Rule 1: knows an Exchange, not a network.  Rule 2: in the default mode nothing here waits for another node; in strict mode
-an aggregate is applied at exactly k + d, waiting if it must.
+Rule 1: knows an Exchange, not a network.  Rule 2: in the default mode nothing here waits for another node; in strict
+mode an aggregate is applied at exactly k + d, waiting if it must.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGES_KEPT = 1024
 
 @dataclass(frozen=True)
 class SyncStatistics:
-    """Running figures of one node. age_steps: the median, from offer to application; held_seconds: of the training thread."""
+    """Running figures of one node. age_steps: median, from offer to application; held_seconds: of the training thread."""
 
     steps: int
     offers: int
@@ -63,13 +63,14 @@ class DelayedSync:
 
     def __init__(self, exchange: Exchange, params: Any, *, donate: bool = False) -> None:
         self.exchange, self.settings = exchange, exchange.settings
+        self._tree: Any
         leaves, self._tree = jax.tree.flatten(params)
         model = describe_model(params)
         for spec in model:
             if not jax.numpy.issubdtype(np.dtype(jax.numpy.dtype(spec.dtype)), jax.numpy.floating):
                 raise ModelMismatch(
-                    f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is given to "
-                    "DelayedSync (counters and keys belong to the node)",
+                    f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is given "
+                    "to DelayedSync (counters and keys belong to the node)",
                     spec.path,
                 )
         update = exchange.join(model, [np.asarray(leaf, np.float32) for leaf in leaves])
@@ -88,9 +89,7 @@ class DelayedSync:
     @property
     def params(self) -> Any:
         """A copy of the shared parameters as this node has them (the anchor), in the caller's tree and dtypes."""
-        leaves = [
-            jax.numpy.array(leaf, dtype) for leaf, dtype in zip(self._anchor, self._dtypes, strict=True)
-        ]
+        leaves = [jax.numpy.array(leaf, dtype) for leaf, dtype in zip(self._anchor, self._dtypes, strict=True)]
         self._adopted = False
         return jax.tree.unflatten(self._tree, leaves)
 
@@ -110,8 +109,7 @@ class DelayedSync:
         self._samples += samples
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             params, self._samples_offered = self.params, self._samples
-        leaves = self._tree.flatten_up_to(params)
-        leaves = self._apply_due(leaves)
+        leaves = self._apply_due(self._flatten(params))
         if self._step % self.settings.every == 0:
             leaves = self._offer(leaves, score)
         self.exchange.report(
@@ -126,13 +124,13 @@ class DelayedSync:
         return result
 
     def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS) -> Params:
-        """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait until it has landed.
+        """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
 
-        Returns the parameters, which are then the anchor but for rounding. Gives up, without error, after the time: what has
-        not landed by then stays in the returned parameters alone.
+        Returns the parameters, which are then the anchor but for rounding. Gives up, without error, after the time: what
+        has not landed by then stays in the returned parameters alone.
         """
         until = time.monotonic() + timeout_seconds
-        leaves = self._await_landing(self._tree.flatten_up_to(params), until)
+        leaves = self._await_landing(self._flatten(params), until)
         for fragment in range(self.exchange.layout.fragments):
             segments = self._rebase.pending(leaves, self._anchor, fragment)
             samples, steps = self._samples - self._samples_offered, self._step - self._steps_offered
@@ -164,6 +162,12 @@ class DelayedSync:
 
     # ------------------------------------------------------------------ the moves
 
+    def _flatten(self, params: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(params)
+        if tree != self._tree:
+            raise ModelMismatch(f"the tree given to step is {tree}, the one that joined the run is {self._tree}")
+        return leaves
+
     def _offer(self, leaves: list[Any], score: Any) -> list[Any]:
         fragment = self.exchange.next_fragment()
         sequence = None
@@ -188,7 +192,10 @@ class DelayedSync:
             assert taken is update
             leaves = self._apply(leaves, update)
         if self.settings.mode == "strict":
-            while any(self._step >= self._offered_at.get(s, self._step) + self.settings.delay for s in self.exchange.in_flight()):
+            while any(
+                self._step >= self._offered_at.get(s, self._step) + self.settings.delay
+                for s in self.exchange.in_flight()
+            ):
                 leaves = self._apply(leaves, self.exchange.wait_update(STRICT_WAIT_SECONDS))
         return leaves
 
@@ -262,7 +269,9 @@ class TrainingLoop:
         evaluated = -1.0
         for number, batch in enumerate(self._until_stopped(batches), start=1):
             state, loss = local.step(state, batch)
-            state = TrainState(sync.step(state.params, score=loss, samples=self.program.samples_per_batch), state.opt_state)
+            state = TrainState(
+                sync.step(state.params, score=loss, samples=self.program.samples_per_batch), state.opt_state
+            )
             if previous is not None:
                 previous.block_until_ready()  # one step ahead, not a hundred
             previous = loss
@@ -275,7 +284,9 @@ class TrainingLoop:
         scores = self.program.evaluate(params)
         self.exchange.report_scores(scores, sync.version)
         figures = sync.statistics()
-        return TrainingResult(params, scores, figures, time.monotonic() - began, figures.steps * self.program.samples_per_batch)
+        return TrainingResult(
+            params, scores, figures, time.monotonic() - began, figures.steps * self.program.samples_per_batch
+        )
 
     def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:

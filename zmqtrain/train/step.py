@@ -9,7 +9,6 @@ is only ever added to, in version order: so it is the same on all nodes, bit for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +28,9 @@ def describe_model(params: Any) -> ModelSpec:
     """Return path, shape and dtype of every leaf of a pytree, in its flattening order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return tuple(
-        LeafSpec(jax.tree_util.keystr(path, simple=True, separator="/"), tuple(jnp.shape(leaf)), jnp.result_type(leaf).name)
+        LeafSpec(
+            jax.tree_util.keystr(path, simple=True, separator="/"), tuple(jnp.shape(leaf)), jnp.result_type(leaf).name
+        )
         for path, leaf in leaves
     )
 
@@ -55,7 +56,8 @@ class LocalStep:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         """Take one batch; return the new state and the loss before it (a device scalar). `state` is used up."""
-        return self._step(state, batch)
+        result: tuple[TrainState, jax.Array] = self._step(state, batch)
+        return result
 
     def _one(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         loss, gradient = jax.value_and_grad(self.program.loss)(state.params, batch)
@@ -71,20 +73,22 @@ class Rebase:
         self._pending = jax.jit(self._take, static_argnums=2)
         self._apply = jax.jit(self._add, donate_argnums=(0, 1) if donate else (1,))
         self._replace = jax.jit(self._adopt, donate_argnums=(0, 1) if donate else (1,))
-        self.copy = jax.jit(partial(jax.tree.map, jnp.copy))
 
     def pending(self, params: Leaves, anchor: Leaves, fragment: int) -> list[jax.Array]:
         """Return params - anchor of one fragment: one flat float32 array per leaf that it touches."""
         touched = self.layout.leaves(fragment)
-        return self._pending([params[i] for i in touched], [anchor[i] for i in touched], fragment)
+        result: Leaves = self._pending([params[i] for i in touched], [anchor[i] for i in touched], fragment)
+        return result
 
     def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
         """Return params + D(U) - D(u) and anchor + D(U). The anchor's buffers are used up."""
-        return self._apply(params, anchor, dict(aggregate), dict(own))
+        result: tuple[Leaves, Leaves] = self._apply(params, anchor, dict(aggregate), dict(own))
+        return result
 
     def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
         """Return new + (params - anchor - D(u)) and a copy of the new anchor: what is pending stays pending."""
-        return self._replace(params, anchor, list(new), dict(own))
+        result: tuple[Leaves, Leaves] = self._replace(params, anchor, list(new), dict(own))
+        return result
 
     def _take(self, params: Leaves, anchor: Leaves, fragment: int) -> list[jax.Array]:
         take = self.layout.take
@@ -102,7 +106,8 @@ class Rebase:
 
     def _add(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
         both = {  # one pass over the parameters where a fragment is in both
-            f: [u - v for u, v in zip(aggregate[f], own[f], strict=True)] if f in own else aggregate[f] for f in aggregate
+            f: [u - v for u, v in zip(aggregate[f], own[f], strict=True)] if f in own else aggregate[f]
+            for f in aggregate
         }
         params = self._shift(params, both, 1.0)
         params = self._shift(params, {f: parts for f, parts in own.items() if f not in aggregate}, -1.0)

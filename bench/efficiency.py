@@ -1,0 +1,486 @@
+"""Measure what a run costs its nodes: N of them and their hub on the star, each step 50 ms of an emulated accelerator.
+
+    efficiency = steps in the window x seconds of a step that only sleeps / seconds of the window, mean over the nodes
+
+Rule 1: a step is `time.sleep` on the training thread, which is all that a PC's processor does while its GPU computes,
+and a small random move of one matrix in turn, so that no delta is zero. Moving the whole model each step would be the
+GPU's work; here it would eat the cores that stand in for N + 1 machines. What moving the one matrix costs is measured
+before, by the same loop without an exchange, and is not counted as ours.
+Rule 2: the rebase and the subtraction, which a PC's GPU does, run on these cores and ARE counted as ours. A step begins
+when they are done (`--overlap`: meanwhile), as it would on a GPU that has one queue.
+Rule 3: every node is a process in a namespace of its own, and so is the broker; all measure the same window, after
+every function is compiled and aggregates have been applied for a while.
+Rule 4: only what the package offers anybody is used.
+
+Columns, besides those that say what was set (per exchange, of one fragment, unless its name says otherwise):
+period_steps: steps between two aggregates applied.  model_period_steps: the same, times the fragments.
+age_steps: of an aggregate when it is applied, from its offer (median).  mb_per_node_step: sent, 10^6 bytes.
+node_cpu_ns_per_param, hub_cpu_ns_per_param: CPU time of a node, and of the broker for one contribution, per parameter
+that is carried.  held_ms: of the training thread, in `DelayedSync.step`.  busy: of all cores, in the window.
+exchange_ms: from an offer until the aggregate is applied, where all nodes offer as soon as they can and nothing else
+is done, no step either (median; busy_exchange: of all cores, meanwhile).  limit_ms: how long the N deltas take through
+the hub's port at the rate of plain TCP (0.956 of the port's), or the N aggregates, whichever is longer: up and down are
+taken to overlap, though no aggregate can leave before the last delta is in, unless fragments do.
+exchange_over_limit: exchange_ms / limit_ms.
+Where the CPU goes: per thread of a node (training, codec, network; other: XLA's own and ZeroMQ's) and of the broker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import select
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from report import BusyMeter, format_rate, parse_rate, print_table, write_json
+from star import Star
+
+__all__ = ["Case", "default_cases", "measure", "main"]
+
+STEP_SECONDS = 0.05
+BASELINE_STEPS = 30
+BLOCKS = 12
+MODEL_PERIOD_STEPS = 16
+"""The whole model is exchanged once in so many steps, unless --every says otherwise."""
+WARM_AGGREGATES = 4
+"""So many aggregates of each fragment are applied before the window begins."""
+EXCHANGES_TIMED = 12
+PAYLOAD_SHARE = 0.956
+"""What plain TCP carries of a port's rate."""
+PORT = 5555
+ANSWER_SECONDS = 300.0
+POLL_SECONDS = 0.0005
+COST_COLUMNS = ("fragments", "every", "overlap", "encode_ms", "decode_ms", "hub_ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one row measures. rate: of every port, bits per second; steps: of the window, if none is lost."""
+
+    nodes: int = 4
+    params: int = 25_000_000
+    codec: str = "ternary"
+    fragments: int = 1
+    every: int = MODEL_PERIOD_STEPS
+    delay: int = MODEL_PERIOD_STEPS // 2
+    release: str = "quorum"
+    rate: float = 1e9
+    steps: int = 160
+    overlap: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run, as `RunSettings.from_dict` reads them."""
+        return {
+            "every": self.every,
+            "delay": self.delay,
+            "codec": self.codec,
+            "broadcast_codec": self.codec,
+            "fragments": self.fragments,
+            "release": self.release,
+            "start_nodes": self.nodes,
+            "evaluate_seconds": 0.0,
+        }
+
+
+def default_cases(options: argparse.Namespace) -> list[Case]:
+    """Return one case per number of fragments; `every` and `delay`, if not given, follow from it."""
+    cases = []
+    for fragments in options.fragments:
+        every = options.every or max(1, MODEL_PERIOD_STEPS // fragments)
+        cases.append(
+            Case(
+                nodes=options.nodes,
+                params=options.params,
+                codec=options.codec,
+                fragments=fragments,
+                every=every,
+                delay=max(1, every // 2) if options.delay is None else options.delay,
+                release=options.release,
+                rate=options.rate,
+                steps=options.steps,
+                overlap=options.overlap,
+            )
+        )
+    return cases
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
+    with Star(case.nodes, case.rate) as star:
+        return _row(case, star, *_run(case, star)) | {"congestion_control": star.congestion_control}
+
+
+def main() -> None:
+    """Measure the cases that the command line asks for and print their rows; or be one of the processes."""
+    if sys.argv[1:2] in (["node"], ["broker"]):
+        case = Case(**json.loads(sys.argv[2]))
+        _be_node(case, int(sys.argv[3])) if sys.argv[1] == "node" else _be_broker(case)
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default %(default)s)")
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000, help="float32 (default 25e6)")
+    parser.add_argument("--codec", default="ternary", help="up and down (default %(default)s)")
+    parser.add_argument("--fragments", type=int, nargs="+", default=[1, 4, 8], help="a row each (default 1 4 8)")
+    parser.add_argument("--every", type=int, help=f"steps between offers (default: {MODEL_PERIOD_STEPS} / fragments)")
+    parser.add_argument("--delay", type=int, help="steps from offer to application (default: half of every)")
+    parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
+    parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=160, help="of the window (default %(default)s)")
+    parser.add_argument("--overlap", action="store_true", help="a step may begin before its parameters are ready")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
+    options = parser.parse_args()
+    try:
+        rows = [measure(case) for case in default_cases(options)]
+    except RuntimeError as error:
+        raise SystemExit(f"efficiency: {error}") from error
+    costs = [{key: row[key] for key in row if _is_cost(key)} for row in rows]
+    what = f"{options.nodes} nodes, every port {format_rate(options.rate)}, a step of {1e3 * STEP_SECONDS:.0f} ms"
+    print_table([{key: row[key] for key in row if key in costs[0].keys() & {"fragments", "every"} or not _is_cost(key)}
+                 for row in rows], what)
+    print_table(costs, "where the CPU goes, in ms per exchange (a fragment); hub: per aggregate")
+    if options.json:
+        write_json(options.json, rows)
+
+
+def _is_cost(key: str) -> bool:
+    return key in COST_COLUMNS or key.startswith(("node_thread_", "hub_thread_"))
+
+
+# ---------------------------------------------------------------------- the process that measures
+
+
+class _Child:
+    """A process of ours on a host of the star: told one line, it answers with one line of JSON."""
+
+    def __init__(self, star: Star, host: Any, *arguments: str) -> None:
+        self.name = f"{arguments[0]} on {host}"
+        argv = [sys.executable, str(Path(__file__).resolve()), *arguments]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # of this child alone: its device is these cores
+        self._process: subprocess.Popen[Any] = star.popen(
+            host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def tell(self, command: str, *facts: Any) -> None:
+        """Send one line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, *facts]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """Wait for one line; raise RuntimeError if the process ends, or says nothing."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise RuntimeError(f"the {self.name} has said nothing for {seconds:g} s")
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"the {self.name} ended with {self._process.wait()}")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+
+def _all(children: Sequence[_Child], command: str, *facts: Any) -> list[dict[str, Any]]:
+    for child in children:
+        child.tell(command, *facts)
+    return [child.answer() for child in children]
+
+
+def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float]]:
+    """Return what each node measured, what the broker used in the window, and how busy the machine was."""
+    said = json.dumps(asdict(case))
+    broker = _Child(star, "hub", "broker", said)
+    nodes = [_Child(star, number, "node", said, str(number)) for number in range(case.nodes)]
+    for child in (broker, *nodes):
+        child.answer()
+    results = _all(nodes, "baseline", time.monotonic() + 0.2)
+    _all(nodes, "join", f"tcp://{star.hub_address}:{PORT}")
+    start = time.monotonic() + 0.5
+    for node in nodes:
+        node.tell("window", start, start + case.steps * STEP_SECONDS)
+    time.sleep(max(0.0, start - time.monotonic()))
+    before = _all([broker], "figures")[0]
+    with BusyMeter() as window:
+        time.sleep(max(0.0, start + case.steps * STEP_SECONDS - time.monotonic()))
+    after = _all([broker], "figures")[0]
+    measured = [node.answer() for node in nodes]
+    exchanges: list[dict[str, Any]] = [{"exchange_seconds": []} for _ in nodes]
+    busy = {"busy": window.busy_share}
+    if case.every > 1 and case.delay < case.every:  # one exchange at a time
+        with BusyMeter() as alone:
+            exchanges = _all(nodes, "exchanges", time.monotonic() + 0.2)
+        busy["busy_exchange"] = alone.busy_share
+    _all(nodes, "end")
+    merged = [result | inside | timed for result, inside, timed in zip(results, measured, exchanges, strict=True)]
+    return merged, _difference(before, after), busy
+
+
+def _row(
+    case: Case, star: Star, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
+) -> dict[str, Any]:
+    def mean(value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(value(node) for node in nodes)
+
+    carried = nodes[0]["params"] / case.fragments
+    bytes_per_second = PAYLOAD_SHARE * case.rate / 8
+    largest = max(mean(lambda n: n["bytes_sent"] / n["exchanges"]), mean(lambda n: n["bytes_received"] / n["exchanges"]))
+    limit = case.nodes * largest / bytes_per_second
+    times = [seconds for node in nodes for seconds in node["exchange_seconds"]]
+    exchange = statistics.median(times) if times else None
+    period = mean(lambda n: n["steps"] / n["exchanges"])
+    row: dict[str, Any] = {
+        "nodes": case.nodes,
+        "params": nodes[0]["params"],
+        "codec": case.codec,
+        "fragments": case.fragments,
+        "every": case.every,
+        "delay": case.delay,
+        "release": case.release,
+        "overlap": case.overlap,
+        "steps": case.steps,
+        "efficiency": mean(lambda n: n["steps"] * n["sleep_seconds"] / n["seconds"]),
+        "period_steps": period,
+        "model_period_steps": period * case.fragments,
+        "age_steps": mean(lambda n: n["age_steps"]),
+        "mb_per_node_step": mean(lambda n: n["bytes_sent"] / n["steps"]) / 1e6,
+        "node_cpu_ns_per_param": 1e9 * mean(_own_cpu) / carried,
+        "hub_cpu_ns_per_param": 1e9 * broker["cpu_seconds"] / broker["contributions"] / carried,
+        "held_ms": 1e3 * mean(lambda n: n["held_seconds"] / n["exchanges"]),
+        "exchange_ms": None if exchange is None else 1e3 * exchange,
+        "limit_ms": 1e3 * limit,
+        "exchange_over_limit": None if exchange is None else exchange / limit,
+        "contributions": broker["contributions"] / broker["version"],
+        **busy,
+        "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
+        "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),
+        "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],
+    }
+    for thread in nodes[0]["threads"]:
+        row[f"node_thread_{thread}"] = 1e3 * mean(lambda n, name=thread: n["threads"].get(name, 0.0) / n["exchanges"])
+    for thread, seconds in broker["threads"].items():
+        row[f"hub_thread_{thread}"] = 1e3 * seconds / broker["version"]
+    return row
+
+
+def _own_cpu(node: dict[str, Any]) -> float:
+    """Return a node's CPU seconds per exchange, less what its steps alone would have cost."""
+    return float((node["cpu_seconds"] - node["steps"] * node["step_cpu_seconds"]) / node["exchanges"])
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _difference(before.get(key, {}), value) if isinstance(value, dict) else value - before.get(key, 0)
+        for key, value in after.items()
+    }
+
+
+# ---------------------------------------------------------------------- the processes that are measured
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _thread_seconds() -> dict[str, float]:
+    """Return the CPU seconds of this process's threads by name; those that Python does not know are "other"."""
+    known = {thread.native_id: thread.name.removeprefix("zmqtrain-") for thread in threading.enumerate()}
+    names = {known.get(threading.main_thread().native_id): "training"}
+    seconds: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = known.get(int(task.name), "other")
+        try:
+            used = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        name = names.get(name, name)
+        seconds[name] = seconds.get(name, 0.0) + used
+    return seconds
+
+
+def _commands() -> queue.SimpleQueue[list[Any]]:
+    """Return a queue of what we are told, read by a thread; when nobody is left to tell, the process ends."""
+    told: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            told.put(json.loads(line))
+        os._exit(1)
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    return told
+
+
+def _be_broker(case: Case) -> None:
+    """Be the broker in its namespace; answer `figures` with its statistics and its CPU seconds, all told."""
+    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.settings import RunSettings
+
+    told = _commands()
+    with BrokerThread(f"tcp://*:{PORT}", RunSettings.from_dict(case.settings)) as broker:
+        _say({"listens": broker.address})
+        while True:
+            told.get()
+            threads = {"loop" if name == "broker" else name: used for name, used in _thread_seconds().items()}
+            threads.pop("training", None)  # the main thread, which only answers
+            figures = asdict(broker.broker.statistics())
+            _say({**figures, "cpu_seconds": time.process_time(), "threads": threads})
+
+
+class _Node:
+    """A node's training thread: a model, the emulated step, and the loop around them."""
+
+    def __init__(self, case: Case, number: int) -> None:
+        import jax
+        import numpy as np
+
+        self.jax, self.case = jax, case
+        self.random = np.random.default_rng(number)
+        self.params = _make_model(case.params, np.random.default_rng(0))
+        self.count = sum(leaf.size for leaf in self.params.values())
+        self.params = {name: jax.numpy.array(leaf) for name, leaf in self.params.items()}
+        self.matrices = [name for name, leaf in self.params.items() if leaf.ndim == 2 and name != "embedding"]
+        shapes = {self.params[name].shape for name in self.matrices}
+        self.patterns = {shape: jax.random.normal(jax.random.key(number), shape) for shape in shapes}
+        self.move = jax.jit(lambda leaf, pattern, size: (leaf + size * pattern, size), donate_argnums=0)
+        self.moved = 0
+        self.loss: Any = None
+        for _ in self.matrices:
+            self.step_alone(0.0)
+
+    def step_alone(self, seconds: float = STEP_SECONDS) -> None:
+        """Take the emulated step, and wait until the step before it is done."""
+        previous = self.loss
+        time.sleep(seconds)
+        name = self.matrices[self.moved % len(self.matrices)]
+        self.moved += 1
+        leaf = self.params[name]
+        self.params[name], self.loss = self.move(leaf, self.patterns[leaf.shape], 1e-3 * self.random.standard_normal())
+        if previous is not None:
+            previous.block_until_ready()
+
+    def step(self, seconds: float = STEP_SECONDS) -> None:
+        """Take the emulated step and mark its boundary."""
+        if not self.case.overlap:
+            self.jax.block_until_ready(self.params)
+        self.step_alone(seconds)
+        self.params = self.sync.step(self.params, score=self.loss)
+
+    def baseline(self, start: float) -> dict[str, float]:
+        """Measure the seconds of a step that only sleeps, and the CPU seconds of a whole one."""
+        time.sleep(max(0.0, start - time.monotonic()))
+        began = time.perf_counter()
+        for _ in range(BASELINE_STEPS):
+            time.sleep(STEP_SECONDS)
+        slept, used = time.perf_counter() - began, time.process_time()
+        for _ in range(BASELINE_STEPS):
+            self.step_alone()
+        step_cpu = (time.process_time() - used) / BASELINE_STEPS
+        return {"params": self.count, "sleep_seconds": slept / BASELINE_STEPS, "step_cpu_seconds": step_cpu}
+
+    def join(self, address: str, number: int) -> None:
+        """Join the run, and train until every function is compiled and the exchange runs as it will."""
+        from zmqtrain.runtime.node import connect
+        from zmqtrain.train.loop import DelayedSync
+
+        self.exchange = connect(address, f"pc-{number}")
+        self.sync = DelayedSync(self.exchange, self.params, donate=True)
+        self.params = self.sync.params
+        while self.sync.statistics().aggregates_applied < WARM_AGGREGATES * self.case.fragments:
+            self.step()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what has been used and done so far."""
+        done = self.sync.statistics()
+        return {
+            "steps": done.steps,
+            "seconds": time.monotonic(),
+            "exchanges": done.aggregates_applied,
+            "held_seconds": done.held_seconds,
+            "bytes_sent": done.bytes_sent,
+            "bytes_received": done.bytes_received,
+            "encode_seconds": done.encode_seconds,
+            "decode_seconds": done.decode_seconds,
+            "cpu_seconds": time.process_time(),
+            "threads": _thread_seconds(),
+        }
+
+    def window(self, start: float, end: float) -> dict[str, Any]:
+        """Train until `end`; return what was used and done from the first step boundary after `start` on."""
+        while time.monotonic() < start:
+            self.step()
+        before = self.figures()
+        while time.monotonic() < end:
+            self.step()
+        return _difference(before, self.figures()) | {"age_steps": self.sync.statistics().age_steps}
+
+    def exchanges(self, start: float) -> dict[str, Any]:
+        """Time exchanges with nothing else to do, from the offer until the parameters are ready, in seconds each."""
+        self.settle()
+        time.sleep(max(0.0, start - time.monotonic()))
+        seconds = []
+        for _ in range(EXCHANGES_TIMED):
+            while not self.exchange.in_flight():
+                began = time.perf_counter()
+                self.step(0.0)
+            self.settle()
+            self.jax.block_until_ready(self.params)
+            seconds.append(time.perf_counter() - began)
+        return {"exchange_seconds": seconds[2:]}
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way; what has come is applied at once, by steps that take no time."""
+        while self.exchange.in_flight():
+            if self.exchange.peek() is None:
+                time.sleep(POLL_SECONDS)
+            else:
+                self.params = self.sync.step(self.params, score=self.loss)
+
+
+def _be_node(case: Case, number: int) -> None:
+    """Be a node in its namespace; do what it is told, and answer with what it measured."""
+    told, node = _commands(), _Node(case, number)
+    _say({"built": node.count})
+    while True:
+        if hasattr(node, "sync") and told.empty():
+            node.step()
+            continue
+        match told.get():
+            case ["baseline", start]:
+                _say(node.baseline(start))
+            case ["join", address]:
+                node.join(address, number)
+                _say({"joined": True})
+            case ["window", start, end]:
+                _say(node.window(start, end))
+            case ["exchanges", start]:
+                _say(node.exchanges(start))
+            case ["end"]:
+                node.exchange.close()
+                _say({"left": True})
+                return
+
+
+def _make_model(params: int, random: Any) -> dict[str, Any]:
+    """Return the leaves of a transformer of about so many float32 values: an embedding and 12 blocks."""
+    width = max(8, int((0.92 * params / (12 * BLOCKS)) ** 0.5) // 8 * 8)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for block in range(BLOCKS):
+        for name, (rows, columns) in {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}.items():
+            shapes[f"block{block:02}/{name}/kernel"] = (rows * width, columns * width)
+            shapes[f"block{block:02}/{name}/bias"] = (columns * width,)
+        shapes[f"block{block:02}/norm/scale"] = (width,)
+    used = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
+    shapes["embedding"] = (max(1, (params - used) // width), width)
+    return {name: 0.02 * random.standard_normal(shape, dtype="float32") for name, shape in shapes.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Start a broker and show its run: `zmqtrain-broker`.
+
+Rule: nothing that is imported here reaches jax; what a program's arguments mean, the nodes check.
+"""
+
+from __future__ import annotations
+
+import difflib
+import socket
+import sys
+from collections.abc import Sequence
+
+from zmqtrain.cli.display import Display, log_to_stderr
+from zmqtrain.cli.settings import BrokerConfig, leave_at_once, read_config, run_command
+from zmqtrain.errors import ConfigError
+from zmqtrain.programs import parse_arguments, program_names
+from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.broker import Broker
+from zmqtrain.runtime.serve import serve
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.address import is_loopback, parse_address
+from zmqtrain.transport.zmq_channel import CurveKeys
+
+__all__ = ["main", "check_program", "describe_program", "node_addresses"]
+
+PROGRAM = "zmqtrain-broker"
+ROUTED_NOWHERE = ("192.0.2.1", 9)
+"""An address that stands for the outside (RFC 5737): asking which way leads there sends nothing."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the broker until its run is over or it is interrupted; return the exit code."""
+    return run_command(PROGRAM, lambda: _run(read_config(BrokerConfig, PROGRAM, argv)))
+
+
+def _run(config: BrokerConfig) -> int:
+    log_to_stderr(config.verbose)
+    settings = RunSettings.from_dict(config.to_dict())
+    unknown = check_program(settings)
+    keys = CurveKeys.load(config.server_keys) if config.server_keys is not None else None
+    latest: list[Roster] = []
+    display = Display(lambda: latest[-1] if latest else None, f"broker: {describe_program(settings)}")
+
+    def ready(broker: Broker) -> None:
+        print(_greeting(config, broker, keys), flush=True)
+        if unknown:
+            print(unknown, file=sys.stderr, flush=True)
+        display.start()
+
+    def watch(roster: Roster) -> None:
+        latest[:] = [roster]
+
+    def interrupted(count: int) -> None:
+        if count > 1:
+            leave_at_once()
+        display.say("stopping: the nodes are told, and what has come is saved (Ctrl-C again to quit at once)")
+
+    try:
+        statistics = serve(
+            config.bind,
+            settings,
+            keys=keys,
+            checkpoint=config.checkpoint,
+            checkpoint_seconds=config.checkpoint_seconds,
+            ready=ready,
+            watch=watch,
+            interrupted=interrupted,
+        )
+    finally:
+        display.close()
+    saved = f"; saved in {config.checkpoint}" if config.checkpoint is not None and statistics.version >= 0 else ""
+    print(f"ended at version {max(0, statistics.version)}, {statistics.contributions} contributions{saved}")
+    return 0
+
+
+def check_program(settings: RunSettings) -> str:
+    """Check the program's name and the form of its arguments, as far as that goes without importing it.
+
+    Returns a sentence for people if no program of that name is installed here (the nodes may have it), "" if all is
+    well. Raises ConfigError for what looks like a slip of the keyboard.
+    """
+    arguments = parse_arguments(settings.program_arguments)
+    if not settings.program:
+        if arguments:
+            raise ConfigError("program_arguments are given, but no program: say which one, as in --program text")
+        return ""
+    names = program_names()
+    if settings.program in names:
+        return ""
+    if close := difflib.get_close_matches(settings.program, names, n=1, cutoff=0.5):
+        raise ConfigError(
+            f"program = {settings.program!r}: there is no such program; did you mean {close[0]!r}? The choices are "
+            f"{', '.join(names)}"
+        )
+    return (
+        f"note: no program {settings.program!r} is installed here ({', '.join(names)} are): every node must have the "
+        "package that brings it"
+    )
+
+
+def describe_program(settings: RunSettings) -> str:
+    """Return what is trained, in a few words."""
+    if not settings.program:
+        return "the model of the first node (custom loops)"
+    return settings.program + (f" ({settings.program_arguments})" if settings.program_arguments else "")
+
+
+def node_addresses(bound: str, own: str) -> list[str]:
+    """Return the addresses that nodes may type for a broker bound to `bound`, the most telling first.
+
+    own: the address that this machine's programs connect to, with the port that was chosen.
+    """
+    port = parse_address(own)[1]
+    host = parse_address(bound, "tcp://*:5555")[0]
+    if host not in ("*", "0.0.0.0", "::"):
+        return [own]
+    names = [socket.gethostname(), _outward_address()]
+    return [f"tcp://{name}:{port}" for name in dict.fromkeys(names) if name] or [own]
+
+
+def _outward_address() -> str:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(ROUTED_NOWHERE)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _greeting(config: BrokerConfig, broker: Broker, keys: CurveKeys | None) -> str:
+    addresses = node_addresses(config.bind, broker.channel.address)
+    key = f" --server-key '{keys.public.decode()}'" if keys is not None else ""
+    version = f", resumed at version {broker.hub.version}" if broker.hub.version >= 0 else ""
+    where = "on this machine" if is_loopback(config.bind) else "on each PC"
+    lines = [
+        f"{broker.hub.run}{version}: training {describe_program(broker.settings)}",
+        f"type {where}:  zmqtrain-node {addresses[0]}{key}",
+    ]
+    lines += [f"            or:  zmqtrain-node {address}{key}" for address in addresses[1:]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Show a run to people: its roster as a table that lives in a terminal, or as one plain line every few seconds.
+
+Rule 1: what is shown comes from a Roster alone, so that broker, node, local and status show the same.
+Rule 2: where the output is no terminal, no control code is written.  Rule 3: units are a person's: 1.2 MB, 3.4 k/s.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from zmqtrain.protocol.messages import Roster
+
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_seconds",
+    "format_number",
+    "format_scores",
+    "roster_headline",
+    "roster_line",
+    "roster_table",
+    "Display",
+    "log_to_stderr",
+]
+
+REDRAW_SECONDS = 0.5
+PLAIN_SECONDS = 5.0
+NOTHING = "–"
+
+Member = Mapping[str, int | float | str | bool]
+
+# ---------------------------------------------------------------------- figures for people
+
+
+def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
+    if not math.isfinite(value):
+        return NOTHING
+    unit = units[0]
+    for larger in units[1:]:
+        if abs(value) < step * 0.9995:
+            break
+        value, unit = value / step, larger
+    digits = 0 if unit == units[0] and float(value).is_integer() else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}".rstrip()
+
+
+def format_bytes(count: float) -> str:
+    """Return 1234567 as "1.2 MB" (powers of 1000, as links are measured)."""
+    return _scaled(count, 1000.0, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_count(count: float) -> str:
+    """Return 3400 as "3.4 k"."""
+    return _scaled(count, 1000.0, ("", "k", "M", "G", "T"))
+
+
+def format_seconds(seconds: float) -> str:
+    """Return 75 as "1:15", 3700 as "1:01:40"."""
+    whole = max(0, int(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a loss or an age; a dash where it is not known."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else NOTHING
+
+
+def format_scores(scores: Mapping[str, float]) -> str:
+    """Return held-out scores as "loss 2.311, bits per byte 3.334"."""
+    return ", ".join(f"{name.replace('_', ' ')} {format_number(value, 4)}" for name, value in scores.items())
+
+
+def _figure(member: Member, name: str) -> float:
+    value = member.get(name, math.nan)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+# ---------------------------------------------------------------------- a roster
+
+
+def roster_headline(roster: Roster) -> str:
+    """Return how the run stands, without its members, in one line."""
+    parts = [f"{format_seconds(roster.seconds)}"]
+    parts.append(f"version {roster.version}" if roster.version >= 0 else "waiting for the first node")
+    parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
+    parts.append(f"{format_count(roster.samples)} samples")
+    if roster.units_total:
+        parts.append(f"{roster.units_done}/{roster.units_total} units")
+    if roster.scores:
+        parts.append(f"held-out {format_scores(roster.scores)}")
+    return " · ".join(parts)
+
+
+def roster_line(roster: Roster) -> str:
+    """Return the run and the sums over its members in one plain line."""
+    losses = [loss for member in roster.members if math.isfinite(loss := _figure(member, "loss"))]
+    rate = sum(rate for member in roster.members if math.isfinite(rate := _figure(member, "samples_per_second")))
+    sent = sum(count for member in roster.members if math.isfinite(count := _figure(member, "bytes_sent")))
+    received = sum(count for member in roster.members if math.isfinite(count := _figure(member, "bytes_received")))
+    line = f"{roster_headline(roster)} · {format_count(rate)}/s"
+    if losses:
+        line += f" · loss {format_number(sum(losses) / len(losses))}"
+    line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"
+    waiting = [f"{member['name']}: {member['waiting']}" for member in roster.members if member.get("waiting")]
+    return line + (f" · {'; '.join(waiting)}" if waiting else "")
+
+
+def roster_table(roster: Roster) -> Table:
+    """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind."""
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("node", no_wrap=True, overflow="ellipsis")
+    for name in ("step", "samples/s", "loss", "age", "stale", "up", "down"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for member in roster.members:
+        doing = str(member.get("waiting") or ("" if member["state"] == "live" else member["state"]))
+        table.add_row(
+            str(member["name"]) + (" *" if member["peer"] == roster.evaluator and len(roster.members) > 1 else ""),
+            _cell(_figure(member, "step"), "{:.0f}"),
+            format_count(_figure(member, "samples_per_second")),
+            format_number(_figure(member, "loss")),
+            _cell(_figure(member, "age_steps"), "{:.0f}"),
+            str(member["staleness"]),
+            format_bytes(_figure(member, "bytes_sent")),
+            format_bytes(_figure(member, "bytes_received")),
+            doing,
+        )
+    return table
+
+
+def _cell(value: float, form: str) -> str:
+    return form.format(value) if math.isfinite(value) else NOTHING
+
+
+# ---------------------------------------------------------------------- alive
+
+
+class Display:
+    """Show what `source` gives, again and again, until the block ends; then once more, to stay.
+
+    source: called in the display's thread; None while there is nothing yet.  title: what the run is.
+    stream: standard output by default; a terminal gets a live table, anything else a line every `plain_seconds`.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], Roster | None],
+        title: str,
+        *,
+        stream: IO[str] | None = None,
+        plain_seconds: float = PLAIN_SECONDS,
+    ) -> None:
+        self.source, self.title, self.plain_seconds = source, title, plain_seconds
+        self.console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._said: deque[str] = deque()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zmqtrain-display", daemon=True)
+        self._live: Live | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line above the table soon; may be called in any thread, and in a signal handler."""
+        self._said.append(text)
+
+    def __enter__(self) -> Display:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to show."""
+        if self.console.is_terminal:
+            self._live = Live(self._render(), console=self.console, auto_refresh=False)
+            self._live.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show the last state once more and end; nothing if it was never started, or is closed already."""
+        if self._thread.ident is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(2.0)
+        self._say_all()
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+        elif (roster := self.source()) is not None:
+            self._print(roster_line(roster))
+
+    def _run(self) -> None:
+        waited = 0.0
+        while not self._ended.wait(REDRAW_SECONDS):
+            self._say_all()
+            waited += REDRAW_SECONDS
+            if self._live is not None:
+                self._live.update(self._render(), refresh=True)
+            elif waited >= self.plain_seconds and (roster := self.source()) is not None:
+                waited = 0.0
+                self._print(roster_line(roster))
+
+    def _say_all(self) -> None:
+        while self._said:
+            self._print(self._said.popleft())
+
+    def _print(self, text: str) -> None:
+        if self._live is not None:
+            self.console.print(text, markup=False)
+        else:
+            print(text, file=self.console.file, flush=True)
+
+    def _render(self) -> RenderableType:
+        roster = self.source()
+        title = Text(self.title, style="bold")
+        if roster is None:
+            return Group(title, Text("waiting for the first report", style="dim"))
+        return Group(title, Text(roster_headline(roster)), roster_table(roster))
+
+
+class _CurrentStderr(logging.Handler):
+    """Writes to what sys.stderr is now: a live table puts itself in its place, so that a line lands above the table."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def log_to_stderr(verbose: bool, log_file: Path | None = None) -> None:
+    """Have zmqtrain's log written to stderr (and to `log_file`); verbose: with what helps who looks for an error."""
+    logger = logging.getLogger("zmqtrain")
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logger.propagate = False
+    handlers: list[logging.Handler] = [_CurrentStderr()]
+    if log_file is not None:
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.handlers = handlers

@@ -1,0 +1,253 @@
+"""Run a broker and several nodes on this PC: `zmqtrain local`.
+
+Rule 1: the broker is a thread of this process, each node a process of its own, as it would be on a PC of its own.
+Rule 2: no node outlives this process: each reads a pipe of which only this process holds the other end.
+Rule 3: a node that dies is reported with its own words; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from zmqtrain.cli.broker import check_program, describe_program
+from zmqtrain.cli.display import Display, format_scores, log_to_stderr
+from zmqtrain.cli.settings import LocalConfig, leave_at_once, read_config, run_command
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.settings import RunSettings
+
+__all__ = ["main", "Federation", "Departure", "share_of_cores", "first_interrupt"]
+
+PROGRAM = "zmqtrain local"
+FLUSH_SECONDS = 45.0
+LOOK_SECONDS = 0.1
+LAST_WORDS = 2000
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A node process that has ended: its name, exit code and what it wrote to stderr last."""
+
+    name: str
+    code: int
+    words: str
+
+    def __str__(self) -> str:
+        how = f"by signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
+        return f"{self.name} ended {how}" + (f": {self.words}" if self.words else "")
+
+
+@dataclass
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+
+class Federation:
+    """A broker and its node processes on 127.0.0.1, from `with` to the end of the block.
+
+    pace_seconds: of every node.  pin: give each node a share of the cores.  watch: called with every roster, in the
+    broker's thread.  At the end of the block the nodes send what they have, then the broker saves and ends.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        nodes: int,
+        *,
+        pace_seconds: float = 0.0,
+        pin: bool = True,
+        checkpoint: Path | None = None,
+        checkpoint_seconds: float = 60.0,
+        watch: Callable[[Roster], None] = lambda roster: None,
+    ) -> None:
+        self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
+        self._broker: BrokerThread | None = None
+        self._checkpoint, self._checkpoint_seconds, self._watch = checkpoint, checkpoint_seconds, watch
+        self._children: list[_Child] = []
+        self._last: Roster | None = None
+
+    def __enter__(self) -> Federation:
+        self._broker = BrokerThread(
+            "tcp://127.0.0.1:0",
+            self.settings,
+            checkpoint=self._checkpoint,
+            checkpoint_seconds=self._checkpoint_seconds,
+            watch=self._watch,
+        )
+        try:
+            for index in range(self.nodes):
+                self._children.append(self._start_node(index))
+        except BaseException:
+            self.kill()
+            self._broker.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.stop_nodes()
+        finally:
+            self.kill()
+            self.broker.stop()
+
+    @property
+    def broker(self) -> BrokerThread:
+        """The broker, once the block has begun."""
+        assert self._broker is not None
+        return self._broker
+
+    @property
+    def roster(self) -> Roster | None:
+        """How the run stands, as the broker last said; once all nodes have left, with those that were there last."""
+        roster = self.broker.roster
+        if roster is None or roster.members:
+            self._last = roster
+            return roster
+        return roster if self._last is None else replace(roster, members=self._last.members)
+
+    @property
+    def running(self) -> bool:
+        """False once the broker has ended, or no node is left."""
+        return self.broker.running and bool(self._children)
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The nodes that have not ended, as far as `departures` has looked."""
+        return tuple(child.process.pid for child in self._children)
+
+    def departures(self) -> list[Departure]:
+        """Return the nodes that have ended since it was last asked."""
+        gone = [child for child in self._children if child.process.poll() is not None]
+        self._children = [child for child in self._children if child not in gone]
+        return [self._bury(child) for child in gone]
+
+    def stop_nodes(self, timeout_seconds: float = FLUSH_SECONDS) -> list[Departure]:
+        """Ask every node to send what it has and to end; return those that had ended before, or did not end well."""
+        before = self.departures()
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGINT)
+        until = time.monotonic() + timeout_seconds
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, until - time.monotonic()))
+        return [*before, *(gone for gone in self.departures() if gone.code != 0)]
+
+    def kill(self) -> None:
+        """End every node at once."""
+        for child in self._children:
+            child.process.kill()
+            child.process.wait()
+            self._bury(child)
+        self._children.clear()
+
+    def _start_node(self, index: int) -> _Child:
+        name = f"node-{index + 1}"
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-m", "zmqtrain.cli.node", self.broker.address, "--name", name, "--follow-stdin"]
+        process = subprocess.Popen(
+            [*command, "--pace-seconds", str(self.pace_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process, which tells its nodes in order
+        )
+        if self.pin and (cores := share_of_cores(index, self.nodes)):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)
+        return _Child(name, process, errors)
+
+    def _bury(self, child: _Child) -> Departure:
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+        child.errors.seek(0, os.SEEK_END)
+        child.errors.seek(max(0, child.errors.tell() - LAST_WORDS))
+        lines = [line for line in child.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        child.errors.close()
+        return Departure(child.name, child.process.returncode, lines[-1].strip() if lines else "")
+
+
+def share_of_cores(index: int, nodes: int) -> set[int]:
+    """Return the cores of node `index` of `nodes`: an equal part of this process's, in turn where there are too few."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    cores = sorted(os.sched_getaffinity(0))
+    if nodes >= len(cores):
+        return {cores[index % len(cores)]}
+    each = len(cores) // nodes
+    return set(cores[index * each : (index + 1) * each])
+
+
+@contextlib.contextmanager
+def first_interrupt(told: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether SIGINT or SIGTERM has come; the first calls `told`, the second quits."""
+    asked = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            leave_at_once()
+        asked = True
+        told()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a federation until it is over, its time is up, or it is interrupted; return the exit code."""
+    return run_command(PROGRAM, lambda: _run(read_config(LocalConfig, PROGRAM, argv)))
+
+
+def _run(config: LocalConfig) -> int:
+    log_to_stderr(config.verbose)
+    settings = RunSettings.from_dict(config.to_dict())
+    check_program(settings)
+    federation = Federation(
+        settings,
+        config.nodes,
+        pace_seconds=config.pace_seconds,
+        checkpoint=config.checkpoint,
+        checkpoint_seconds=config.checkpoint_seconds,
+    )
+    lost: list[Departure] = []
+    with federation:
+        title = f"local: {config.nodes} nodes train {describe_program(settings)} at {federation.broker.address}"
+        display = Display(lambda: federation.roster, title)
+        stopping = "stopping: the nodes send what they have computed (Ctrl-C again to quit at once)"
+        with first_interrupt(lambda: display.say(stopping)) as interrupted, display:
+            until = time.monotonic() + config.seconds if config.seconds else float("inf")
+            while federation.running and not interrupted() and time.monotonic() < until:
+                for gone in federation.departures():
+                    if gone.code != 0:
+                        lost.append(gone)
+                        display.say(str(gone))
+                time.sleep(LOOK_SECONDS)
+            lost += [gone for gone in federation.stop_nodes() if gone.code != 0]
+    if len(lost) == config.nodes:
+        raise ZmqTrainError(f"no node could train; {lost[0]}")
+    roster = federation.roster
+    if roster is not None and roster.scores:
+        print(f"held-out {format_scores(roster.scores)} at version {roster.score_version}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

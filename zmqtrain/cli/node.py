@@ -1,0 +1,199 @@
+"""Train on this PC as a node of a run: `zmqtrain-node HUB`.
+
+Rule 1: what is trained, and how, the broker says; this PC's own matters are its name, where its data lies, its pace.
+Rule 2: training runs in the main thread. The first Ctrl-C ends it after the current step, and what is pending is sent;
+the second quits at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.cli.display import (
+    Display,
+    format_bytes,
+    format_count,
+    format_number,
+    format_scores,
+    format_seconds,
+    log_to_stderr,
+)
+from zmqtrain.cli.settings import NodeConfig, leave_at_once, read_config, read_server_key, run_command
+from zmqtrain.errors import ConfigError, DataError, ModelMismatch
+from zmqtrain.runtime.node import Node, connect
+from zmqtrain.settings import RunSettings
+
+if TYPE_CHECKING:
+    from zmqtrain.train.loop import TrainingResult
+    from zmqtrain.train.program import Program
+
+__all__ = ["main", "Interruption", "load_run_program", "paced", "result_table"]
+
+PROGRAM = "zmqtrain-node"
+
+Batch = TypeVar("Batch")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Join the run, train until it is over or interrupted, say what came of it; return the exit code."""
+    return run_command(PROGRAM, lambda: _run(read_config(NodeConfig, PROGRAM, argv)))
+
+
+def _run(config: NodeConfig) -> int:
+    log_to_stderr(config.verbose, config.log_file)
+    if config.follow_stdin:
+        threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
+    interruption = Interruption()
+    interruption.install()
+    server_key = read_server_key(config.server_key)
+    with connect(config.hub, config.name or None, server_key, timeout_seconds=config.wait_seconds) as node:
+        program = load_run_program(node.settings, config.data, config.hub)
+        display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}")
+        interruption.display = display
+        with display:
+            result = _train(node, program, interruption, config.pace_seconds)
+    Console(highlight=False).print(result_table(result, program.sample_word))
+    return 0
+
+
+def _train(node: Node, program: Program, interruption: Interruption, pace_seconds: float) -> TrainingResult:
+    from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
+
+    batches = paced(interruption.watch(node.batches(program)), pace_seconds)
+    try:
+        return TrainingLoop(program, node, stop=interruption).run(batches)
+    except ModelMismatch as error:
+        raise ModelMismatch(
+            f"{error}. The run's model was made from the program arguments (and the data) that its first node had: the "
+            "same zmqtrain and the same data belong on every PC",
+            error.leaf,
+        ) from error
+
+
+def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
+    """Make the program that the broker names; data: where it lies on this PC, "" for where the broker says.
+
+    The run's seed is the data's too, unless the arguments say another. Raises ConfigError and DataError, saying on
+    which side to change what.
+    """
+    from zmqtrain.programs import load_program, parse_arguments, program_arguments
+
+    if not settings.program:
+        raise ConfigError(
+            f"the run at {hub} has no program: it was started for training loops of one's own (zmqtrain.connect). To "
+            "have nodes train one, name it where the broker is started: zmqtrain-broker --program text"
+        )
+    arguments: dict[str, object] = dict(parse_arguments(settings.program_arguments))
+    if data:
+        arguments["data"] = data
+    try:
+        if "seed" in program_arguments(settings.program):
+            arguments.setdefault("seed", settings.seed)
+        return load_program(settings.program, arguments)
+    except ConfigError as error:
+        own = "--data is this node's; the other arguments are" if data else "The program and its arguments are"
+        raise ConfigError(f"{str(error).rstrip('.')}. {own} the broker's: correct them where it is started") from error
+    except DataError as error:
+        raise DataError(
+            f"{str(error).rstrip('.')}. If the data lies elsewhere on this PC, say where: {PROGRAM} {hub} --data PLACE"
+        ) from error
+
+
+class Interruption:
+    """What SIGINT and SIGTERM mean to a node: stop after this step; at the second one, at once.
+
+    Called by the loop as its `stop`. While the main thread waits (for the hub, for data), the first ends the waiting.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.display: Display | None = None
+        self._waiting = True
+
+    def install(self) -> None:
+        """Take the two signals over; only in the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def __call__(self) -> bool:
+        """True once the node was asked to stop."""
+        return self.asked
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Take one signal. Raises KeyboardInterrupt while nothing is trained yet, or no data is here."""
+        if self.asked:
+            leave_at_once()
+        self.asked = True
+        if self.display is not None:
+            self.display.say("stopping: what is computed is sent first (Ctrl-C again to quit at once)")
+        if self._waiting:
+            raise KeyboardInterrupt
+
+    def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Give the batches on, until an interruption ends the waiting for one."""
+        following = iter(batches)
+        while True:
+            try:
+                self._waiting = True
+                batch = next(following)
+                self._waiting = False
+            except (StopIteration, KeyboardInterrupt):
+                self._waiting = False
+                return
+            yield batch
+
+
+def paced(batches: Iterable[Batch], pace_seconds: float) -> Iterator[Batch]:
+    """Give the batches on, no two of them within `pace_seconds`; what was late is not made up for."""
+    due = 0.0
+    for batch in batches:
+        if pace_seconds and (early := due - time.monotonic()) > 0:
+            time.sleep(early)
+        due = time.monotonic() + pace_seconds
+        yield batch
+
+
+def result_table(result: TrainingResult, sample_word: str) -> Table:
+    """Return the figures of a node that has ended."""
+    figures = result.statistics
+    exchanges = max(1, figures.aggregates_applied)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    for name, value in (
+        ("trained for", format_seconds(result.seconds)),
+        ("steps", f"{figures.steps:,}"),
+        (sample_word, format_count(result.samples)),
+        ("held-out", format_scores(result.scores)),
+        ("offers", f"{figures.offers} sent, {figures.offers_refused} put off"),
+        ("aggregates", f"{figures.aggregates_applied} applied, up to version {figures.version}"),
+        ("sent, received", f"{format_bytes(figures.bytes_sent)}, {format_bytes(figures.bytes_received)}"),
+        ("median age", f"{format_number(figures.age_steps, 0)} steps"),
+        ("held", f"{1000 * figures.held_seconds / exchanges:.1f} ms of training per exchange"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _end_with_stdin() -> None:
+    """Wait until standard input closes: then whoever started this process is gone.
+
+    The descriptor is read, not `sys.stdin`: a thread that holds its lock would abort the interpreter's regular end.
+    """
+    while os.read(0, 4096):
+        pass
+    leave_at_once()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

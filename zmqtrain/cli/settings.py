@@ -1,0 +1,344 @@
+"""Read what a user typed: one frozen dataclass per program, each field one key of a TOML file and one flag.
+
+Rule 1: a flag counts more than the file, the file more than the default; nothing comes from the environment.
+Rule 2: a record is checked once, in `__post_init__`; what cannot be used is a ConfigError that says what to type.
+Rule 3: a command ends every error of ours in one paragraph on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from zmqtrain import __version__
+from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.address import is_loopback, parse_address
+from zmqtrain.transport.zmq_channel import load_public_key
+
+__all__ = [
+    "BrokerConfig",
+    "NodeConfig",
+    "LocalConfig",
+    "StatusConfig",
+    "DemoConfig",
+    "read_config",
+    "read_server_key",
+    "run_command",
+    "leave_at_once",
+]
+
+Config = TypeVar("Config")
+
+ERROR, INTERRUPTED = 2, 130
+SHOW_CURSOR = b"\x1b[?25h"
+NOT_IN_A_FILE = ("config",)
+
+Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
+Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
+
+def _require(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerConfig(RunSettings):
+    """Start the broker of a run: the one program on the hub that the nodes of all PCs connect to.
+
+    All settings of the run are given here and nowhere else; the nodes adopt them when they join. Ctrl-C ends the run.
+    Example: zmqtrain-broker --program text --insecure      and then, on each PC:  zmqtrain-node tcp://HUB:5555
+    """
+
+    bind: str = "tcp://*:5555"
+    """Where to listen: all addresses of this machine, or one of them; tcp://127.0.0.1:5555 for this machine alone."""
+    server_keys: File = None
+    """The hub's CURVE key pair (NAME.key_secret): the traffic is encrypted, and nodes need the public key."""
+    insecure: bool = False
+    """Listen on the network without keys: whoever reaches the port can join. For a network that you trust."""
+    checkpoint: Folder = None
+    """Save the run here, and resume it from here if there is one."""
+    checkpoint_seconds: float = 60.0
+    """How often to save the run."""
+    config: File = None
+    """A TOML file with any of these settings as keys (checkpoint_seconds = 30); flags count more."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
+        _, port = parse_address(self.bind, "tcp://*:5555")
+        if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
+            raise ConfigError(
+                f"{self.bind} can be reached from the network, and whoever reaches it could join the run. On a network "
+                f"that you trust, say --insecure; for this machine alone, say --bind tcp://127.0.0.1:{port or 5555}; "
+                "or give the hub's keys, --server-keys FILE"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """Train on this PC as a node of the run at HUB (tcp://HOST:PORT, as the broker printed it).
+
+    What is trained, and how, the broker says. Ctrl-C ends this node after the current step: what it has computed is
+    sent first; a second Ctrl-C quits at once.
+    """
+
+    hub: Hub
+    """The broker's address, for example tcp://192.168.1.10:5555."""
+    name: str = ""
+    """What people call this node; empty: this PC's name."""
+    data: str = ""
+    """Where the program's data lies on this PC; empty: where the broker's program_arguments say."""
+    server_key: str = ""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
+    wait_seconds: float = 30.0
+    """How long to wait for the broker's first answer."""
+    pace_seconds: float = 0.0
+    """Every step takes at least so long: to emulate a slower PC, or to leave the machine to others."""
+    log_file: File = None
+    """Write the log to this file as well."""
+    config: File = None
+    """A TOML file with any of these settings as keys; flags count more."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+    follow_stdin: bool = False
+    """Quit at once when standard input closes: whoever starts nodes as children holds its other end."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.hub)
+        _require("wait_seconds", self.wait_seconds, 0)
+        _require("pace_seconds", self.pace_seconds, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(RunSettings):
+    """Run a broker and several nodes on this PC alone: to try out, and to see a run at work.
+
+    Example: zmqtrain local --nodes 3 --program image
+    """
+
+    program: str = "text"
+    """What the nodes train: "text", "image", or an installed one."""
+    nodes: int = 3
+    """How many nodes, each a process of its own; they share this PC's cores."""
+    seconds: float = 0.0
+    """End the run after so long; 0: when its units are done, or at Ctrl-C."""
+    pace_seconds: float = 0.0
+    """Every step of every node takes at least so long: to emulate slower PCs."""
+    checkpoint: Folder = None
+    """Save the run here, and resume it from here if there is one."""
+    checkpoint_seconds: float = 60.0
+    """How often to save the run."""
+    config: File = None
+    """A TOML file with any of these settings as keys; flags count more."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require("nodes", self.nodes, 1)
+        _require("seconds", self.seconds, 0)
+        _require("pace_seconds", self.pace_seconds, 0)
+        _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
+        if not self.program:
+            raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
+        if self.start_nodes > self.nodes:
+            raise ConfigError(
+                f"start_nodes ({self.start_nodes}) is more than nodes ({self.nodes}): the run would never begin; say "
+                f"--nodes {self.start_nodes}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Show how the run at HUB stands: who is there, at what step, with what loss. Looks on; changes nothing."""
+
+    hub: Hub
+    """The broker's address, for example tcp://192.168.1.10:5555."""
+    watch: bool = False
+    """Go on showing it until Ctrl-C."""
+    json: bool = False
+    """One JSON object (with --watch: one a line for each report of the broker)."""
+    server_key: str = ""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
+    wait_seconds: float = 5.0
+    """How long to wait for the broker's answer."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.hub)
+        _require("wait_seconds", self.wait_seconds, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Train a language model on real text with several nodes on this PC, then with one alone, and draw the two curves.
+
+    Every node is paced to a fixed time per step, as if it had a PC of its own: otherwise the processes would only share
+    this PC's cores, and several nodes would compute no more than one.
+    """
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path()
+    """Where demo.png and demo.json are written."""
+    nodes: int = 3
+    """How many nodes the federation has."""
+    seconds: float = 75.0
+    """How long each of the two runs trains."""
+    pace_seconds: float = 0.1
+    """Every step of every node takes at least so long."""
+    data: str = ""
+    """A text file to train on; empty: the source of Python's standard library."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        _require("nodes", self.nodes, 2)
+        _require("seconds", self.seconds, 5)
+        _require("pace_seconds", self.pace_seconds, 0)
+
+
+# ---------------------------------------------------------------------- from argv and a file to a record
+
+
+def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = None) -> Config:
+    """Return the record of one program, from argv (None: of this process) and from the TOML file that --config names.
+
+    Raises ConfigError; SystemExit for --help, --version and flags that do not exist.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in arguments:
+        print(f"zmqtrain {__version__}")
+        raise SystemExit(0)
+    path = _config_path(arguments) if "config" in _kinds(kind) else None
+    default = _unchecked(kind, _read_file(kind, path) if path is not None else {})
+    return tyro.cli(
+        kind,
+        prog=program,
+        description=textwrap.dedent("    " + (kind.__doc__ or "")) + "\n--version prints the version.",
+        args=arguments,
+        default=default,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def _config_path(arguments: Sequence[str]) -> Path | None:
+    path = None
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            path = Path(arguments[index + 1])
+        elif argument.startswith("--config="):
+            path = Path(argument.partition("=")[2])
+    return path
+
+
+def _kinds(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _unchecked(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """A record that was not checked: it only carries the defaults to the parser, which makes the one that is."""
+    record = object.__new__(kind)
+    for field in fields(kind):  # type: ignore[arg-type]
+        default = tyro.MISSING if field.default is MISSING else field.default
+        object.__setattr__(record, field.name, values.get(field.name, default))
+    return record
+
+
+def _read_file(kind: type[Any], path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the file {path} (--config) cannot be read: {why}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}; a line is, for example: every = 16") from error
+    kinds = _kinds(kind)
+    known = [field.name for field in fields(kind) if field.name not in NOT_IN_A_FILE]
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            close = difflib.get_close_matches(key.replace("-", "_"), known, n=3) or known
+            raise ConfigError(f"{path}: there is no setting {key!r}; did you mean {' or '.join(close[:3])}?")
+        if key == "program_arguments" and isinstance(value, dict):
+            value = _join_arguments(path, value)
+        values[key] = _checked(f"{path}: {key}", value, kinds[key])
+    return values
+
+
+def _join_arguments(place: Path, table: Mapping[str, Any]) -> str:
+    """Write a table as the flag's text: width = 128, data = "x" becomes width=128,data=x."""
+    parts = []
+    for name, value in table.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if "," in text or isinstance(value, dict | list):
+            raise ConfigError(f"{place}: program_arguments.{name} must be a number, a boolean or a text without commas")
+        parts.append(f"{name}={text}")
+    return ",".join(parts)
+
+
+def _checked(place: str, value: Any, kind: Any) -> Any:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(f"{place} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
+        return value
+    wants_path = kind is Path or Path in get_args(kind)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not (str if wants_path else kind):
+        word = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
+        raise ConfigError(f"{place} must be {word}, got {value!r}")
+    return Path(value) if wants_path else value
+
+
+def read_server_key(text: str) -> bytes | None:
+    """Return the hub's public key: `text` itself, or what the file of that name holds; None for "".
+
+    Raises ConfigError.
+    """
+    if not text:
+        return None
+    if len(text) == 40 and not Path(text).exists():
+        return text.encode()
+    return load_public_key(text)
+
+
+# ---------------------------------------------------------------------- how a command ends
+
+
+def run_command(program: str, command: Callable[[], int]) -> int:
+    """Run a command and return its exit code: an error of ours becomes one paragraph on stderr and 2, Ctrl-C 0."""
+    try:
+        return command()
+    except ZmqTrainError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # who read our output has left (`| head`)
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else ERROR
+
+
+def leave_at_once() -> None:
+    """End this process without saying goodbye: what a second Ctrl-C asks for. Exit code 130."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR + b"\n")
+    os._exit(INTERRUPTED)

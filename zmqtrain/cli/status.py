@@ -1,0 +1,100 @@
+"""Show how a run stands, from outside: `zmqtrain status HUB`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
+from zmqtrain.cli.settings import StatusConfig, read_config, read_server_key, run_command
+from zmqtrain.errors import HubUnreachable
+from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node import Node, connect
+
+__all__ = ["main", "roster_as_json"]
+
+PROGRAM = "zmqtrain status"
+LOOK_SECONDS = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the roster of a run (or go on showing it); return the exit code."""
+    return run_command(PROGRAM, lambda: _run(read_config(StatusConfig, PROGRAM, argv)))
+
+
+def _run(config: StatusConfig) -> int:
+    log_to_stderr(False)
+    with connect(
+        config.hub,
+        "status",
+        read_server_key(config.server_key),
+        observer=True,
+        timeout_seconds=config.wait_seconds,
+    ) as node:
+        roster = _first_roster(node, config.wait_seconds)
+        title = f"{node.settings.program or 'custom loops'} at {config.hub}"
+        if config.watch:
+            _watch(node, title, config.json)
+        elif config.json:
+            print(roster_as_json(roster))
+        else:
+            console = Console(highlight=False)
+            console.print(f"{title}\n{roster_headline(roster)}", markup=False)
+            if roster.members:
+                console.print(roster_table(roster))
+    return 0
+
+
+def _first_roster(node: Node, wait_seconds: float) -> Roster:
+    until = time.monotonic() + wait_seconds
+    while (roster := node.roster) is None:
+        if time.monotonic() >= until:
+            raise HubUnreachable(
+                f"the broker at {node.address} answers, but does not say how its run stands (waited {wait_seconds:g} "
+                "s); look at its own terminal, and try again with a longer --wait-seconds",
+                node.address,
+            )
+        time.sleep(LOOK_SECONDS)
+    return roster
+
+
+def _watch(node: Node, title: str, as_json: bool) -> None:
+    if not as_json:
+        with Display(lambda: node.roster, title):
+            _wait_for_ever(node)
+    shown = None
+    while True:
+        if (roster := node.roster) is not None and roster is not shown:
+            shown = roster
+            print(roster_as_json(roster), flush=True)
+        time.sleep(LOOK_SECONDS)
+
+
+def _wait_for_ever(node: Node) -> None:
+    while True:
+        node.peek()  # raises if the broker has sent us away
+        time.sleep(1.0)
+
+
+def roster_as_json(roster: Roster) -> str:
+    """Return a roster as one line of JSON; what is not known (NaN) is null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            return {key: clean(entry) for key, entry in value.items()}
+        return [clean(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(clean(asdict(roster)), allow_nan=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Be a node's network thread: a Peer on a channel, with a clock.
+
+Rule 1: one asyncio loop in one thread owns the channel and the machine; others reach it through `call`.
+Rule 2: what comes is handed to a `Listener`, in this thread; a listener never waits.
+Rule 3: a lost hub costs what was on its way, nothing else: the machine says Hello until somebody answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
+from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
+from zmqtrain.protocol.messages import (
+    Chunk,
+    Credit,
+    Deliver,
+    Disconnect,
+    Expect,
+    Message,
+    PeerEffect,
+    Publish,
+    Report,
+    Send,
+    Serve,
+    Snapshot,
+    Withdraw,
+    WorkUnit,
+)
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.delta import Encoded
+from zmqtrain.types import Buffer, Channel, Lane, Offer, Version
+
+__all__ = ["Listener", "HubLink"]
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+REPORT_SECONDS = 1.0
+ASSEMBLED_BYTES = 1 << 40
+"""No bound of ours on what the hub may announce: the hub is trusted with the size of its own model."""
+
+
+class Listener(Protocol):
+    """Who is told what comes over a link, in the network thread."""
+
+    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
+        """A whole aggregate or snapshot is here."""
+
+    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
+        """An offer will not land."""
+
+    def on_founding(self) -> None:
+        """The hub wants this node's parameters: answer with `HubLink.send_founding`."""
+
+    def on_work(self, answer: WorkUnit) -> None:
+        """The hub deals data units."""
+
+    def on_changed(self) -> None:
+        """The state of the link has changed."""
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """The node cannot go on."""
+
+    def make_report(self) -> Report:
+        """Return what the hub is told about this node now."""
+
+
+class HubLink:
+    """The network thread of one node. open_channel: makes the channel, in the thread's loop; address: for messages."""
+
+    def __init__(self, open_channel: Callable[[], Channel], peer: Peer, address: str, listener: Listener) -> None:
+        self.peer, self.address, self.listener = peer, address, listener
+        self.bytes_sent = self.bytes_received = self.publishes = 0
+        self.trouble: tuple[str, str] = ("", "")
+        """Why there is no hub now, as (code, sentence); empty when all is well."""
+        self._open_channel = open_channel
+        self._control: deque[bytes] = deque()
+        self._bulk: deque[tuple[bytes, Buffer]] = deque()
+        self._outgoing: dict[int, deque[tuple[bytes, Buffer]]] = {}
+        self._assembler = Assembler(ASSEMBLED_BYTES)
+        self._transfer = 0
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zmqtrain-network", daemon=True)
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        """Start the thread and say Hello; returns when the channel is open."""
+        self._thread.start()
+        self._ready.wait()
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Have the network thread do something soon; nothing happens once it has ended."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(what)
+
+    def close(self, reason: str) -> None:
+        """Say goodbye and end the thread."""
+        self.call(lambda: self._leave(reason))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    @property
+    def live(self) -> bool:
+        """Whether the node takes part in the run now."""
+        return self.peer.state is PeerState.LIVE
+
+    # ------------------------------------------------------------------ network thread: out
+
+    def send(self, message: Message) -> None:
+        """Queue a control message."""
+        self._control.append(encode_message(message))
+        self._wake.set()
+
+    def carry_out(self, effects: Sequence[PeerEffect], frames: list[Buffer] | None = None) -> None:
+        """Do what the machine wishes. frames: of the transfer that a Deliver is about."""
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self.send(message)
+                case Expect(_, announcement):
+                    self._assembler.expect(announcement)
+                case Deliver():
+                    self.listener.on_delivered(effect, frames or [])
+                case Serve():
+                    self.listener.on_founding()
+                case Withdraw(sequence, reason, text):
+                    self.listener.on_withdrawn(sequence, reason, text)
+                case Disconnect(_, reason, text):
+                    self._disconnect(reason, text)
+
+    def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+        """Announce an encoded offer; its chunks go as the hub grants."""
+        if not self.live:
+            self.listener.on_withdrawn(offer.sequence, "lost", "the connection was lost before it was sent")
+            return
+        transfer, sizes = self._stage(encoded.frames)
+        self.publishes += 1
+        codec, samples, steps = encoded.codec, offer.samples, offer.steps
+        publish = Publish(transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score)
+        self.carry_out(self.peer.publish(publish))
+
+    def send_founding(self, frames: Sequence[Buffer]) -> None:
+        """Announce the parameters that found the run."""
+        transfer, sizes = self._stage(frames)
+        self.send(Snapshot(transfer, 0, sizes))
+
+    def _stage(self, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
+        self._transfer += 1
+        self._outgoing[self._transfer] = deque(split(self._transfer, frames))
+        return self._transfer, tuple(len(frame) for frame in frames)
+
+    def _disconnect(self, reason: str, text: str) -> None:
+        self._assembler.clear()
+        self._outgoing.clear()
+        self._bulk.clear()
+        if self.peer.state is PeerState.CLOSED:
+            kind = ModelMismatch if reason == "model" else JoinRefused
+            self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
+            return
+        if self.trouble[0] != reason:  # said once, not with every attempt
+            logger.warning("%s: %s. Training goes on alone; trying again.", self.peer.name, text.rstrip("."))
+        self.trouble = (reason, text)
+        self._control.clear()
+        if self._reconnecting is None:
+            self._reconnecting = asyncio.ensure_future(self._reconnect())
+        self.listener.on_changed()
+
+    async def _reconnect(self) -> None:
+        try:
+            await self._channel.reconnect()
+        finally:
+            self._reconnecting = None
+            self._wake.set()
+
+    def _leave(self, reason: str) -> None:
+        self.carry_out(self.peer.leave(reason))
+        self._stop.set()
+
+    # ------------------------------------------------------------------ network thread: life
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except ZmqTrainError as error:
+            self.listener.on_failed(error)
+        except Exception as error:
+            logger.exception("the network thread of %s failed", self.peer.name)
+            self.listener.on_failed(ZmqTrainError(f"the network thread of {self.peer.name} failed: {error!r}"))
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._stop, self._wake = asyncio.Event(), asyncio.Event()
+        self._channel = self._open_channel()
+        self._loop = asyncio.get_running_loop()
+        tasks = [asyncio.create_task(coroutine) for coroutine in (self._receive_forever(), self._send_forever())]
+        self.carry_out(self.peer.start(time.monotonic()))
+        self._ready.set()
+        try:
+            await self._live(tasks)
+            with contextlib.suppress(TimeoutError):  # the goodbye
+                await asyncio.wait_for(self._sent(), 1.0)
+        finally:
+            if self._reconnecting is not None:
+                tasks.append(self._reconnecting)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._channel.close()
+
+    async def _live(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        report_at = 0.0
+        while not self._stop.is_set():
+            now = time.monotonic()
+            self.carry_out(self.peer.tick(now))
+            if self.live and now >= report_at and not self.peer.observer:
+                report_at = now + REPORT_SECONDS
+                self.send(self.listener.make_report())
+            for task in tasks:
+                if task.done():
+                    task.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+
+    async def _send_forever(self) -> None:
+        while True:
+            if self._reconnecting is None and self._control:
+                head = self._control.popleft()
+                self.bytes_sent += len(head)
+                await self._channel.send(Lane.CONTROL, [head])
+            elif self._reconnecting is None and self._bulk:
+                chunk = self._bulk.popleft()
+                self.bytes_sent += len(chunk[0]) + len(chunk[1])
+                await self._channel.send(Lane.BULK, chunk)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def _sent(self) -> None:
+        while self._control:
+            await asyncio.sleep(0.002)
+
+    async def _receive_forever(self) -> None:
+        while True:
+            try:
+                lane, frames = await self._channel.receive()
+            except ChannelClosed:
+                return
+            self.bytes_received += sum(len(frame) for frame in frames)
+            try:
+                self._take(lane, frames)
+            except ProtocolVersionError as error:
+                self.listener.on_failed(JoinRefused(f"{self.address}: {error}", "protocol"))
+            except FramingError as error:
+                self.carry_out(self.peer.distrust(str(error), time.monotonic()))
+
+    def _take(self, lane: Lane, frames: list[Buffer]) -> None:
+        message, now = decode_message(frames[0]), time.monotonic()
+        self.peer.saw(now)
+        if lane is Lane.BULK:  # every message of the bulk lane belongs to a transfer, and opens the hub's window again
+            self.send(Credit(getattr(message, "transfer", -1), 1))
+        match message:
+            case Chunk(transfer):
+                whole = self._assembler.add(message, frames[1]) if len(frames) == 2 else None
+                if whole is not None:
+                    self.carry_out(self.peer.received(transfer), whole[1])
+            case Credit(transfer, chunks):
+                self._granted(transfer, chunks)
+            case WorkUnit():
+                self.listener.on_work(message)
+            case _:
+                before = self.peer.state
+                self.carry_out(self.peer.receive(message, now))
+                if self.peer.state is not before:
+                    self._said_where(before)
+
+    def _granted(self, transfer: int, chunks: int) -> None:
+        waiting = self._outgoing.get(transfer, deque())
+        for _ in range(min(chunks, len(waiting))):
+            self._bulk.append(waiting.popleft())
+        if not waiting:
+            self._outgoing.pop(transfer, None)
+        self._wake.set()
+
+    def _said_where(self, before: PeerState) -> None:
+        if self.live and self.trouble[0]:
+            logger.info("%s federates again, at version %d", self.peer.name, self.peer.version)
+            self.trouble = ("", "")
+        logger.debug("%s: %s -> %s", self.peer.name, before.value, self.peer.state.value)
+        self.listener.on_changed()

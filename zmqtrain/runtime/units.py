@@ -1,0 +1,99 @@
+"""Keep a node one data unit ahead of its training thread, and say which units are done.
+
+Rule 1: the training thread waits here only when there is nothing left to train on, and a broker is there to deal more.
+Rule 2: while no broker deals, the node draws units of its own: training never stops.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+
+from zmqtrain.protocol.messages import WorkRequest, WorkUnit
+from zmqtrain.types import PeerId
+
+__all__ = ["LOCAL_UNITS", "UnitQueue"]
+
+LOCAL_UNITS = 1 << 40
+"""Units that a node draws for itself are numbered from here, each node in its own range."""
+AHEAD = 2
+ASK_AGAIN_SECONDS = 1.0
+
+
+class UnitQueue:
+    """The data units dealt to one node.
+
+    ask: tells the network thread that `request` has something to say.  live: whether a broker is there to deal.
+    """
+
+    def __init__(self, peer: PeerId, ask: Callable[[], None], live: Callable[[], bool]) -> None:
+        self._ask, self._live = ask, live
+        self._next_local = LOCAL_UNITS + (zlib.crc32(peer.encode()) << 24)
+        self._units: deque[int] = deque()
+        self._done: list[int] = []
+        self._finished = self._asked = self._idle = False
+        self._changed = threading.Condition()
+
+    # ------------------------------------------------------------------ training thread
+
+    def take(self, check: Callable[[], None]) -> int | None:
+        """Return the next unit to train on, None when the run has no more. check: raises when the node has failed."""
+        while True:
+            check()
+            with self._changed:
+                if self._units:
+                    unit = self._units.popleft()
+                    self._ask()
+                    return unit
+                if self._finished:
+                    self._ask()
+                    return None
+                self._idle = True
+            self._ask()
+            with self._changed:
+                self._changed.wait_for(lambda: self._units or self._finished or not self._live(), ASK_AGAIN_SECONDS)
+                self._idle = False
+                if not self._units and not self._finished and not self._live():
+                    self._next_local += 1
+                    return self._next_local
+
+    def done(self, unit: int) -> None:
+        """Take note that a unit is trained on."""
+        if unit < LOCAL_UNITS:
+            with self._changed:
+                self._done.append(unit)
+
+    @property
+    def waiting(self) -> bool:
+        """True while the training thread waits for a unit."""
+        return self._idle
+
+    # ------------------------------------------------------------------ network thread
+
+    def request(self) -> WorkRequest | None:
+        """Return what is to be asked of the broker now, None for nothing."""
+        with self._changed:
+            if self._asked and not self._idle and not self._done:
+                return None
+            done, self._done = tuple(self._done), []
+            want = 0 if self._finished else max(0, AHEAD - len(self._units))
+            if not done and not want:
+                return None
+            self._asked = True
+            return WorkRequest(done, want, self._idle)
+
+    def dealt(self, answer: WorkUnit) -> None:
+        """Take the broker's answer."""
+        with self._changed:
+            self._units.extend(answer.numbers)
+            self._finished = answer.finished
+            self._asked = False
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """The broker is gone: what was asked will not be answered."""
+        with self._changed:
+            self._asked = False
+            self._changed.notify_all()
