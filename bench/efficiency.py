@@ -22,12 +22,14 @@ is done, no step either (median; busy_exchange: of all cores, meanwhile).  limit
 the hub's port at the rate of plain TCP (0.956 of the port's), or the N aggregates, whichever is longer: up and down are
 taken to overlap, though no aggregate can leave before the last delta is in, unless fragments do.
 exchange_over_limit: exchange_ms / limit_ms.
-Where the CPU goes: per thread of a node (training, codec, network; other: XLA's own and ZeroMQ's) and of the broker.
+encode_ms, decode_ms, hub_ms: CPU time of a node's codec thread, and of the broker's for one aggregate.
+node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's training thread; other: XLA's and ZeroMQ's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -60,7 +62,6 @@ PAYLOAD_SHARE = 0.956
 PORT = 5555
 ANSWER_SECONDS = 300.0
 POLL_SECONDS = 0.0005
-COST_COLUMNS = ("fragments", "every", "overlap", "encode_ms", "decode_ms", "hub_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,17 +145,11 @@ def main() -> None:
         rows = [measure(case) for case in default_cases(options)]
     except RuntimeError as error:
         raise SystemExit(f"efficiency: {error}") from error
-    costs = [{key: row[key] for key in row if _is_cost(key)} for row in rows]
     what = f"{options.nodes} nodes, every port {format_rate(options.rate)}, a step of {1e3 * STEP_SECONDS:.0f} ms"
-    print_table([{key: row[key] for key in row if key in costs[0].keys() & {"fragments", "every"} or not _is_cost(key)}
-                 for row in rows], what)
-    print_table(costs, "where the CPU goes, in ms per exchange (a fragment); hub: per aggregate")
+    names = [f"{row['codec']}, {row['fragments']} fragments every {row['every']}" for row in rows]
+    print_table([{"": key} | {name: row.get(key) for name, row in zip(names, rows, strict=True)} for key in rows[0]], what)
     if options.json:
         write_json(options.json, rows)
-
-
-def _is_cost(key: str) -> bool:
-    return key in COST_COLUMNS or key.startswith(("node_thread_", "hub_thread_"))
 
 
 # ---------------------------------------------------------------------- the process that measures
@@ -166,7 +161,8 @@ class _Child:
     def __init__(self, star: Star, host: Any, *arguments: str) -> None:
         self.name = f"{arguments[0]} on {host}"
         argv = [sys.executable, str(Path(__file__).resolve()), *arguments]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # of this child alone: its device is these cores
+        package = str(Path(__file__).resolve().parents[1])  # of this checkout, installed or not
+        environment = {**os.environ, "PYTHONPATH": package, "JAX_PLATFORMS": "cpu"}  # its device is these cores
         self._process: subprocess.Popen[Any] = star.popen(
             host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -264,9 +260,9 @@ def _row(
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],
     }
     for thread in nodes[0]["threads"]:
-        row[f"node_thread_{thread}"] = 1e3 * mean(lambda n, name=thread: n["threads"].get(name, 0.0) / n["exchanges"])
+        row[f"node_{thread}_thread_ms"] = 1e3 * mean(lambda n, name=thread: n["threads"].get(name, 0.0) / n["exchanges"])
     for thread, seconds in broker["threads"].items():
-        row[f"hub_thread_{thread}"] = 1e3 * seconds / broker["version"]
+        row[f"hub_{thread}_thread_ms"] = 1e3 * seconds / broker["version"]
     return row
 
 
@@ -290,18 +286,19 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 def _thread_seconds() -> dict[str, float]:
-    """Return the CPU seconds of this process's threads by name; those that Python does not know are "other"."""
-    known = {thread.native_id: thread.name.removeprefix("zmqtrain-") for thread in threading.enumerate()}
-    names = {known.get(threading.main_thread().native_id): "training"}
-    seconds: dict[str, float] = {}
+    """Return the CPU seconds of this process's threads: those of the package by name, the caller's, and all others'."""
+    names = {
+        thread.native_id: thread.name.removeprefix("zmqtrain-")
+        for thread in threading.enumerate()
+        if thread.name.startswith("zmqtrain-")
+    }
+    names[threading.main_thread().native_id] = "main"
+    seconds = {"main": 0.0, "other": 0.0}
     for task in Path("/proc/self/task").iterdir():
-        name = known.get(int(task.name), "other")
-        try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             used = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        name = names.get(name, name)
-        seconds[name] = seconds.get(name, 0.0) + used
+            name = names.get(int(task.name), "other")
+            seconds[name] = seconds.get(name, 0.0) + used
     return seconds
 
 
@@ -328,10 +325,8 @@ def _be_broker(case: Case) -> None:
         _say({"listens": broker.address})
         while True:
             told.get()
-            threads = {"loop" if name == "broker" else name: used for name, used in _thread_seconds().items()}
-            threads.pop("training", None)  # the main thread, which only answers
             figures = asdict(broker.broker.statistics())
-            _say({**figures, "cpu_seconds": time.process_time(), "threads": threads})
+            _say({**figures, "cpu_seconds": time.process_time(), "threads": _thread_seconds()})
 
 
 class _Node:

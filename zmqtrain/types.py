@@ -190,6 +190,10 @@ class Exchange(Protocol):
     def is_evaluator(self) -> bool:
         """True while this node is the one that scores the shared model."""
 
+    @property
+    def reachable(self) -> bool:
+        """False while there is nobody to exchange with (training goes on alone)."""
+
     def join(self, model: ModelSpec, leaves: Sequence[Array]) -> Update | None:
         """Join the run with this model. Return the run's parameters (an update with an anchor), None for the founder.
 
@@ -225,6 +229,12 @@ class Exchange(Protocol):
 
     def wait_update(self, timeout_seconds: float) -> Update:
         """Take the next update, waiting for it; raise AggregateTimeout, naming what is waited for."""
+
+    def everyone_drained(self) -> bool:
+        """Say that nothing is pending here; return True once no node of a run that is over has anything pending.
+
+        True at once while the run goes on (this node leaves early), or when there is nobody to ask.
+        """
 
     def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
         """Say how training goes, for whoever watches. loss may be a device scalar: nobody waits for it."""

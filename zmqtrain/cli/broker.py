@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from zmqtrain.cli.display import Display, log_to_stderr
-from zmqtrain.cli.settings import BrokerConfig, leave_at_once, read_config, run_command
+from zmqtrain.cli.ending import leave_at_once, run_command
+from zmqtrain.cli.settings import BrokerConfig, read_config
 from zmqtrain.errors import ConfigError
 from zmqtrain.programs import parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster

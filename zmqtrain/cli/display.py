@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.messages import Roster
 
 __all__ = [
@@ -107,6 +108,8 @@ def roster_headline(roster: Roster) -> str:
 
 def roster_line(roster: Roster) -> str:
     """Return the run and the sums over its members in one plain line."""
+    if not roster.members:
+        return roster_headline(roster)
     losses = [loss for member in roster.members if math.isfinite(loss := _figure(member, "loss"))]
     rate = sum(rate for member in roster.members if math.isfinite(rate := _figure(member, "samples_per_second")))
     sent = sum(count for member in roster.members if math.isfinite(count := _figure(member, "bytes_sent")))
@@ -205,7 +208,7 @@ class Display:
             self._print(roster_line(roster))
 
     def _run(self) -> None:
-        waited = 0.0
+        waited, idle = 0.0, False
         while not self._ended.wait(REDRAW_SECONDS):
             self._say_all()
             waited += REDRAW_SECONDS
@@ -213,7 +216,9 @@ class Display:
                 self._live.update(self._render(), refresh=True)
             elif waited >= self.plain_seconds and (roster := self.source()) is not None:
                 waited = 0.0
-                self._print(roster_line(roster))
+                if roster.members or not idle:  # that still nobody is there is no news
+                    self._print(roster_line(roster))
+                idle = not roster.members
 
     def _say_all(self) -> None:
         while self._said:
@@ -241,13 +246,19 @@ class _CurrentStderr(logging.Handler):
 
 
 def log_to_stderr(verbose: bool, log_file: Path | None = None) -> None:
-    """Have zmqtrain's log written to stderr (and to `log_file`); verbose: with what helps who looks for an error."""
+    """Have zmqtrain's log written to stderr (and to `log_file`); verbose: with what helps who looks for an error.
+
+    Raises ConfigError for a file that cannot be written.
+    """
     logger = logging.getLogger("zmqtrain")
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     logger.propagate = False
     handlers: list[logging.Handler] = [_CurrentStderr()]
     if log_file is not None:
-        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        try:
+            handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot write the log file {log_file}: {error.strerror}; name another one") from error
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     for handler in list(logger.handlers):

@@ -14,20 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from zmqtrain.cli.broker import check_program, describe_program
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr
-from zmqtrain.cli.settings import LocalConfig, leave_at_once, read_config, run_command
+from zmqtrain.cli.ending import first_interrupt, run_command
+from zmqtrain.cli.settings import LocalConfig, read_config
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
-__all__ = ["main", "Federation", "Departure", "share_of_cores", "first_interrupt"]
+__all__ = ["main", "Federation", "Departure", "share_of_cores"]
 
 PROGRAM = "zmqtrain local"
 FLUSH_SECONDS = 45.0
@@ -189,26 +190,6 @@ def share_of_cores(index: int, nodes: int) -> set[int]:
         return {cores[index % len(cores)]}
     each = len(cores) // nodes
     return set(cores[index * each : (index + 1) * each])
-
-
-@contextlib.contextmanager
-def first_interrupt(told: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether SIGINT or SIGTERM has come; the first calls `told`, the second quits."""
-    asked = False
-
-    def handle(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked:
-            leave_at_once()
-        asked = True
-        told()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

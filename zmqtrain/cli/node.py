@@ -28,7 +28,8 @@ from zmqtrain.cli.display import (
     format_seconds,
     log_to_stderr,
 )
-from zmqtrain.cli.settings import NodeConfig, leave_at_once, read_config, read_server_key, run_command
+from zmqtrain.cli.ending import leave_at_once, run_command
+from zmqtrain.cli.settings import NodeConfig, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.settings import RunSettings

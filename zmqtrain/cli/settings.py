@@ -2,18 +2,16 @@
 
 Rule 1: a flag counts more than the file, the file more than the default; nothing comes from the environment.
 Rule 2: a record is checked once, in `__post_init__`; what cannot be used is a ConfigError that says what to type.
-Rule 3: a command ends every error of ours in one paragraph on stderr and exit code 2.
+Rule 3: what is read here is only what a program needs to start; what a program's arguments mean is the program's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import os
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -21,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from zmqtrain import __version__
-from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.errors import ConfigError
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.zmq_channel import load_public_key
@@ -34,14 +32,10 @@ __all__ = [
     "DemoConfig",
     "read_config",
     "read_server_key",
-    "run_command",
-    "leave_at_once",
 ]
 
 Config = TypeVar("Config")
 
-ERROR, INTERRUPTED = 2, 130
-SHOW_CURSOR = b"\x1b[?25h"
 NOT_IN_A_FILE = ("config",)
 
 Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
@@ -198,7 +192,7 @@ class DemoConfig:
     """How many nodes the federation has."""
     seconds: float = 75.0
     """How long each of the two runs trains."""
-    pace_seconds: float = 0.1
+    pace_seconds: float = 0.06
     """Every step of every node takes at least so long."""
     data: str = ""
     """A text file to train on; empty: the source of Python's standard library."""
@@ -313,32 +307,8 @@ def read_server_key(text: str) -> bytes | None:
         return None
     if len(text) == 40 and not Path(text).exists():
         return text.encode()
+    if not Path(text).exists():
+        raise ConfigError(
+            f"server_key is a key of 40 characters, as the broker prints it, or a file NAME.key; {text!r} is neither"
+        )
     return load_public_key(text)
-
-
-# ---------------------------------------------------------------------- how a command ends
-
-
-def run_command(program: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code: an error of ours becomes one paragraph on stderr and 2, Ctrl-C 0."""
-    try:
-        return command()
-    except ZmqTrainError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # who read our output has left (`| head`)
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else ERROR
-
-
-def leave_at_once() -> None:
-    """End this process without saying goodbye: what a second Ctrl-C asks for. Exit code 130."""
-    with contextlib.suppress(OSError):
-        if os.isatty(1):
-            os.write(1, SHOW_CURSOR + b"\n")
-    os._exit(INTERRUPTED)

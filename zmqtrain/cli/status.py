@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
-from zmqtrain.cli.settings import StatusConfig, read_config, read_server_key, run_command
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.settings import StatusConfig, read_config, read_server_key
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node import Node, connect

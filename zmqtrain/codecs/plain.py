@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.codecs.codec import Codec, Scratch, Stateless, needs_finite, needs_slab, read_buffers
+from zmqtrain.errors import NonFiniteDelta
 from zmqtrain.types import Array, Buffer
 
 __all__ = ["bf16", "float32"]

@@ -26,7 +26,7 @@ from zmqtrain.codecs.codec import (
 from zmqtrain.errors import CodecError
 from zmqtrain.types import Array, Buffer
 
-__all__ = ["int8"]
+__all__ = ["int8", "scale_blocks"]
 
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF

@@ -98,6 +98,7 @@ class Member:
     known_version: int = -1
     model: ModelSpec = ()
     idle: bool = False
+    drained: bool = False
     contributions: int = 0
     samples: int = 0
     staleness: int = 0
@@ -211,7 +212,9 @@ class Hub:
     def live(self) -> frozenset[PeerId]:
         """The nodes that train now and from which a contribution can be awaited (an idle node has no data left)."""
         return frozenset(
-            peer for peer, member in self.members.items() if member.state is MemberState.LIVE and not member.idle
+            peer
+            for peer, member in self.members.items()
+            if member.state is MemberState.LIVE and not (member.idle or member.drained)
         )
 
     @property
@@ -285,6 +288,8 @@ class Hub:
         effects.append(SendTo(sender, welcome))
         if state is MemberState.OBSERVER:
             effects.append(SendTo(sender, self.roster(now)))
+        if self.ledger.lost(sender):  # units may have been on their way to it: it will ask again
+            effects += self._feed_idle()
         if before is not None and before.state is MemberState.FOUNDING:
             effects += self._choose_founder()
         return effects + self._release(now)
@@ -314,6 +319,8 @@ class Hub:
         return [SendTo(waiting.peer, Fetch())]
 
     def _on_snapshot(self, member: Member, snapshot: Snapshot, now: float) -> list[HubEffect]:
+        if member.open:  # a second one would found the run again
+            raise RemoteProtocolError(member.peer, member.state.value, "a second Snapshot")
         member.open[snapshot.transfer] = snapshot
         return [Expect(member.peer, snapshot)]
 
@@ -343,7 +350,7 @@ class Hub:
             effects += self._feed_idle()
         if member.state is MemberState.FOUNDING:
             effects += self._choose_founder()
-        return effects + self._release(now)
+        return effects + self._release(now) + self._end_when_drained()
 
     def _send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
         del self.members[member.peer]
@@ -376,9 +383,12 @@ class Hub:
         if publish.codec not in (self.settings.codec, "float32"):
             text = f"coded as {publish.codec!r}; this run takes {self.settings.codec!r}"
             return [self._refuse(member, publish, "codec", text)]
-        if publish.base_version > self.version or publish.samples < 0 or publish.steps < 0:
+        if publish.base_version > self.version:
             text = f"based on version {publish.base_version}; the run is at {self.version}"
             return [self._refuse(member, publish, "version", text)]
+        if publish.samples < 0 or publish.steps < 0:
+            text = f"stands for {publish.samples} samples in {publish.steps} steps"
+            return [self._refuse(member, publish, "samples", text)]
         record.last_sequence = publish.sequence
         member.open[publish.transfer] = publish
         return [Expect(member.peer, publish)]
@@ -427,6 +437,9 @@ class Hub:
     def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
         self.ledger.done(member.peer, request.done)
         member.idle = False
+        if self.ledger.finished and request.idle and request.want == 0:
+            member.drained = True
+            return [*self._release(now), *self._end_when_drained()]
         if self.ledger.finished:
             # who drains last must not weigh more because the others have left
             self._nodes_at_the_end = max(
@@ -439,6 +452,13 @@ class Hub:
         # in strict mode the others' rounds still wait for a node at the end of its share: it has as many offers as they
         member.idle = request.idle and self._lane(member.peer) is None
         return self._release(now)
+
+    def _end_when_drained(self) -> list[HubEffect]:
+        """Let everybody go once nothing is pending anywhere: all end with the same parameters."""
+        live = [member for member in self.members.values() if member.state is MemberState.LIVE]
+        if not self.ledger.finished or not all(member.drained for member in live):
+            return []
+        return [SendTo(member.peer, WorkUnit((), finished=True, end_version=self.version)) for member in live]
 
     def _feed_idle(self) -> list[HubEffect]:
         effects: list[HubEffect] = []
@@ -490,7 +510,7 @@ class Hub:
                 record = self._record(PeerId(peer))
                 record.last_sequence = int(last)
                 record.landed.extend((int(sequence), int(version)) for sequence, version in landed)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         self.started = self.version >= 0
 

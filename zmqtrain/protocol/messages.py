@@ -229,7 +229,10 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class WorkRequest:
-    """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer."""
+    """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer.
+
+    After the last unit, idle and wanting nothing says: all that I had pending has landed.
+    """
 
     done: tuple[int, ...]
     want: int
@@ -238,10 +241,14 @@ class WorkRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """Hub to node: work on these data units; finished: there is no more, the run is over."""
+    """Hub to node: work on these data units; finished: there are no more.
+
+    end_version: -1, or the run's last version: every node has drained, and who has applied that may leave.
+    """
 
     numbers: tuple[int, ...]
     finished: bool = False
+    end_version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +389,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code, text: for people."""
+    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code; text: a sentence."""
 
     peer: PeerId
     reason: str

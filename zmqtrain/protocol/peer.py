@@ -87,7 +87,7 @@ class Peer:
         self.in_flight: set[int] = set()
         self.confirmed = False
         self._announced = -1
-        self._reset = False
+        self._reset = self._missing = False  # until a whole snapshot is here
         self._open: dict[int, Aggregate | Snapshot] = {}
         self._hello_at = 0.0
         self._beat_at = 0.0
@@ -113,7 +113,12 @@ class Peer:
 
     def resync(self) -> list[PeerEffect]:
         """Ask for a snapshot because this side dropped aggregates."""
-        return self._resync() if self.state is PeerState.LIVE else []
+        if self.state is not PeerState.LIVE:
+            return []
+        self._missing = (
+            True  # `version` counts what was dropped: a snapshot of that very version is needed all the same
+        )
+        return self._resync()
 
     def leave(self, reason: str) -> list[PeerEffect]:
         """Say goodbye; nothing is awaited any more."""
@@ -184,7 +189,7 @@ class Peer:
             return []
         if isinstance(announcement, Snapshot):
             landed = tuple(s for s, _ in announcement.landed if s in self.in_flight)
-            reset, self._reset = self._reset, False
+            reset, self._reset, self._missing = self._reset, False, False
         else:
             landed = tuple(s for peer, s in announcement.landed if s in self.in_flight and peer == self.peer)
             reset = False
@@ -209,8 +214,8 @@ class Peer:
         if welcome.version < self.version:
             text = (
                 f"the broker is at version {welcome.version} of {self.run}, this node has seen {self.version}: it was "
-                "restarted from an older state. Restart it with the newest checkpoint folder, or stop this node and start "
-                "it again."
+                "restarted from an older state. Restart it with the newest checkpoint folder, or stop this node and "
+                "start it again."
             )
             return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
@@ -235,7 +240,7 @@ class Peer:
     def _resync(self) -> list[PeerEffect]:
         self.state = PeerState.SYNCING
         self._open.clear()
-        return [Send(Fetch(-1 if self._reset else self.version, model_to_wire(self.model)))]
+        return [Send(Fetch(-1 if self._reset or self._missing else self.version, model_to_wire(self.model)))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         if isinstance(announcement, Snapshot):

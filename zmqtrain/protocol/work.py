@@ -1,11 +1,11 @@
 """Deal the data of a run once: a ledger of numbered units, each dealt again when its node is lost before it is done.
 
-Rule 1: a unit is a number; what it stands for is the program's affair.  Rule 2: units that came back go out first.
+Rule 1: a unit is a number; what it stands for is the program's affair.  Rule 2: units that came back go out first
+(in a run with lanes, to the lane that they are of).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,8 +33,10 @@ class WorkLedger:
         """Deal up to `want` units to a node; fewer or none when no more are left (in its lane, where one is given)."""
         numbers: list[int] = []
         while len(numbers) < want:
-            if self._returned:
-                number = heapq.heappop(self._returned)
+            back = next((n for n in sorted(self._returned) if lane is None or n % self.lanes == lane), None)
+            if back is not None:
+                self._returned.remove(back)
+                number = back
             else:
                 own = lane if lane is not None else self._next.index(min(self._next))
                 number = self._next[own]
@@ -60,7 +62,7 @@ class WorkLedger:
         back = tuple(number for number, owner in self._dealt.items() if owner == peer)
         for number in back:
             del self._dealt[number]
-            heapq.heappush(self._returned, number)
+            self._returned.append(number)
         return back
 
     def _left(self, number: int) -> bool:

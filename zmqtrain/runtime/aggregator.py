@@ -60,7 +60,7 @@ class Aggregator:
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
 
     def plan(self, model: ModelSpec) -> None:
-        """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError for one that cannot be."""
+        """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
         self.layout = Layout(model, self.settings.fragments)
 
     def publish_bound(self, publish: Publish) -> int:
@@ -122,7 +122,11 @@ class Aggregator:
         return self._snapshot
 
     def replay(self, released: Released) -> None:
-        """Take a step that was published before a crash: the parameters follow, the outer state stays as saved."""
+        """Take a step that was published before a crash; the outer state stays as it was saved.
+
+        The parameters become what was published: what the saved ones were ahead of it is in the step, at least in part, and
+        must not be published twice. What of the step itself was not published yet is lost with the crash.
+        """
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
         codec = codec_from_spec(released.codec)
@@ -130,7 +134,7 @@ class Aggregator:
             counts = self.layout.counts(fragment)
             step = decode_payload(codec, frames, counts)
             self.published[fragment] += step
-            self.parameters[fragment] += step
+            self.parameters[fragment][:] = self.published[fragment]
         self.version = released.version
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:

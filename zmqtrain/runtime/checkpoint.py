@@ -43,10 +43,13 @@ def export_model(path: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:
 
 
 def _write(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata: dict[str, str]) -> None:
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    if "state" in metadata:
+        metadata = metadata | {"crc": str(_checksum(metadata["state"], arrays))}
     beside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, beside, metadata)
+        save_file(arrays, beside, metadata)
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, path)
@@ -55,8 +58,15 @@ def _write(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata: dict
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}; is the disk full, or the folder not yours?") from error
+
+
+def _checksum(state: str, arrays: Mapping[str, NDArray[np.float32]]) -> int:
+    crc = zlib.crc32(state.encode())
+    for name in sorted(arrays):
+        crc = zlib.crc32(arrays[name].reshape(-1), zlib.crc32(name.encode(), crc))
+    return crc
 
 
 class CheckpointFolder:
@@ -71,8 +81,8 @@ class CheckpointFolder:
     def save(self, version: int, state: dict[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> Path:
         """Write one checkpoint and drop what it makes superfluous. Raises CheckpointError."""
         path = self.folder / f"checkpoint-{version:012d}.safetensors"
-        body = json.dumps(state, sort_keys=True)
-        _write(path, arrays, {"state": body, "state_crc": str(zlib.crc32(body.encode()))})
+        _write(path, arrays, {"state": json.dumps(state, sort_keys=True)})
+        self._set_aside(version)
         checkpoints = self._checkpoints()
         for old in checkpoints[: -self.keep]:
             old.unlink(missing_ok=True)
@@ -81,6 +91,16 @@ class CheckpointFolder:
             if base < oldest:  # the oldest checkpoint that stays knows all that is in it
                 journal.unlink(missing_ok=True)
         return path
+
+    def _set_aside(self, version: int) -> None:
+        """Take what is newer than `version` out of the way: it could not be read, and this run will pass it by."""
+        for path in self._checkpoints():
+            if self._version(path) > version:
+                logger.warning("setting the checkpoint %s aside: the run goes on from version %d", path, version)
+                path.replace(path.with_name(path.name + ".unreadable"))
+        for base, journal in self._journals():
+            if base > version:
+                journal.unlink(missing_ok=True)
 
     def begin_journal(self, version: int) -> None:
         """Start the journal of what is released after `version`."""
@@ -144,9 +164,10 @@ class CheckpointFolder:
                 with safe_open(path, framework="np") as file:
                     metadata = file.metadata() or {}
                     state = metadata["state"]
-                    if zlib.crc32(state.encode()) != int(metadata["state_crc"]):
-                        raise ValueError("its checksum differs")
-                    return json.loads(state), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                if _checksum(state, arrays) != int(metadata["crc"]):
+                    raise ValueError("its checksum differs")
+                return json.loads(state), arrays
             except (OSError, ValueError, KeyError, SafetensorError) as error:
                 logger.warning("skipping the checkpoint %s: %s", path, error)
         if paths:

@@ -1,8 +1,8 @@
 """Be a node alive, as its training thread sees it: an Exchange that never makes it wait.
 
 Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what passes
-between them is never written again.  Rule 2: whatever happens to the broker, offers are refused, training goes on, and the node
-comes back by itself.  Rule 3: an update is applied when it is polled; until then its u counts as being on its way.
+between them is never written again.  Rule 2: whatever happens to the broker, offers are refused, training goes on,
+and the node comes back by itself.  Rule 3: an update is applied when it is polled; until then its u is on its way.
 """
 
 from __future__ import annotations
@@ -195,6 +195,11 @@ class Node:
         roster = self._peer.roster
         return roster is not None and roster.evaluator == self.peer_id
 
+    @property
+    def reachable(self) -> bool:
+        """See Exchange."""
+        return self._link.live
+
     # ------------------------------------------------------------------ exchange (training thread)
 
     def next_fragment(self) -> int | None:
@@ -269,9 +274,9 @@ class Node:
             waiting = self.waiting_for or "the other nodes' contributions"
             if time.monotonic() >= until:
                 raise AggregateTimeout(
-                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._applied_version}, "
-                    f"for {waiting}. In strict mode every node must contribute; `zmqtrain status {self.address}` says who "
-                    "does not."
+                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._applied_version} "
+                    f"from {waiting}. In strict mode every node must contribute; who does not is said by "
+                    f"`zmqtrain status {self.address}`."
                 )
             logger.info("%s waits for the aggregate after version %d: %s", self.name, self._applied_version, waiting)
         update = self.poll()
@@ -288,6 +293,12 @@ class Node:
         while (unit := self._units.take(self._raise_failure)) is not None:
             yield from batches_of(unit)
             self._units.done(unit)
+
+    def everyone_drained(self) -> bool:
+        """See Exchange."""
+        if not self._link.live or not self._units.drain():
+            return True
+        return 0 <= self._units.end_version <= self._applied_version
 
     def _ask_for_units(self) -> None:
         if self._link.live and (request := self._units.request()) is not None:
@@ -421,8 +432,8 @@ class Node:
             encoded = self._coder.encode(offer)
         except NonFiniteDelta as error:
             text = (
-                f"{self.name}: {error}: training has diverged here, and nothing of it was sent. Start this node again (it "
-                "takes the shared parameters); if it happens again, use a smaller learning rate."
+                f"{self.name}: {error}: training has diverged here, and nothing of it was sent. Start this node "
+                "again (it takes the shared parameters); if it happens again, use a smaller learning rate."
             )
             raise NonFiniteDelta(text, error.leaf) from None
         self._encode_seconds += time.thread_time() - began

@@ -33,7 +33,9 @@ class UnitQueue:
         self._next_local = LOCAL_UNITS + (zlib.crc32(peer.encode()) << 24)
         self._units: deque[int] = deque()
         self._done: list[int] = []
-        self._finished = self._asked = self._idle = False
+        self._finished = self._asked = self._idle = self._drained = False
+        self.end_version = -1
+        """The last version of a run whose nodes have all drained, -1 until then."""
         self._changed = threading.Condition()
 
     # ------------------------------------------------------------------ training thread
@@ -65,6 +67,16 @@ class UnitQueue:
             with self._changed:
                 self._done.append(unit)
 
+    def drain(self) -> bool:
+        """Say, once the run has no more units, that nothing is pending here; False while it has."""
+        with self._changed:
+            if not self._finished:
+                return False
+            said, self._drained = self._drained, True
+        if not said:
+            self._ask()
+        return True
+
     @property
     def waiting(self) -> bool:
         """True while the training thread waits for a unit."""
@@ -75,9 +87,11 @@ class UnitQueue:
     def request(self) -> WorkRequest | None:
         """Return what is to be asked of the broker now, None for nothing."""
         with self._changed:
-            if self._asked and not self._idle and not self._done:
+            if self._asked and not (self._idle or self._done or self._drained):
                 return None
             done, self._done = tuple(self._done), []
+            if self._drained:
+                return WorkRequest(done, 0, idle=True)
             want = 0 if self._finished else max(0, AHEAD - len(self._units))
             if not done and not want:
                 return None
@@ -88,7 +102,7 @@ class UnitQueue:
         """Take the broker's answer."""
         with self._changed:
             self._units.extend(answer.numbers)
-            self._finished = answer.finished
+            self._finished, self.end_version = answer.finished, max(self.end_version, answer.end_version)
             self._asked = False
             self._changed.notify_all()
 

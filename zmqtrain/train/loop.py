@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from zmqtrain.errors import ModelMismatch
+from zmqtrain.errors import AggregateTimeout, ModelMismatch
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import LocalStep, Rebase, TrainState, describe_model
 from zmqtrain.types import Exchange, Update, Version
@@ -26,13 +26,17 @@ __all__ = ["SyncStatistics", "DelayedSync", "TrainingLoop", "TrainingResult"]
 Params = TypeVar("Params")
 
 STRICT_WAIT_SECONDS = 600.0
+STRICT_LOOK_SECONDS = 10.0
+"""After so long without an aggregate, strict mode looks again whether it still has one to wait for."""
 FLUSH_SECONDS = 30.0
+POLL_SECONDS = 0.005
+LANDING_LOOK_SECONDS = 0.005
 AGES_KEPT = 1024
 
 
 @dataclass(frozen=True)
 class SyncStatistics:
-    """Running figures of one node. age_steps: median, from offer to application; held_seconds: of the training thread."""
+    """Running figures of one node. age_steps: median, offer to application; held_seconds: of the training thread."""
 
     steps: int
     offers: int
@@ -69,8 +73,8 @@ class DelayedSync:
         for spec in model:
             if not jax.numpy.issubdtype(np.dtype(jax.numpy.dtype(spec.dtype)), jax.numpy.floating):
                 raise ModelMismatch(
-                    f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is given "
-                    "to DelayedSync (counters and keys belong to the node)",
+                    f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is "
+                    "given to DelayedSync (counters and keys belong to the node)",
                     spec.path,
                 )
         update = exchange.join(model, [np.asarray(leaf, np.float32) for leaf in leaves])
@@ -85,6 +89,7 @@ class DelayedSync:
         self._offered_at: dict[int, int] = {}
         self._ages: list[int] = []
         self._held_seconds = 0.0
+        self._score_before: Any = None
 
     @property
     def params(self) -> Any:
@@ -101,14 +106,19 @@ class DelayedSync:
     def step(self, params: Params, score: Any = None, samples: int = 1) -> Params:
         """Mark a step boundary: apply what is due, offer when k steps are over, return the parameters to go on with.
 
-        score: the loss of this step, lower is better (a device scalar is not waited for).  samples: in this step.
+        score: the loss of this step, lower is better. A device scalar is not waited for; the one of the step before is:
+        a loop that ran a hundred steps ahead of its device would apply everything a hundred steps late.
+        samples: in this step.
         Raises NonFiniteDelta when training has diverged here, AggregateTimeout in strict mode.
         """
+        if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
+            self._score_before.block_until_ready()
+        self._score_before = score
         began = time.perf_counter()
         self._step += 1
         self._samples += samples
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
-            params, self._samples_offered = self.params, self._samples
+            params, self._samples_offered, self._steps_offered = self.params, self._samples, self._step
         leaves = self._apply_due(self._flatten(params))
         if self._step % self.settings.every == 0:
             leaves = self._offer(leaves, score)
@@ -126,18 +136,16 @@ class DelayedSync:
     def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS) -> Params:
         """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
 
-        Returns the parameters, which are then the anchor but for rounding. Gives up, without error, after the time: what
-        has not landed by then stays in the returned parameters alone.
+        Returns the parameters, which are then the anchor but for rounding; at the end of a run, the same on all nodes.
+        What is refused or lost is sent again. Gives up, without error, after the time, or when the run cannot be
+        reached for `lost_seconds`: what has not landed by then stays in the returned parameters alone.
         """
         until = time.monotonic() + timeout_seconds
         leaves = self._await_landing(self._flatten(params), until)
         for fragment in range(self.exchange.layout.fragments):
-            segments = self._rebase.pending(leaves, self._anchor, fragment)
-            samples, steps = self._samples - self._samples_offered, self._step - self._steps_offered
-            sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, dense=True)
-            if sequence is None:
-                break
-            self._took(sequence)
+            leaves = self._drain(leaves, fragment, until)
+        while not self.exchange.everyone_drained() and time.monotonic() < until:
+            time.sleep(LANDING_LOOK_SECONDS)
             leaves = self._await_landing(leaves, until)
         result: Params = jax.tree.unflatten(self._tree, leaves)
         return result
@@ -170,33 +178,39 @@ class DelayedSync:
 
     def _offer(self, leaves: list[Any], score: Any) -> list[Any]:
         fragment = self.exchange.next_fragment()
-        sequence = None
-        if fragment is not None:
-            segments = self._rebase.pending(leaves, self._anchor, fragment)
-            samples, steps = self._samples - self._samples_offered, self._step - self._steps_offered
-            sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, score=score)
-        if sequence is None:
+        if fragment is None or self._offer_fragment(leaves, fragment, score) is None:
             self._refused += 1
             return leaves
-        self._took(sequence)
         return self._apply_due(leaves) if self.settings.delay == 0 else leaves
 
-    def _took(self, sequence: int) -> None:
-        self._offers += 1
-        self._offered_at[sequence] = self._step
-        self._samples_offered, self._steps_offered = self._samples, self._step
+    def _offer_fragment(self, leaves: list[Any], fragment: int, score: Any = None, dense: bool = False) -> int | None:
+        segments = self._rebase.pending(leaves, self._anchor, fragment)
+        samples, steps = self._samples - self._samples_offered, self._step - self._steps_offered
+        sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, score=score, dense=dense)
+        if sequence is not None:
+            self._offers += 1
+            self._offered_at[sequence] = self._step
+            self._samples_offered, self._steps_offered = self._samples, self._step
+        return sequence
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
         while (update := self.exchange.peek()) is not None and self._is_due(update):
             taken = self.exchange.poll()
             assert taken is update
             leaves = self._apply(leaves, update)
-        if self.settings.mode == "strict":
-            while any(
-                self._step >= self._offered_at.get(s, self._step) + self.settings.delay
-                for s in self.exchange.in_flight()
-            ):
-                leaves = self._apply(leaves, self.exchange.wait_update(STRICT_WAIT_SECONDS))
+        return self._await_due(leaves) if self.settings.mode == "strict" else leaves
+
+    def _await_due(self, leaves: list[Any]) -> list[Any]:
+        """Wait for what must be applied now; an offer that is withdrawn meanwhile is not waited for any longer."""
+        until = time.monotonic() + STRICT_WAIT_SECONDS
+        while any(
+            self._step >= self._offered_at.get(s, self._step) + self.settings.delay for s in self.exchange.in_flight()
+        ):
+            try:
+                leaves = self._apply(leaves, self.exchange.wait_update(STRICT_LOOK_SECONDS))
+            except AggregateTimeout as error:
+                if time.monotonic() >= until:
+                    raise AggregateTimeout(f"nothing came for {STRICT_WAIT_SECONDS:g} s. {error}") from None
         return leaves
 
     def _is_due(self, update: Update) -> bool:
@@ -218,16 +232,32 @@ class DelayedSync:
         del self._ages[:-AGES_KEPT]
         return leaves
 
+    def _drain(self, leaves: list[Any], fragment: int, until: float) -> list[Any]:
+        taken_at = time.monotonic()
+        while True:
+            sequence = self._offer_fragment(leaves, fragment, dense=True)
+            leaves = self._await_landing(leaves, until)
+            now = time.monotonic()
+            if sequence is not None:
+                taken_at = now
+                if sequence not in self._offered_at:
+                    return leaves
+            if now >= until or now >= taken_at + self.settings.lost_seconds:
+                return leaves
+            if sequence is None:
+                time.sleep(LANDING_LOOK_SECONDS)
+
     def _await_landing(self, leaves: list[Any], until: float) -> list[Any]:
-        while (update := self.exchange.poll()) is not None:
-            leaves = self._apply(leaves, update)
-        while self.exchange.in_flight() and (left := until - time.monotonic()) > 0:
-            update = self.exchange.poll()
-            if update is None:
-                time.sleep(min(0.005, left))
-            else:
+        reached_at = time.monotonic()
+        while True:
+            while (update := self.exchange.poll()) is not None:
                 leaves = self._apply(leaves, update)
-        return leaves
+            now = time.monotonic()
+            reached_at = now if self.exchange.reachable else reached_at
+            gone = now - reached_at >= self.settings.lost_seconds
+            if not self.exchange.in_flight() or now >= until or gone:
+                return leaves
+            time.sleep(min(LANDING_LOOK_SECONDS, until - now))
 
 
 @dataclass(frozen=True)
@@ -265,16 +295,12 @@ class TrainingLoop:
         state = local.init(self.exchange.settings.seed)
         sync = DelayedSync(self.exchange, state.params, donate=True)
         state = TrainState(sync.params, state.opt_state)
-        previous: jax.Array | None = None
         evaluated = -1.0
         for number, batch in enumerate(self._until_stopped(batches), start=1):
             state, loss = local.step(state, batch)
             state = TrainState(
                 sync.step(state.params, score=loss, samples=self.program.samples_per_batch), state.opt_state
             )
-            if previous is not None:
-                previous.block_until_ready()  # one step ahead, not a hundred
-            previous = loss
             if self.watch is not None:
                 self.watch(number, loss)
             if self._evaluation_due(evaluated):

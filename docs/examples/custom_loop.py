@@ -1,0 +1,90 @@
+"""Join a run from a training loop of your own: plain JAX and optax, and four marked lines.
+
+Start a broker and then this script on every PC, as often as you like:
+
+    zmqtrain-broker --insecure
+    python custom_loop.py tcp://hub:5555
+
+The first one founds the run with its parameters; each later one takes the run's parameters at its first step. Without the
+four marked lines this is an ordinary script that trains alone (and then has no use for its argument `hub`).
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zmqtrain as zt  # zmqtrain 1/4
+
+ARMS, HIDDEN, BATCH, NOISE = 3, 128, 1024, 0.05
+
+
+def draw_batch(generator, count):
+    """Return `count` points on three arms of a spiral, float32[count, 2], and the arm of each, int32[count]."""
+    arms = generator.integers(0, ARMS, count).astype(np.int32)
+    radii = np.sqrt(generator.random(count))
+    angles = 2 * np.pi * (arms / ARMS + radii)
+    points = radii[:, None] * np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+    return (points + NOISE * generator.normal(size=points.shape)).astype(np.float32), arms
+
+
+def fresh_params(key):
+    """Return three dense layers, 2 -> 128 -> 128 -> 3."""
+    sizes = (2, HIDDEN, HIDDEN, ARMS)
+    return [
+        {"weights": jax.random.normal(k, (fan_in, fan_out)) * (2 / fan_in) ** 0.5, "bias": jnp.zeros(fan_out)}
+        for k, fan_in, fan_out in zip(jax.random.split(key, 3), sizes[:-1], sizes[1:], strict=True)
+    ]
+
+
+def predict(params, points):
+    """Return the logits of the arms, float32[count, 3]."""
+    x = points
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["weights"] + layer["bias"])
+    return x @ params[-1]["weights"] + params[-1]["bias"]
+
+
+def mean_loss(params, points, arms):
+    """Return the mean cross-entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(predict(params, points), arms).mean()
+
+
+optimizer = optax.adam(5e-3)
+
+
+@jax.jit
+def train_step(params, opt_state, points, arms):
+    """Return the parameters and the optimizer's state after one step, and the loss before it."""
+    loss, gradient = jax.value_and_grad(mean_loss)(params, points, arms)
+    updates, opt_state = optimizer.update(gradient, opt_state)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--name", default="spiral", help="what to call this process")
+    options = parser.parse_args()
+
+    params = fresh_params(jax.random.key(0))
+    opt_state = optimizer.init(params)
+    generator = np.random.default_rng()  # not seeded: every PC draws data of its own
+    sync = zt.DelayedSync(zt.connect(options.hub, options.name), params)  # zmqtrain 2/4
+    for step in range(1, options.steps + 1):
+        params, opt_state, loss = train_step(params, opt_state, *draw_batch(generator, BATCH))
+        params = sync.step(params, score=loss, samples=BATCH)  # zmqtrain 3/4
+        if step % 100 == 0:
+            print(f"{options.name}: step {step}, loss {loss:.4f}", flush=True)
+    params = sync.finish(params)  # zmqtrain 4/4
+
+    points, arms = draw_batch(np.random.default_rng(0), 2000)
+    accuracy = 100 * np.mean(np.argmax(predict(params, points), axis=-1) == arms)
+    print(f"{options.name}: accuracy {accuracy:.1f} % after {options.steps} steps of its own")
+
+
+if __name__ == "__main__":
+    main()

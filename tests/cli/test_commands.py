@@ -1,0 +1,176 @@
+"""What the commands decide before, beside and after a run: names, addresses, pace, interruptions, endings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zmqtrain
+from zmqtrain.cli import COMMANDS, main
+from zmqtrain.cli.broker import check_program, describe_program, node_addresses
+from zmqtrain.cli.ending import first_interrupt, run_command
+from zmqtrain.cli.local import Departure, share_of_cores
+from zmqtrain.cli.node import Interruption, load_run_program, paced
+from zmqtrain.errors import ConfigError, DataError, HubUnreachable
+from zmqtrain.settings import RunSettings
+
+
+def test_the_umbrella_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in [*COMMANDS][:1])
+    assert main([]) == 2
+
+
+def test_the_umbrella_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["node", "--version"]) == 0
+    assert capsys.readouterr().out == 2 * f"zmqtrain {zmqtrain.__version__}\n"
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["statsu"]) == 2
+    assert "did you mean status?" in capsys.readouterr().err
+
+
+def test_importing_the_umbrella_and_the_broker_loads_no_jax() -> None:
+    program = "import sys, zmqtrain.cli, zmqtrain.cli.broker, zmqtrain.cli.settings; print('jax' in sys.modules)"
+    argv = [sys.executable, "-c", program]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_an_error_of_ours_is_one_paragraph_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise HubUnreachable("no broker answers", "tcp://hub:5555")
+
+    assert run_command("zmqtrain-node", fail) == 2
+    assert capsys.readouterr().err == "zmqtrain-node: no broker answers\n"
+
+
+def test_an_error_that_is_a_fault_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command("zmqtrain-node", lambda: 1 // 0)
+
+
+def test_an_interrupted_command_ends_well() -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert run_command("zmqtrain-node", interrupted) == 0
+
+
+def test_the_broker_refuses_a_slip_of_the_keyboard_in_a_programs_name() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'text'\?"):
+        check_program(RunSettings(program="txt"))
+    assert check_program(RunSettings(program="image", program_arguments="width=8")) == ""
+    assert check_program(RunSettings()) == ""
+
+
+def test_the_broker_lets_a_program_pass_that_only_the_nodes_have_and_says_so() -> None:
+    assert "every node must have the package" in check_program(RunSettings(program="protein-folding"))
+
+
+def test_arguments_without_a_program_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--program text"):
+        check_program(RunSettings(program_arguments="width=8"))
+
+
+def test_what_is_trained_is_said_in_a_few_words() -> None:
+    assert describe_program(RunSettings(program="text", program_arguments="width=8")) == "text (width=8)"
+    assert "first node" in describe_program(RunSettings())
+
+
+def test_the_addresses_for_nodes_name_this_machine_and_the_port_that_was_chosen() -> None:
+    assert node_addresses("tcp://127.0.0.1:0", "tcp://127.0.0.1:4711") == ["tcp://127.0.0.1:4711"]
+    for address in node_addresses("tcp://*:0", "tcp://127.0.0.1:4711"):
+        assert address.endswith(":4711") and "*" not in address
+
+
+def test_a_run_without_a_program_cannot_be_joined_by_the_command() -> None:
+    with pytest.raises(ConfigError, match="zmqtrain-broker --program text"):
+        load_run_program(RunSettings(), "", "tcp://hub:5555")
+
+
+def test_an_error_in_the_programs_arguments_says_that_they_are_the_brokers() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean width\?.*the broker's"):
+        load_run_program(RunSettings(program="text", program_arguments="widht=8"), "", "tcp://hub:5555")
+
+
+def test_data_that_cannot_be_read_says_how_to_name_this_pcs_own_place(tmp_path: Path) -> None:
+    settings = RunSettings(program="text", program_arguments=f"data={tmp_path / 'none'}")
+    with pytest.raises(DataError, match=r"zmqtrain-node tcp://hub:5555 --data PLACE"):
+        load_run_program(settings, "", "tcp://hub:5555")
+
+
+def test_a_nodes_own_place_of_the_data_and_the_runs_seed_go_to_the_program(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    settings = RunSettings(program="text", program_arguments="data=/none,width=8,layers=1,heads=1,context=8", seed=7)
+    program = load_run_program(settings, str(text), "tcp://hub:5555")
+    assert (program.data, program.width, program.seed) == (str(text), 8, 7)  # type: ignore[attr-defined]
+
+
+def test_an_interruption_while_training_is_seen_at_the_next_step() -> None:
+    interruption = Interruption()
+    batches = interruption.watch(iter(range(3)))
+    assert next(batches) == 0
+    interruption.handle(signal.SIGINT, None)
+    assert interruption()
+
+
+def test_an_interruption_while_waiting_for_data_ends_the_waiting() -> None:
+    interruption = Interruption()
+
+    def waiting() -> Iterator[int]:
+        yield 0
+        interruption.handle(signal.SIGINT, None)
+
+    assert list(interruption.watch(waiting())) == [0]
+    assert interruption()
+
+
+def test_an_interruption_before_anything_is_trained_ends_the_command() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Interruption().handle(signal.SIGTERM, None)
+
+
+def test_the_first_interrupt_is_told_and_the_handlers_are_put_back() -> None:
+    told: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+    with first_interrupt(lambda: told.append(True)) as interrupted:
+        assert not interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted() and told == [True]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_two_steps_begin_within_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("zmqtrain.cli.node.time.monotonic", lambda: now)
+    monkeypatch.setattr("zmqtrain.cli.node.time.sleep", sleep)
+    began = []
+    for number in paced(range(4), 2.0):
+        began.append(now)
+        now += 5.0 if number == 1 else 0.5  # the second step is late; that is not made up for
+    assert began == [100.0, 102.0, 107.0, 109.0]
+
+
+def test_every_node_has_cores_and_none_has_more_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 5, 7}, raising=False)
+    assert [share_of_cores(index, 3) for index in range(3)] == [{2}, {3}, {5}]
+    assert [share_of_cores(index, 2) for index in range(2)] == [{2, 3}, {5, 7}]
+    assert [share_of_cores(index, 6) for index in range(6)] == [{2}, {3}, {5}, {7}, {2}, {3}]
+
+
+def test_a_departure_says_how_and_with_what_words() -> None:
+    assert str(Departure("node-1", -9, "")) == "node-1 ended by signal 9"
+    assert str(Departure("node-2", 2, "no data")) == "node-2 ended with exit code 2: no data"

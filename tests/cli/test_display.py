@@ -1,0 +1,133 @@
+"""What people see of a run: figures with units, one plain line or one table, and no control codes in a file."""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+
+import pytest
+from rich.console import Console
+
+from zmqtrain.cli.display import (
+    Display,
+    format_bytes,
+    format_count,
+    format_number,
+    format_scores,
+    format_seconds,
+    roster_headline,
+    roster_line,
+    roster_table,
+)
+from zmqtrain.protocol.messages import Roster
+
+
+def member(name: str, **figures: object) -> dict:
+    return {
+        "peer": f"{name}#1", "name": name, "state": "live", "contributions": 4, "staleness": 1, "refused": 0,
+    } | figures  # fmt: skip
+
+
+TRAINING = member(
+    "pc-1", step=128, samples=4096, samples_per_second=3400.0, loss=2.25, age_steps=5.0, bytes_sent=1_234_567,
+    bytes_received=999, waiting="",
+)  # fmt: skip
+NEW = member("pc-2", state="welcomed")
+
+
+def roster(*members: dict, **figures: object) -> Roster:
+    facts = {
+        "version": 12, "members": members, "evaluator": "pc-1#1", "samples": 48_100, "contributions": 30, "units_done": 3,
+        "units_total": 40, "seconds": 75.4, "scores": {"loss": 2.3456, "bits_per_byte": 3.384}, "score_version": 11,
+    }  # fmt: skip
+    return Roster(**(facts | figures))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1_234_567, "1.2 MB"), (99_960, "100 kB"), (999_600, "1.0 MB"), (4e15, "4000 TB")],
+)
+def test_bytes_are_shown_in_powers_of_1000(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_figures_are_shown_in_a_persons_units() -> None:
+    assert [format_count(value) for value in (7, 3400, 1_500_000)] == ["7", "3.4 k", "1.5 M"]
+    assert [format_seconds(value) for value in (-1.0, 9.9, 75.4, 3700.0)] == ["0:00", "0:09", "1:15", "1:01:40"]
+    assert format_scores({"bits_per_byte": 3.384}) == "bits per byte 3.3840"
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    assert format_number(math.nan) == format_bytes(math.nan) == format_count(math.inf) == "–"
+
+
+def test_the_headline_says_how_the_run_stands() -> None:
+    text = roster_headline(roster(TRAINING, NEW))
+    expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units · held-out loss 2.3456, bits per byte 3.3840"
+    assert text == expected
+
+
+def test_before_anybody_founds_the_run_the_headline_says_what_is_awaited() -> None:
+    assert "waiting for the first node" in roster_headline(roster(version=-1, units_total=0, scores={}))
+
+
+def test_the_plain_line_sums_over_the_members_and_says_who_waits() -> None:
+    waiting = member(
+        "pc-3", loss=2.75, samples_per_second=600.0, bytes_sent=1, bytes_received=1, waiting="for data units"
+    )
+    line = roster_line(roster(TRAINING, NEW, waiting))
+    assert "4 k/s · loss 2.500 · up 1.2 MB, down 1.0 kB · pc-3: for data units" in line.replace("4.0", "4")
+
+
+def render(table: object, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_has_a_row_for_each_member_and_marks_the_one_that_scores() -> None:
+    lines = render(roster_table(roster(TRAINING, NEW)), 100).splitlines()
+    assert lines[0].split() == ["node", "step", "samples/s", "loss", "age", "stale", "up", "down"]
+    assert lines[1].split() == ["pc-1", "*", "128", "3.4", "k", "2.250", "5", "1", "1.2", "MB", "999", "B"]
+    assert lines[2].split() == ["pc-2", "–", "–", "–", "–", "1", "–", "–", "welcomed"]
+
+
+def test_the_table_fits_a_terminal_of_80_columns_with_a_node_that_waits() -> None:
+    waiting = TRAINING | {"waiting": "waiting for the run's parameters (or for the nodes that the run starts with)"}
+    assert all(len(line) <= 80 for line in render(roster_table(roster(waiting)), 80).splitlines())
+
+
+class Stream(io.StringIO):
+    """A stream that says when so many lines have been written."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.lines, self.full = lines, threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.getvalue().count("\n") >= self.lines:
+            self.full.set()
+        return written
+
+
+def test_where_there_is_no_terminal_plain_lines_are_written_and_no_control_codes() -> None:
+    stream = Stream(2)
+    with Display(lambda: roster(TRAINING), "a run", stream=stream, plain_seconds=0.0) as display:
+        display.say("stopping")
+        assert stream.full.wait(20.0)
+    text = stream.getvalue()
+    assert "stopping\n" in text and roster_line(roster(TRAINING)) in text
+    assert "\x1b" not in text
+
+
+def test_a_display_that_was_never_started_may_be_closed_and_one_may_be_closed_twice() -> None:
+    stream = io.StringIO()
+    display = Display(lambda: roster(TRAINING), "a run", stream=stream)
+    display.close()
+    assert stream.getvalue() == ""
+    display.start()
+    display.close()
+    display.close()
+    assert stream.getvalue() == roster_line(roster(TRAINING)) + "\n"

@@ -1,0 +1,151 @@
+"""What a user types: flags over file over defaults, checked once, refused with what to type instead."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from zmqtrain.cli.settings import (
+    BrokerConfig,
+    DemoConfig,
+    LocalConfig,
+    NodeConfig,
+    StatusConfig,
+    read_config,
+    read_server_key,
+)
+from zmqtrain.errors import ConfigError
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.zmq_channel import CurveKeys
+
+HUB = "tcp://192.168.1.10:5555"
+
+
+def broker(*argv: str) -> BrokerConfig:
+    return read_config(BrokerConfig, "zmqtrain-broker", argv)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_flag_counts_more_than_the_file_and_the_file_more_than_the_default(tmp_path: Path) -> None:
+    config = broker("--config", write(tmp_path, "every = 16\ndelay = 5\ninsecure = true\n"), "--every", "32")
+    assert (config.every, config.delay, config.insecure, config.seed) == (32, 5, True, 0)
+
+
+def test_a_flag_takes_back_what_the_file_says(tmp_path: Path) -> None:
+    path = write(tmp_path, 'insecure = true\nbind = "tcp://127.0.0.1:6000"\n')
+    assert broker(f"--config={path}", "--no-insecure").insecure is False
+
+
+def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:
+    known = [field for field in fields(BrokerConfig) if field.name != "config"]
+    texts = {str: '"{}"', bool: "{}"}
+    lines = [
+        f"{field.name} = " + texts.get(type(field.default), "{}").format(str(field.default).lower())
+        for field in known
+        if field.default is not None and field.name != "insecure"
+    ]
+    lines += ["insecure = true", 'checkpoint = "kept"', 'server_keys = "hub.key_secret"']
+    config = broker("--config", write(tmp_path, "\n".join(lines)))
+    assert config.checkpoint == Path("kept") and config.server_keys == Path("hub.key_secret")
+    assert config.to_dict() == RunSettings().to_dict()
+
+
+def test_the_programs_arguments_may_be_a_table(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, 'insecure = true\nprogram = "text"\n[program_arguments]\nwidth = 32\ntied = false\ndata = "a b"\n'
+    )
+    assert broker("--config", path).program_arguments == "width=32,tied=false,data=a b"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("evry = 3", ["'evry'", "every"]),
+        ('every = "3"', ["every", "whole number", "'3'"]),
+        ("every = true", ["every", "whole number"]),
+        ('insecure = "yes"', ["insecure", "true or false"]),
+        ('mode = "loose"', ["mode", "'default'", "'strict'", "'loose'"]),
+        ("checkpoint = 3", ["checkpoint", "a text"]),
+        ("every = ", ["no TOML", "line 1"]),
+        ('[program_arguments]\ndata = "a,b"', ["program_arguments.data", "commas"]),
+        ('config = "other.toml"', ["'config'"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_its_name_and_place(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        broker("--config", path)
+    message = str(caught.value)
+    assert path in message and "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none.toml"):
+        broker("--config", str(tmp_path / "none.toml"))
+
+
+def test_the_network_is_not_listened_on_without_keys_or_an_explicit_word() -> None:
+    with pytest.raises(ConfigError, match=r"--insecure.*--bind tcp://127\.0\.0\.1:5555.*--server-keys"):
+        broker()
+    assert broker("--insecure").bind == "tcp://*:5555"
+    assert broker("--server-keys", "hub.key_secret").insecure is False
+    assert broker("--bind", "tcp://127.0.0.1:5555").insecure is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv", "words"),
+    [
+        (BrokerConfig, ["--insecure", "--every", "0"], "every must be at least 1"),
+        (BrokerConfig, ["--insecure", "--checkpoint-seconds", "0"], "checkpoint_seconds must be at least"),
+        (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
+        (NodeConfig, ["hub"], "tcp://HOST:PORT"),
+        (NodeConfig, [HUB, "--wait-seconds", "-1"], "wait_seconds"),
+        (NodeConfig, [HUB, "--pace-seconds", "nan"], "pace_seconds"),
+        (LocalConfig, ["--nodes", "0"], "nodes must be at least 1"),
+        (LocalConfig, ["--nodes", "2", "--start-nodes", "3"], "--nodes 3"),
+        (LocalConfig, ["--program", ""], "--program text"),
+        (StatusConfig, ["hub"], "tcp://HOST:PORT"),
+        (DemoConfig, ["--nodes", "1"], "nodes must be at least 2"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(kind: type, argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(kind, "zmqtrain", argv)
+
+
+@pytest.mark.parametrize("kind", [BrokerConfig, NodeConfig, LocalConfig, StatusConfig, DemoConfig])
+def test_help_says_what_every_flag_is_for(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        read_config(kind, "zmqtrain", ["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    flags = [field for field in fields(kind) if field.name != "hub"]
+    assert all(f"--{field.name.replace('_', '-')}" in text for field in flags)
+    assert "--version" in text
+
+
+def test_a_flag_that_does_not_exist_ends_with_2_and_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        broker("--evry", "3")
+    assert end.value.code == 2
+    assert "--every" in capsys.readouterr().err
+
+
+def test_a_server_key_is_given_itself_or_by_its_file(tmp_path: Path) -> None:
+    keys = CurveKeys.generate()
+    public, secret = keys.save(tmp_path, "hub")
+    assert read_server_key(keys.public.decode()) == keys.public
+    assert read_server_key(str(public)) == read_server_key(str(secret)) == keys.public
+    assert read_server_key("") is None
+    with pytest.raises(ConfigError, match="'short' is neither"):
+        read_server_key("short")

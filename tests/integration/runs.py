@@ -1,0 +1,162 @@
+"""Real brokers and nodes on 127.0.0.1 for the tests beside this file: a broker in a thread or a process, a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zmqtrain.runtime.node import Node, connect
+from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.settings import RunSettings
+from zmqtrain.train.loop import DelayedSync
+
+TARGET = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+STEPS_PER_UNIT = 8
+
+
+def parameters(seed: int = 0) -> dict[str, jax.Array]:
+    key = jax.random.PRNGKey(seed)
+    return {"w": jax.random.normal(key, (40, 8)) * 0.1, "b": jnp.zeros(8)}
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"] + params["b"] - x @ TARGET) ** 2)
+
+
+@jax.jit
+def sgd(params, x):
+    value, gradient = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradient), value
+
+
+def batches(unit: int) -> Iterator[np.ndarray]:
+    random = np.random.default_rng(unit)
+    for _ in range(STEPS_PER_UNIT):
+        yield random.normal(size=(16, 40)).astype(np.float32)
+
+
+class Trainer:
+    """One node that trains the tiny model in a thread of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        endless: bool = False,
+        on_step: Callable[[Trainer], None] = lambda trainer: None,
+        params: dict | None = None,
+    ) -> None:
+        self.name, self.address, self.endless, self.on_step = name, address, endless, on_step
+        self.params = parameters() if params is None else params
+        self.node: Node | None = None
+        self.sync: DelayedSync | None = None
+        self.steps = 0
+        self.losses: list[float] = []
+        self.failure: BaseException | None = None
+        self.stop = threading.Event()
+        self.stepped = threading.Condition()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            with connect(self.address, name=self.name) as self.node:
+                self._train(self.node)
+        except BaseException as error:
+            self.failure = error
+        finally:
+            with self.stepped:
+                self.stepped.notify_all()
+
+    def _train(self, node: Node) -> None:
+        self.sync = DelayedSync(node, self.params)
+        params = self.sync.params
+        for batch in node.batches(batches):
+            params, value = sgd(params, batch)
+            self.losses.append(float(value))
+            params = self.sync.step(params, score=value, samples=16)
+            self.steps += 1
+            self.on_step(self)
+            with self.stepped:
+                self.stepped.notify_all()
+            if self.stop.is_set():
+                break
+        self.params = self.sync.finish(params)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
+        with self.stepped:
+            came = self.stepped.wait_for(lambda: condition() or self.failure is not None, timeout_seconds)
+        if self.failure is not None:
+            raise self.failure
+        assert came, f"{self.name} did not get there in {timeout_seconds:g} s: {self.statistics()}"
+
+    def join(self, timeout_seconds: float = 60.0) -> dict[str, np.ndarray]:
+        self.thread.join(timeout_seconds)
+        assert not self.thread.is_alive(), f"{self.name} does not end: {self.statistics()}"
+        if self.failure is not None:
+            raise self.failure
+        return {name: np.asarray(leaf) for name, leaf in self.params.items()}
+
+    def statistics(self) -> object:
+        return self.sync.statistics() if self.sync is not None else None
+
+
+@contextlib.contextmanager
+def broker(settings: RunSettings, **options) -> Iterator[BrokerThread]:
+    thread = BrokerThread("tcp://127.0.0.1:0", settings, **options)
+    with thread:
+        yield thread
+
+
+class BrokerProcess:
+    """A broker that can be killed for real."""
+
+    def __init__(self, settings: RunSettings, checkpoint: Path | None, port: int = 0) -> None:
+        program = (
+            "import json, sys, logging\n"
+            "from pathlib import Path\n"
+            "from zmqtrain.runtime.serve import serve\n"
+            "from zmqtrain.settings import RunSettings\n"
+            "settings, folder, port = json.loads(sys.argv[1])\n"
+            "logging.basicConfig(level=logging.INFO)\n"
+            "def ready(broker): print(broker.channel.address, flush=True)\n"
+            "serve(f'tcp://127.0.0.1:{port}', RunSettings(**settings), ready=ready, interrupted=lambda count: None,\n"
+            "      checkpoint=Path(folder) if folder else None, checkpoint_seconds=0.3)\n"
+        )
+        facts = json.dumps([settings.to_dict(), str(checkpoint) if checkpoint else "", port])
+        self.process = subprocess.Popen([sys.executable, "-c", program, facts], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, "the broker did not start"
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(30)
+
+    def __enter__(self) -> BrokerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -1,0 +1,86 @@
+"""The examples of the documentation, as a reader runs them: two join one run, a third comes later, and alone each is a script."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.settings import RunSettings
+
+PROJECT = Path(__file__).parents[2]
+EXAMPLES = PROJECT / "docs" / "examples"
+NAMES = ("custom_loop.py", "flax_loop.py")
+MARK = re.compile(r"  # zmqtrain (\d)/(\d)$")
+HERE = "tcp://127.0.0.1:0"
+SECONDS = 100.0
+GUESSING = 50.0
+"""No example's first parameters, nor one step from them, answer more than half of the questions."""
+
+
+def two_nodes() -> RunSettings:
+    return RunSettings(program="", every=4, delay=2, start_nodes=2)
+
+
+@contextmanager
+def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-W", "error", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}  # where zmqtrain is not installed
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def outcome(process: subprocess.Popen[str]) -> str:
+    """Return what a script printed when it has ended well."""
+    printed, complaints = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, complaints
+    return printed
+
+
+def accuracy(printed: str) -> float:
+    found = re.search(r"accuracy ([0-9.]+) %", printed)
+    assert found is not None, printed
+    return float(found[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> None:
+    with BrokerThread(HERE, two_nodes()) as broker:
+
+        def copy(called: str, steps: int) -> tuple[str | Path, ...]:
+            return EXAMPLES / name, broker.address, "--steps", str(steps), "--name", called
+
+        with started(*copy("first", 200)) as first, started(*copy("second", 200)) as second:
+            trained = [accuracy(outcome(process)) for process in (first, second)]
+        statistics = broker.broker.statistics()
+        assert statistics.version > 0
+        assert statistics.contributions >= 2
+        assert min(trained) > GUESSING
+        with started(*copy("third", 1)) as third:
+            assert accuracy(outcome(third)) > GUESSING
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_joining_costs_four_lines_and_without_them_an_ordinary_script_is_left(name: str, tmp_path: Path) -> None:
+    lines = (EXAMPLES / name).read_text().splitlines()
+    marks = [(int(mark[1]), int(mark[2])) for line in lines if (mark := MARK.search(line))]
+    assert marks == [(number, 4) for number in (1, 2, 3, 4)]
+    plain = "\n".join(line for line in lines if not MARK.search(line)) + "\n"
+    code = plain.split('"""', 2)[2]
+    assert not re.search(r"\bzt\b|zmqtrain|\bsync\b", code)
+    script = tmp_path / name
+    script.write_text(plain)
+    with started(script, "--steps", "2", "--name", "alone") as process:
+        assert accuracy(outcome(process)) < 100

@@ -1,0 +1,161 @@
+"""Whole runs over real sockets: what the issue calls exact, and what a user calls robust."""
+
+import logging
+import os
+import socket
+
+import jax
+import numpy as np
+import pytest
+from runs import BrokerProcess, Trainer, broker, parameters
+
+from zmqtrain.errors import HubUnreachable, ModelMismatch, NonFiniteDelta
+from zmqtrain.runtime.node import connect
+from zmqtrain.settings import RunSettings
+
+
+def finals(address, names, **options):
+    trainers = [Trainer(address, name, **options) for name in names]
+    return [trainer.join() for trainer in trainers], trainers
+
+
+def test_three_nodes_learn_one_model_and_end_with_the_same_parameters():
+    with broker(RunSettings(every=4, delay=2, units=60)) as hub:
+        params, trainers = finals(hub.address, ["pc-1", "pc-2", "pc-3"])
+    for other in params[1:]:
+        for name in other:
+            np.testing.assert_allclose(other[name], params[0][name], atol=1e-6)
+    assert all(trainer.losses[-1] < trainer.losses[0] / 2 for trainer in trainers)
+    statistics = hub.broker.statistics()
+    assert statistics.contributions > 3 and statistics.refused == 0
+
+
+def strict(seed, fragments, delay):
+    settings = RunSettings(
+        mode="strict", release="all", every=4, delay=delay, fragments=fragments, start_nodes=3, units=18, seed=seed
+    )
+    with broker(settings) as hub:
+        params, _ = finals(hub.address, ["pc-1", "pc-2", "pc-3"], params=parameters(seed))
+    return params
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 2), (1, 0), (2, 8)])
+def test_two_strict_runs_with_the_same_seeds_end_with_the_same_bits(fragments, delay):
+    first, second = strict(7, fragments, delay), strict(7, fragments, delay)
+    for one, other in zip(first, second, strict=True):
+        for name in one:
+            assert one[name].tobytes() == other[name].tobytes()
+    assert any(a["w"].tobytes() != b["w"].tobytes() for a, b in zip(first, strict(8, fragments, delay), strict=True))
+
+
+def test_a_node_alone_trains_from_the_first_step_and_others_join_and_leave_at_any_time():
+    with broker(RunSettings(every=4, delay=2)) as hub:
+        first = Trainer(hub.address, "pc-1")
+        first.wait_until(lambda: first.sync is not None and first.sync.statistics().aggregates_applied > 3)
+        second = Trainer(hub.address, "pc-2")
+        second.wait_until(lambda: second.sync is not None and second.sync.statistics().aggregates_applied > 3)
+        assert second.losses[0] < first.losses[0]  # it began where the run was
+        second.stop.set()
+        second.join()
+        before = first.sync.statistics().aggregates_applied
+        first.wait_until(lambda: first.sync.statistics().aggregates_applied > before + 3)
+        first.stop.set()
+        first.join()
+
+
+def test_a_broker_that_is_killed_and_restarted_from_its_checkpoint_goes_on_with_the_run(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    settings = RunSettings(every=2, delay=1, heartbeat_seconds=0.1, lost_seconds=0.5)
+    with BrokerProcess(settings, tmp_path) as first:
+        trainers = [Trainer(first.address, name) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: t.sync is not None and t.sync.statistics().version > 10)
+        first.kill()
+        seen = max(trainer.sync.statistics().version for trainer in trainers)
+        steps = [trainer.steps for trainer in trainers]
+        for trainer, before in zip(trainers, steps, strict=True):
+            trainer.wait_until(lambda t=trainer, s=before: t.steps > s + 50)  # nobody stops
+        with BrokerProcess(settings, tmp_path, first.port) as second:
+            for trainer in trainers:
+                trainer.wait_until(lambda t=trainer: t.sync.statistics().version > seen + 10)
+            for trainer in trainers:
+                trainer.stop.set()
+            params = [trainer.join() for trainer in trainers]
+            assert second.interrupt() == 0
+    np.testing.assert_allclose(params[0]["w"], params[1]["w"], atol=1e-2)
+    assert "Training goes on alone" in caplog.text and "federates again" in caplog.text
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_broker_of_another_run_is_not_believed_and_training_goes_on(tmp_path, caplog):
+    settings = RunSettings(every=2, delay=1, heartbeat_seconds=0.1, lost_seconds=0.5)
+    with BrokerProcess(settings, None) as first:
+        trainer = Trainer(first.address, "pc-1")
+        trainer.wait_until(lambda: trainer.sync is not None and trainer.sync.statistics().version > 2)
+        version = trainer.sync.statistics().version
+        first.kill()
+        with BrokerProcess(settings, None, first.port):
+            trainer.wait_until(lambda: "this node belongs to" in caplog.text)
+            steps = trainer.steps
+            trainer.wait_until(lambda: trainer.steps > steps + 20)
+            assert trainer.sync.statistics().version >= version
+            trainer.stop.set()
+            trainer.join()
+
+
+def test_another_model_is_refused_with_the_leaf_and_both_shapes():
+    with broker(RunSettings()) as hub:
+        first = Trainer(hub.address, "pc-1")
+        first.wait_until(lambda: first.steps > 1)
+        other = Trainer(hub.address, "pc-2", params={**parameters(), "w": jax.numpy.zeros((40, 9))})
+        with pytest.raises(ModelMismatch, match=r"w float32\[40,8\] in the run and w float32\[40,9\]"):
+            other.join()
+        steps = first.steps
+        first.wait_until(lambda: first.steps > steps + 10)
+        first.stop.set()
+        first.join()
+
+
+def test_a_node_that_diverges_is_named_and_the_others_go_on():
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        good = Trainer(hub.address, "pc-good")
+        good.wait_until(lambda: good.steps > 4)
+
+        def diverge(trainer):
+            if trainer.steps > 5:  # until one is taken
+                bad_delta = [np.full(8, np.nan, np.float32), np.zeros(320, np.float32)]
+                trainer.sync.exchange.offer(0, bad_delta, samples=1, steps=1)
+
+        bad = Trainer(hub.address, "pc-bad", on_step=diverge)
+        with pytest.raises(NonFiniteDelta, match="pc-bad: the delta of b holds 8 values that are not finite"):
+            bad.join()
+        steps = good.steps
+        good.wait_until(lambda: good.steps > steps + 20)
+        good.stop.set()
+        assert all(np.isfinite(leaf).all() for leaf in good.join().values())
+
+
+def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_type():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(HubUnreachable, match=rf"zmqtrain-broker --bind tcp://\*:{port}"):
+        connect(f"tcp://127.0.0.1:{port}", timeout_seconds=0.3)
+
+
+def test_garbage_on_the_port_disturbs_nobody():
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        trainer = Trainer(hub.address, "pc-1")
+        trainer.wait_until(lambda: trainer.steps > 2)
+        host, port = hub.address.removeprefix("tcp://").split(":")
+        sockets = []
+        for garbage in (os.urandom(1000), b"GET / HTTP/1.1\r\n\r\n", b"\xff\x00\x00\x00", b""):
+            one = socket.create_connection((host, int(port)))
+            one.sendall(garbage)
+            sockets.append(one)
+        applied = trainer.sync.statistics().aggregates_applied
+        trainer.wait_until(lambda: trainer.sync.statistics().aggregates_applied > applied + 10)
+        for one in sockets:
+            one.close()
+        trainer.stop.set()
+        trainer.join()

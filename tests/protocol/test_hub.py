@@ -1,0 +1,636 @@
+"""The hub's machine: who may say what, who is waited for, what lands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import nan
+
+import pytest
+
+from zmqtrain.errors import CheckpointError, RemoteProtocolError
+from zmqtrain.protocol.hub import ALLOWED, Hub, MemberState
+from zmqtrain.protocol.messages import (
+    MESSAGES,
+    Accumulate,
+    Aggregate,
+    Broadcast,
+    Chunk,
+    Credit,
+    Disconnect,
+    Expect,
+    Fetch,
+    Found,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Preempt,
+    Publish,
+    Reduce,
+    Refused,
+    Relay,
+    Report,
+    Roster,
+    SendTo,
+    Serve,
+    Snapshot,
+    Welcome,
+    WorkRequest,
+    WorkUnit,
+    model_to_wire,
+)
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import LeafSpec
+
+MODEL = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "float32"))
+OTHER = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (5,), "float32"))
+WIRE = model_to_wire(MODEL)
+FOUNDING = Snapshot(1, 0, (64,))
+SAMPLES = {
+    Hello: Hello("x"),
+    Heartbeat: Heartbeat(1.0),
+    Goodbye: Goodbye(),
+    Report: Report(1, 8, 1.0, 0.5, 4.0, 0, 0, 0),
+    Fetch: Fetch(-1, WIRE),
+    Snapshot: FOUNDING,
+    Publish: Publish(9, 0, 0, 0, "float32", (64,), 8, 8, nan),
+    WorkRequest: WorkRequest((), 1, False),
+    Relay: Relay("b", b"hello"),
+}
+
+
+NOT_FOR_THE_HUB = {
+    Welcome: Welcome("run", 0, {}),
+    Refused: Refused("no", "no"),
+    Roster: Roster(0, (), "", 0, 0, 0, 0, 0.0, {}, -1),
+    Aggregate: Aggregate(1, 1, "float32", (0,), (1,), (64,), (), 1),
+    Chunk: Chunk(1, 0),
+    Credit: Credit(1, 1),
+    Preempt: Preempt("no"),
+    WorkUnit: WorkUnit(()),
+}
+"""What only a hub says, and what goes by the machine."""
+
+
+def hub_of(release="immediately", **settings):
+    settings = RunSettings(release=release, codec="ternary:block=128", **settings)
+    return Hub(settings, release_rule_from_spec(release), "run-1")
+
+
+def publish(sequence, transfer=None, **changes):
+    transfer = 100 + sequence if transfer is None else transfer
+    return replace(Publish(transfer, sequence, 0, 0, "ternary:block=128", (64,), 8, 8, nan), **changes)
+
+
+def join(hub, peer, model=MODEL, now=0.0):
+    hub.receive(peer, Hello(peer), now)
+    return hub.receive(peer, Fetch(-1, model_to_wire(model)), now)
+
+
+def found(hub, peer="a", now=0.0):
+    join(hub, peer, now=now)
+    hub.receive(peer, FOUNDING, now)
+    return hub.received(peer, FOUNDING.transfer, now)
+
+
+def contribute(hub, peer, sequence, now=0.0, **changes):
+    message = publish(sequence, **changes)
+    assert hub.receive(peer, message, now) == [Expect(peer, message)]
+    return hub.received(peer, message.transfer, now)
+
+
+def live_hub(*peers, release="immediately", **settings):
+    hub = hub_of(release, **settings)
+    found(hub, peers[0])
+    for peer in peers[1:]:
+        join(hub, peer)
+    return hub
+
+
+def of(kind, effects):
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def sent(effects, kind):
+    return [(e.peer, e.message) for e in effects if isinstance(e, SendTo) and isinstance(e.message, kind)]
+
+
+def in_state(state):
+    """A hub at which "x" is in that state (and "b" is live, where that can be)."""
+    if state is MemberState.FOUNDING:
+        hub = hub_of()
+        join(hub, "x")
+    elif state is MemberState.WAITING:
+        hub = hub_of(start_nodes=3)
+        found(hub, "b")
+        join(hub, "x")
+    elif state is MemberState.LIVE:
+        hub = live_hub("b", "x")
+    else:
+        hub = live_hub("b")
+        hub.receive("x", Hello("x", "observer" if state is MemberState.OBSERVER else "node"), 0.0)
+    assert hub.members["x"].state is state
+    return hub
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("state", MemberState)
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_the_table_says_which_message_is_welcome_in_which_state(state, kind):
+    hub = in_state(state)
+    if state in ALLOWED.get(kind, ()):
+        hub.receive("x", SAMPLES[kind], 1.0)
+    else:
+        with pytest.raises(RemoteProtocolError) as caught:
+            hub.receive("x", (SAMPLES | NOT_FOR_THE_HUB)[kind], 1.0)
+        assert (caught.value.peer, caught.value.state, caught.value.message) == ("x", state.value, kind.__name__)
+        assert "x" in hub.members
+
+
+def test_the_table_knows_every_message_that_a_node_may_say():
+    assert set(ALLOWED) == set(SAMPLES)
+    assert set(ALLOWED) | set(NOT_FOR_THE_HUB) == set(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAMPLES if kind not in (Hello, Goodbye)])
+def test_whoever_is_not_known_is_told_to_say_hello(kind):
+    ((peer, refused),) = sent(hub_of().receive("x", SAMPLES[kind], 0.0), Refused)
+    assert (peer, refused.reason, refused.sequence) == ("x", "unknown", -1)
+    assert "Hello" in refused.text
+
+
+def test_a_goodbye_of_somebody_unknown_is_no_news():
+    assert hub_of().receive("x", Goodbye(), 0.0) == []
+
+
+# ---------------------------------------------------------------------- founding
+
+
+def test_the_first_node_founds_the_run():
+    hub = hub_of()
+    ((_, welcome),) = sent(hub.receive("a", Hello("a"), 0.0), Welcome)
+    assert (welcome.run, welcome.version, welcome.model) == ("run-1", -1, ())
+    assert RunSettings.from_dict(welcome.settings) == hub.settings
+    assert hub.receive("a", Fetch(-1, WIRE), 0.0) == [SendTo("a", Fetch())]
+    assert hub.receive("a", FOUNDING, 0.0) == [Expect("a", FOUNDING)]
+    assert hub.received("a", 1, 0.0) == [Found("a", FOUNDING, MODEL), Serve("a", 0)]
+    assert hub.version == 0 and hub.members["a"].state is MemberState.LIVE
+    ((_, welcome),) = sent(hub.receive("b", Hello("b"), 0.0), Welcome)
+    assert (welcome.version, welcome.model) == (0, WIRE)
+
+
+def test_who_comes_while_the_run_is_founded_waits_and_is_served_after():
+    hub = hub_of()
+    join(hub, "a")
+    assert join(hub, "b") == []
+    assert hub.members["b"].state is MemberState.WAITING
+    hub.receive("a", FOUNDING, 0.0)
+    assert of(Serve, hub.received("a", 1, 0.0)) == [Serve("a", 0), Serve("b", -1)]
+
+
+@pytest.mark.parametrize("end", ["gone", "goodbye", "silent", "again"])
+def test_when_the_founder_is_lost_the_next_that_waits_founds_the_run(end):
+    hub = hub_of()
+    join(hub, "a")
+    join(hub, "b", OTHER)
+    if end == "gone":
+        effects = hub.gone("a", "its connection is gone", 1.0)
+    elif end == "goodbye":
+        effects = hub.receive("a", Goodbye(), 1.0)
+    elif end == "again":
+        effects = hub.receive("a", Hello("a"), 1.0)
+    else:
+        hub.saw("b", 9.0)
+        effects = hub.tick(9.0)
+    assert SendTo("b", Fetch()) in effects
+    assert hub.members["b"].state is MemberState.FOUNDING and hub.model == OTHER
+    if end != "again":
+        assert "a" not in hub.members
+
+
+def test_founding_parameters_that_cannot_be_used_cost_the_founder_alone():
+    hub = hub_of()
+    join(hub, "a")
+    join(hub, "b")
+    hub.receive("a", FOUNDING, 0.0)
+    effects = hub.broken("a", 1, "non-finite", "w holds NaN", 0.0)
+    assert sent(effects, Refused) == [("a", Refused("non-finite", "w holds NaN"))]
+    assert SendTo("b", Fetch()) in effects and "a" not in hub.members and hub.version == -1
+
+
+def test_a_founder_founds_once():
+    hub = hub_of()
+    join(hub, "a")
+    hub.receive("a", FOUNDING, 0.0)
+    with pytest.raises(RemoteProtocolError, match="second Snapshot"):
+        hub.receive("a", Snapshot(2, 0, (64,)), 0.0)
+    hub.received("a", 1, 0.0)
+    assert hub.received("a", 2, 0.0) == [] and hub.version == 0
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_node_with_another_model_is_refused_with_the_leaf_that_differs(early):
+    hub = hub_of()
+    join(hub, "a")
+    if early:
+        join(hub, "b", OTHER)
+    hub.receive("a", FOUNDING, 0.0)
+    effects = hub.received("a", 1, 0.0)
+    if not early:
+        effects = join(hub, "b", OTHER)
+    ((peer, refused),) = sent(effects, Refused)
+    assert (peer, refused.reason) == ("b", "model")
+    assert "the leaf b is b float32[4] in the run and b float32[5] on this node" in refused.text
+    assert of(Disconnect, effects) == [Disconnect("b", "model", refused.text)]
+    assert set(hub.members) == {"a"}
+
+
+def test_a_node_that_describes_no_model_is_refused():
+    hub = hub_of()
+    ((_, refused),) = sent(join(hub, "a", ()), Refused)
+    assert refused.reason == "model" and hub.members == {}
+
+
+def test_training_begins_when_enough_nodes_are_there():
+    hub = hub_of(start_nodes=3)
+    assert of(Serve, found(hub, "a")) == []
+    assert join(hub, "b") == []
+    assert join(hub, "c") == [Serve("a", 0), Serve("b", -1), Serve("c", -1)]
+    hub.gone("a", "", 0.0), hub.gone("b", "", 0.0)
+    assert join(hub, "d") == [Serve("d", -1)]  # others may come and go at any time after
+
+
+def test_a_node_of_another_model_does_not_count_for_the_start():
+    hub = hub_of(start_nodes=2)
+    found(hub, "a")
+    assert of(Serve, join(hub, "b", OTHER)) == []
+    assert of(Serve, join(hub, "c")) == [Serve("a", 0), Serve("c", -1)]
+
+
+# ---------------------------------------------------------------------- coming and going
+
+
+def test_a_silent_node_is_lost():
+    hub = live_hub("a", "b")
+    hub.saw("b", 2.0)
+    effects = hub.tick(4.0)
+    assert of(Disconnect, effects) == [Disconnect("a", "lost", "silent for 4.0 s")]
+    assert hub.live == {"b"}
+
+
+@pytest.mark.parametrize("sign", [Heartbeat(1.0), SAMPLES[Report], "chunk"])
+def test_whatever_a_node_says_is_a_sign_of_life(sign):
+    hub = live_hub("a")
+    if sign == "chunk":
+        hub.saw("a", 3.0)
+    else:
+        hub.receive("a", sign, 3.0)
+    hub.saw("nobody", 3.0)
+    assert of(Disconnect, hub.tick(6.0)) == []
+    assert of(Disconnect, hub.tick(6.1)) != []
+
+
+def test_a_heartbeat_comes_back_as_it_was_sent():
+    assert live_hub("a").receive("a", Heartbeat(12.5), 3.0) == [SendTo("a", Heartbeat(12.5))]
+
+
+def test_a_goodbye_is_the_end_of_a_member():
+    hub = live_hub("a", "b")
+    (effect,) = hub.receive("a", Goodbye("done"), 0.0)
+    assert effect == Disconnect("a", "goodbye", "said goodbye done")
+    assert hub.gone("a", "", 0.0) == [] and hub.evaluator == "b"
+
+
+def test_the_roster_goes_out_once_a_second():
+    hub = live_hub("a")
+    hub.receive("w", Hello("w", "observer"), 0.0)
+    assert of(Broadcast, hub.tick(0.9)) == []
+    ((roster,),) = [[e.message for e in of(Broadcast, hub.tick(now))] for now in [1.0]]
+    assert of(Broadcast, hub.tick(1.9)) == [] and of(Broadcast, hub.tick(2.0)) != []
+    assert isinstance(roster, Roster) and [m["peer"] for m in roster.members] == ["a"] and roster.evaluator == "a"
+
+
+def test_an_observer_sees_the_roster_at_once_and_counts_for_nothing():
+    hub = live_hub("a", release="all")
+    effects = hub.receive("w", Hello("w", "observer"), 0.0)
+    assert [type(m) for _, m in sent(effects, object)] == [Welcome, Roster]
+    assert hub.nodes == 1 and hub.live == {"a"}
+    assert of(Reduce, contribute(hub, "a", 0)) != []
+
+
+def test_the_roster_tells_what_each_node_last_reported():
+    hub = live_hub("a", "b")
+    report = Report(40, 320, 99.0, 0.25, 4.0, 1, 10, 20, "data units")
+    hub.receive("a", report, 0.0)
+    contribute(hub, "a", 0)
+    first, second = hub.roster(7.0).members
+    told = {"step": 40, "samples": 320, "loss": 0.25, "waiting": "data units", "contributions": 1, "state": "live"}
+    assert told.items() <= first.items() and "step" not in second
+    assert hub.roster(7.0).seconds == 7.0 and hub.roster(7.0).samples == 8
+
+
+def test_the_score_of_an_older_version_does_not_replace_a_newer_one():
+    hub = live_hub("a")
+    for version, loss in ((3, 0.5), (2, 0.9), (4, 0.25)):
+        hub.receive("a", replace(SAMPLES[Report], scores={"loss": loss}, score_version=version), 0.0)
+    assert (hub.scores, hub.score_version) == ({"loss": 0.25}, 4)
+
+
+def test_the_evaluator_is_the_oldest_live_node():
+    hub = live_hub("a", "b")
+    assert hub.evaluator == "a"
+    hub.receive("a", Hello("a"), 0.0)
+    assert hub.evaluator == "b"
+    hub.receive("a", Fetch(0, WIRE), 0.0)
+    assert hub.evaluator == "b"
+    hub.gone("b", "", 0.0)
+    assert hub.evaluator == "a"
+    assert hub_of().evaluator is None
+
+
+def test_a_node_that_connects_again_keeps_its_figures_and_loses_what_was_on_its_way():
+    hub = live_hub("a", "b", release="all")
+    contribute(hub, "a", 0)
+    hub.receive("a", publish(1), 0.0)
+    effects = hub.receive("a", Hello("a", version=0), 0.0)
+    assert of(Disconnect, effects) == [Disconnect("a", "again", "a connected again")]
+    ((_, welcome),) = sent(effects, Welcome)
+    assert welcome.accepted == (0,) and welcome.landed == ()
+    assert hub.members["a"].contributions == 1
+    assert hub.received("a", 101, 0.0) == []  # its last chunk was still being looked at
+    assert of(Reduce, contribute(hub, "b", 0))[0].landed == (("a", 0), ("b", 0))
+    ((_, welcome),) = sent(hub.receive("a", Hello("a"), 0.0), Welcome)
+    assert welcome.accepted == () and welcome.landed == ((0, 1),)
+    assert hub.receive("a", Fetch(0, WIRE), 0.0) == [Serve("a", 0, ((0, 1),))]
+
+
+def test_what_has_landed_is_remembered_of_a_node_that_was_lost():
+    hub = live_hub("a", "b")
+    contribute(hub, "a", 0)
+    hub.gone("a", "", 0.0)
+    ((_, welcome),) = sent(hub.receive("a", Hello("a"), 0.0), Welcome)
+    assert welcome.landed == ((0, 1),)
+
+
+def test_a_live_node_that_asks_again_is_served_again():
+    hub = live_hub("a")
+    contribute(hub, "a", 0)
+    assert hub.receive("a", Fetch(-1, WIRE), 0.0) == [Serve("a", -1, ((0, 1),))]
+
+
+def test_a_message_is_relayed_to_a_live_node_only():
+    hub = live_hub("a", "b")
+    hub.receive("c", Hello("c"), 0.0)
+    assert hub.receive("a", Relay("b", b"hello"), 0.0) == [SendTo("b", Relay("a", b"hello"))]
+    for other in ("c", "nobody"):
+        assert sent(hub.receive("a", Relay(other, b"x"), 0.0), Refused) == [
+            ("a", Refused("relay", f"{other} is not here"))
+        ]
+
+
+# ---------------------------------------------------------------------- contributions
+
+
+def test_a_publish_is_expected_accumulated_and_released():
+    hub = live_hub("a", "b")
+    first = publish(0)
+    assert hub.receive("a", first, 0.0) == [Expect("a", first)]
+    reduce = Reduce(version=1, fragments=(0,), landed=(("a", 0),), live=2, samples=8, dense=False)
+    assert hub.received("a", 100, 0.0) == [Accumulate("a", first), reduce]
+    assert (hub.version, hub.samples, hub.contributions) == (1, 8, 1)
+    assert hub.received("a", 100, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "told"),
+    [
+        ({"sequence": 0}, "duplicate", "sequence 0 was heard before"),
+        ({"fragment": 2}, "fragment", "fragment 2 of a run with 2"),
+        ({"fragment": -1}, "fragment", "fragment -1 of a run with 2"),
+        ({"codec": "int8:block=256"}, "codec", "coded as 'int8:block=256'; this run takes 'ternary:block=128'"),
+        ({"base_version": 5}, "version", "based on version 5; the run is at 1"),
+        ({"samples": -1}, "samples", "stands for -1 samples in 8 steps"),
+        ({"steps": -1}, "samples", "stands for 8 samples in -1 steps"),
+    ],
+)
+def test_a_publish_that_does_not_fit_is_refused_and_counted(changes, reason, told):
+    hub = live_hub("a", fragments=2)
+    contribute(hub, "a", 0)
+    message = publish(changes.pop("sequence", 1), 50, **changes)
+    assert hub.receive("a", message, 0.0) == [SendTo("a", Refused(reason, told, message.sequence))]
+    assert hub.refused == hub.members["a"].refused == 1 and hub.rounds.pending == ()
+
+
+def test_two_publishes_of_one_transfer_are_refused():
+    hub = live_hub("a")
+    hub.receive("a", publish(0, 7), 0.0)
+    ((_, refused),) = sent(hub.receive("a", publish(1, 7), 0.0), Refused)
+    assert refused.reason == "duplicate"
+
+
+def test_a_refused_publish_may_be_followed_by_a_good_one_and_a_broken_one_is_not_used():
+    hub = live_hub("a")
+    hub.receive("a", publish(0), 0.0)
+    assert hub.broken("a", 100, "corrupt", "bytes were changed", 0.0) == [
+        SendTo("a", Refused("corrupt", "bytes were changed", 0))
+    ]
+    assert hub.broken("a", 100, "corrupt", "again", 0.0) == [] and hub.refused == 1
+    assert of(Reduce, contribute(hub, "a", 1))[0].landed == (("a", 1),)
+
+
+@pytest.mark.parametrize("state", [state for state in MemberState if state is not MemberState.LIVE])
+def test_only_a_live_node_may_publish(state):
+    with pytest.raises(RemoteProtocolError, match=f"Publish from x while it is {state.value}"):
+        in_state(state).receive("x", publish(0), 0.0)
+
+
+def test_a_dense_publish_makes_the_release_dense():
+    hub = live_hub("a", "b", release="quorum:count=2")
+    contribute(hub, "a", 0)
+    assert of(Reduce, contribute(hub, "b", 0, codec="float32"))[0].dense
+
+
+def test_the_release_carries_the_union_of_the_accepted_fragments():
+    hub = live_hub("a", "b", "c", release="quorum:count=3", fragments=3)
+    contribute(hub, "a", 0, fragment=2), contribute(hub, "b", 0, fragment=0)
+    assert of(Reduce, contribute(hub, "c", 0, fragment=2))[0].fragments == (0, 2)
+
+
+def test_the_mean_is_over_the_live_nodes_and_those_that_have_contributed():
+    hub = live_hub("a", "b", "c", release="quorum:count=3,grace=0.5,patience=5")
+    contribute(hub, "a", 0)
+    hub.gone("a", "", 0.0)
+    assert of(Reduce, contribute(hub, "b", 0)) == []
+    (reduce,) = of(Reduce, hub.tick(0.5))
+    assert (reduce.live, reduce.landed) == (3, (("a", 0), ("b", 0)))
+
+
+def test_in_a_round_of_all_each_node_has_one_and_the_order_is_stated():
+    hub = live_hub("b", "a", release="all")
+    assert contribute(hub, "b", 0) == [] and contribute(hub, "b", 1) == []
+    assert contribute(hub, "a", 0) == [
+        Accumulate("a", publish(0)),
+        Accumulate("b", publish(0)),
+        Reduce(1, (0,), (("a", 0), ("b", 0)), 2, 16, False),
+    ]
+    assert [r.landed for r in of(Reduce, contribute(hub, "a", 1))] == [(("a", 1), ("b", 1))]
+
+
+@pytest.mark.parametrize("end", ["gone", "goodbye", "silent", "again", "idle"])
+def test_a_round_does_not_wait_for_a_node_that_is_gone_or_has_no_data(end):
+    hub = live_hub("a", "b", release="all", units=1)
+    contribute(hub, "a", 0)
+    if end == "gone":
+        effects = hub.gone("b", "", 0.0)
+    elif end == "goodbye":
+        effects = hub.receive("b", Goodbye(), 0.0)
+    elif end == "silent":
+        hub.saw("a", 5.0)
+        effects = hub.tick(5.0)
+    elif end == "again":
+        effects = hub.receive("b", Hello("b"), 0.0)
+    else:
+        hub.receive("a", WorkRequest((), 1, False), 0.0)
+        effects = hub.receive("b", WorkRequest((), 1, True), 0.0)
+    assert [reduce.landed for reduce in of(Reduce, effects)] == [(("a", 0),)]
+
+
+def test_time_alone_closes_a_round_below_its_quorum():
+    hub = live_hub("a", "b", "c", release="quorum:count=2,grace=0.5,patience=2")
+    contribute(hub, "a", 0, now=1.0)
+    assert of(Reduce, hub.tick(2.9)) == []
+    assert of(Reduce, hub.tick(3.0))[0].live == 3
+
+
+# ---------------------------------------------------------------------- data units
+
+
+def test_units_are_dealt_to_who_asks():
+    hub = live_hub("a", "b", units=3)
+    assert hub.receive("a", WorkRequest((), 2, False), 0.0) == [SendTo("a", WorkUnit((0, 1)))]
+    assert hub.receive("b", WorkRequest((), 2, True), 0.0) == [SendTo("b", WorkUnit((2,)))]
+
+
+def test_a_dead_nodes_unit_is_dealt_again_to_an_idle_one_and_the_end_is_told_to_all():
+    hub = live_hub("a", "b", "c", units=3)
+    hub.receive("a", WorkRequest((), 1, False), 0.0)
+    hub.receive("b", WorkRequest((), 2, False), 0.0)
+    assert hub.receive("c", WorkRequest((), 1, True), 0.0) == []
+    assert hub.live == {"a", "b"}
+    assert hub.gone("a", "", 0.0)[1:] == [SendTo("c", WorkUnit((0,)))]
+    assert hub.live == {"b", "c"}
+    assert hub.receive("b", WorkRequest((1, 2), 1, True), 0.0) == []
+    effects = hub.receive("c", WorkRequest((0,), 1, True), 0.0)
+    assert effects == [SendTo("b", WorkUnit((), finished=True)), SendTo("c", WorkUnit((), finished=True))]
+    assert hub.ledger.finished
+
+
+def test_a_unit_that_was_lost_on_its_way_is_dealt_again():
+    hub = live_hub("a", "b", units=2)
+    hub.receive("a", WorkRequest((), 1, True), 0.0)  # the answer is lost with the connection
+    hub.receive("b", WorkRequest((), 1, True), 0.0)
+    hub.receive("b", WorkRequest((1,), 1, True), 0.0)
+    effects = hub.receive("a", Hello("a"), 0.0)
+    assert SendTo("b", WorkUnit((0,))) in effects
+
+
+def test_who_drains_last_does_not_weigh_more_because_the_others_have_left():
+    hub = live_hub("a", "b", units=1)
+    hub.receive("a", WorkRequest((), 1, False), 0.0)
+    hub.receive("a", WorkRequest((0,), 1, False), 0.0)
+    hub.receive("b", Goodbye("done"), 0.0)
+    assert of(Reduce, contribute(hub, "a", 0, codec="float32"))[0].live == 2
+
+
+def test_a_greedy_request_is_bounded():
+    hub = live_hub("a")
+    ((_, unit),) = sent(hub.receive("a", WorkRequest((), 1 << 40, False), 0.0), WorkUnit)
+    assert len(unit.numbers) == 64
+    assert hub.receive("a", WorkRequest((), -3, False), 0.0) == []
+
+
+def strict_hub():
+    hub = live_hub("b", "a", release="all", mode="strict", units=6, start_nodes=2)
+    assert {m.state for m in hub.members.values()} == {MemberState.LIVE}
+    return hub
+
+
+def test_in_strict_mode_each_node_has_a_lane_of_its_own_whoever_asks_first():
+    hub = strict_hub()
+    assert hub.receive("b", WorkRequest((), 2, False), 0.0) == [SendTo("b", WorkUnit((1, 3)))]
+    assert hub.receive("a", WorkRequest((), 2, False), 0.0) == [SendTo("a", WorkUnit((0, 2)))]
+
+
+def test_in_strict_mode_a_node_at_the_end_of_its_share_is_still_waited_for():
+    hub = strict_hub()
+    hub.receive("a", WorkRequest((), 3, False), 0.0)
+    assert hub.receive("a", WorkRequest((0, 2, 4), 1, True), 0.0) == []
+    assert not hub.members["a"].idle
+    assert contribute(hub, "b", 0) == []
+    assert of(Reduce, contribute(hub, "a", 0))[0].live == 2
+
+
+def test_in_strict_mode_units_come_back_to_their_own_lane():
+    hub = strict_hub()
+    hub.receive("a", WorkRequest((), 3, False), 0.0)
+    hub.receive("b", WorkRequest((), 3, False), 0.0)
+    for peer in ("a", "b"):
+        hub.receive(peer, Hello(peer), 0.0), hub.receive(peer, Fetch(0, WIRE), 0.0)
+    assert sent(hub.receive("b", WorkRequest((), 3, False), 0.0), WorkUnit) == [("b", WorkUnit((1, 3, 5)))]
+    assert sent(hub.receive("a", WorkRequest((), 3, False), 0.0), WorkUnit) == [("a", WorkUnit((0, 2, 4)))]
+
+
+# ---------------------------------------------------------------------- life after a restart
+
+
+def restarted(hub):
+    again = Hub(hub.settings, hub.rounds.rule, "run-of-another-name")
+    again.restore(hub.state())
+    return again
+
+
+def test_a_restarted_hub_is_the_same_run():
+    hub = live_hub("a", "b", units=5)
+    contribute(hub, "a", 0)
+    hub.receive("a", replace(SAMPLES[Report], scores={"loss": 0.5}, score_version=1), 0.0)
+    again = restarted(hub)
+    assert again.state() == hub.state()
+    assert (again.run, again.version, again.model, again.members) == ("run-1", 1, MODEL, {})
+    ((_, welcome),) = sent(again.receive("a", Hello("a"), 0.0), Welcome)
+    assert welcome.landed == ((0, 1),)
+    assert again.receive("a", Fetch(1, WIRE), 0.0) == [Serve("a", 1, ((0, 1),))]
+    ((_, refused),) = sent(again.receive("a", publish(0), 0.0), Refused)
+    assert refused.reason == "duplicate"
+
+
+def test_the_journal_is_replayed_onto_the_state():
+    hub = live_hub("a", "b")
+    saved = hub.state()
+    contribute(hub, "a", 0), contribute(hub, "b", 3)
+    again = Hub(hub.settings, hub.rounds.rule, "")
+    again.restore(saved)
+    again.replay(1, (("a", 0),), 8), again.replay(2, (("b", 3),), 8)
+    assert again.state() == hub.state()
+
+
+def test_what_was_accepted_and_not_released_is_forgotten_by_a_restart():
+    hub = live_hub("a", "b", release="all")
+    contribute(hub, "a", 0)
+    ((_, welcome),) = sent(restarted(hub).receive("a", Hello("a"), 0.0), Welcome)
+    assert (welcome.accepted, welcome.landed) == ((), ())
+
+
+@pytest.mark.parametrize("damage", [{"version": "x"}, {"model": 3}, {"records": []}, {"scores": None}, {"ledger": {}}])
+def test_a_state_that_cannot_be_read_is_a_checkpoint_error(damage):
+    hub = live_hub("a")
+    with pytest.raises(CheckpointError):
+        Hub(hub.settings, hub.rounds.rule, "").restore(hub.state() | damage)
+
+
+def test_records_of_peers_that_are_long_gone_are_bounded():
+    hub = live_hub("a")
+    for number in range(1100):
+        hub.replay(number + 1, ((f"peer-{number}", 0),), 0)
+    assert len(hub.state()["records"]) == 1024

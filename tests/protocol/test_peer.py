@@ -1,0 +1,425 @@
+"""A node's machine: how it joins, what it believes, and that it comes back by itself."""
+
+from __future__ import annotations
+
+from math import nan
+
+import pytest
+
+from zmqtrain.errors import ConfigError, LocalProtocolError
+from zmqtrain.protocol.messages import (
+    MESSAGES,
+    Aggregate,
+    Chunk,
+    Credit,
+    Deliver,
+    Disconnect,
+    Expect,
+    Fetch,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Preempt,
+    Publish,
+    Refused,
+    Relay,
+    Report,
+    Roster,
+    Send,
+    Serve,
+    Snapshot,
+    Welcome,
+    Withdraw,
+    WorkRequest,
+    WorkUnit,
+    model_to_wire,
+)
+from zmqtrain.protocol.peer import HUB, PEER_TRANSITIONS, Peer, PeerState
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import LeafSpec
+
+MODEL = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "float32"))
+OTHER = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "bfloat16"))
+WIRE = model_to_wire(MODEL)
+SETTINGS = RunSettings(every=3, delay=2)
+ROSTER = Roster(0, (), "", 0, 0, 0, 0, 0.0, {}, -1)
+
+
+def welcome(version=0, run="run-1", model=WIRE, landed=(), accepted=(), settings=SETTINGS):
+    return Welcome(run, version, settings.to_dict(), model, landed, accepted)
+
+
+def aggregate(version, landed=(), transfer=None):
+    transfer = version if transfer is None else transfer
+    return Aggregate(transfer, version, "float32", (0,), (1,), (64,), landed, 2)
+
+
+def snapshot(version, landed=(), transfer=1000, sizes=(64,)):
+    return Snapshot(transfer, version, sizes, landed)
+
+
+def publish(sequence):
+    return Publish(100 + sequence, sequence, 0, 0, "ternary:block=128", (64,), 8, 8, nan)
+
+
+def welcomed():
+    peer = Peer("a#1", "a")
+    peer.start(0.0)
+    peer.receive(welcome(), 0.0)
+    return peer
+
+
+def syncing():
+    peer = welcomed()
+    assert peer.join(MODEL, 0.0) == [Send(Fetch(-1, WIRE))]
+    return peer
+
+
+def live(version=0, in_flight=()):
+    """A node that holds a version whole and has publishes on their way."""
+    peer = syncing()
+    peer.receive(snapshot(version), 0.0)
+    assert [type(e) for e in peer.received(1000)] == [Deliver] and peer.version == version
+    for sequence in in_flight:
+        peer.publish(publish(sequence))
+    return peer
+
+
+def founding():
+    peer = Peer("a#1", "a")
+    peer.start(0.0)
+    peer.receive(welcome(-1, model=()), 0.0)
+    peer.join(MODEL, 0.0)
+    assert peer.receive(Fetch(), 0.0) == [Serve(HUB, -1)]
+    return peer
+
+
+def closed():
+    peer = live()
+    peer.leave("")
+    return peer
+
+
+IN_STATE = {
+    PeerState.CONNECTING: lambda: Peer("a#1", "a"),
+    PeerState.WELCOMED: welcomed,
+    PeerState.SYNCING: syncing,
+    PeerState.FOUNDING: founding,
+    PeerState.LIVE: live,
+    PeerState.CLOSED: closed,
+}
+SAMPLES = {
+    Hello: Hello("x"),
+    Welcome: welcome(),
+    Refused: Refused("no", "go away"),
+    Heartbeat: Heartbeat(0.5),
+    Goodbye: Goodbye("stopped"),
+    Report: Report(1, 8, 1.0, 0.5, 4.0, 0, 0, 0),
+    Roster: ROSTER,
+    Fetch: Fetch(),
+    Snapshot: snapshot(0),
+    Publish: publish(0),
+    Aggregate: aggregate(1),
+    Chunk: Chunk(1, 0),
+    Credit: Credit(1, 1),
+    Preempt: Preempt("a better one was found"),
+    WorkRequest: WorkRequest((), 1, False),
+    WorkUnit: WorkUnit(()),
+    Relay: Relay("b", b"hello"),
+}
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("state", PeerState)
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_moves_the_state_as_the_table_says_and_else_it_is_ignored(state, kind):
+    peer = IN_STATE[state]()
+    assert peer.state is state
+    effects = peer.receive(SAMPLES[kind], 1.0)
+    expected = PEER_TRANSITIONS.get((state, kind), state)
+    if state is not PeerState.CLOSED:
+        if kind is Refused:
+            expected = PeerState.CLOSED
+        elif kind is Goodbye:
+            expected = PeerState.CONNECTING
+    assert peer.state is expected
+    if (state, kind) not in PEER_TRANSITIONS and kind not in (Refused, Goodbye):
+        assert effects == []
+
+
+# ---------------------------------------------------------------------- joining
+
+
+def test_a_node_says_hello_until_it_is_heard():
+    peer = Peer("a#1", "a")
+    assert peer.start(0.0) == [Send(Hello("a"))]
+    assert peer.tick(0.9) == []
+    assert peer.tick(1.0) == [Send(Hello("a"))] and peer.tick(1.5) == [] and peer.tick(2.0) != []
+
+
+def test_an_observer_says_so():
+    assert Peer("a#1", "a", observer=True).start(0.0) == [Send(Hello("a", "observer"))]
+
+
+def test_the_runs_settings_are_adopted():
+    peer = welcomed()
+    assert (peer.settings, peer.run, peer.run_model) == (SETTINGS, "run-1", MODEL)
+    peer.receive(Goodbye(), 1.0)
+    peer.receive(welcome(settings=RunSettings(every=3, delay=2, units=50)), 2.0)
+    assert peer.settings.units == 50
+
+
+def test_settings_of_another_version_of_the_program_are_refused():
+    peer = Peer("a#1", "a")
+    with pytest.raises(ConfigError, match="another version"):
+        peer.receive(Welcome("run-1", 0, {"colour": "blue"}), 0.0)
+
+
+def test_a_node_may_describe_its_model_before_or_after_it_is_welcome():
+    before = Peer("a#1", "a")
+    assert before.join(MODEL, 0.0) == []
+    assert before.receive(welcome(), 0.0) == [Send(Fetch(-1, WIRE))]
+    assert welcomed().join(MODEL, 0.0) == [Send(Fetch(-1, WIRE))]
+
+
+def test_a_newcomer_waits_for_the_whole_snapshot():
+    peer = syncing()
+    message = snapshot(7)
+    assert peer.receive(message, 0.0) == [Expect(HUB, message)]
+    assert (peer.state, peer.version) == (PeerState.LIVE, -1)
+    assert peer.received(1000) == [Deliver(message, (), False)]
+    assert peer.version == 7 and peer.received(1000) == []
+
+
+def test_aggregates_that_follow_the_snapshot_fit_to_it():
+    peer = syncing()
+    assert peer.receive(aggregate(7), 0.0) == []  # on its way before the hub knew this node: it is in the snapshot
+    peer.receive(snapshot(7), 0.0)
+    assert peer.receive(aggregate(8), 0.0) == [Expect(HUB, aggregate(8))]
+    peer.received(1000)
+    assert peer.received(8) == [Deliver(aggregate(8), (), False)] and peer.version == 8
+
+
+def test_the_founder_sends_its_parameters_and_is_confirmed():
+    peer = founding()
+    assert not peer.confirmed
+    assert peer.receive(snapshot(0, sizes=()), 0.0) == []
+    assert (peer.state, peer.version, peer.confirmed) == (PeerState.LIVE, 0, True)
+
+
+def test_a_node_with_another_model_leaves_and_names_the_leaf():
+    peer = welcomed()
+    goodbye, disconnect = peer.join(OTHER, 0.0)
+    assert goodbye == Send(Goodbye("another model"))
+    assert (disconnect.reason, peer.state) == ("model", PeerState.CLOSED)
+    assert disconnect.text == (
+        "the leaf b is b float32[4] in the run and b bfloat16[4] on this node. "
+        "Start this node with the run's model, or another broker for this one."
+    )
+
+
+def test_who_is_refused_is_told_why_and_tries_no_more():
+    peer = syncing()
+    assert peer.receive(Refused("model", "the leaf b differs"), 0.0) == [Disconnect(HUB, "model", "the leaf b differs")]
+    assert peer.state is PeerState.CLOSED
+    assert peer.tick(100.0) == [] and peer.receive(welcome(), 100.0) == []
+
+
+# ---------------------------------------------------------------------- signs of life
+
+
+def test_heartbeats_go_out_and_give_the_round_trip():
+    peer = live()
+    assert peer.tick(0.1) == [Send(Heartbeat(0.1))] and peer.tick(0.5) == []
+    assert peer.tick(0.6) == [Send(Heartbeat(0.6))]
+    peer.receive(Heartbeat(0.6), 0.75)
+    assert peer.round_trip_seconds == pytest.approx(0.15)
+
+
+def test_a_silent_hub_is_taken_for_lost_and_hello_is_said_again_at_once():
+    peer = live(5, in_flight=(0,))
+    peer.saw(2.0)
+    peer.tick(4.9)
+    assert peer.state is PeerState.LIVE
+    (disconnect,) = peer.tick(5.1)
+    assert (disconnect.reason, disconnect.text) == ("lost", "the broker has been silent for 3.1 s")
+    assert peer.state is PeerState.CONNECTING and peer.in_flight == {0}
+    assert peer.tick(5.1) == [Send(Hello("a", "node", "run-1", 5))]
+
+
+def test_when_the_hub_says_goodbye_the_node_comes_back_by_itself():
+    peer = live(5)
+    (disconnect,) = peer.receive(Goodbye("the broker was stopped"), 1.0)
+    assert disconnect.text == "the broker said goodbye: the broker was stopped"
+    assert peer.tick(1.5) == [] and peer.tick(2.0) == [Send(Hello("a", "node", "run-1", 5))]
+    (disconnect,) = live().receive(Goodbye(), 1.0)
+    assert disconnect.text == "the broker said goodbye"
+
+
+def test_what_cannot_be_read_costs_the_connection():
+    peer = live(5)
+    (disconnect,) = peer.distrust("no msgpack", 1.0)
+    assert disconnect.reason == "garbage" and "no msgpack" in disconnect.text
+    assert peer.state is PeerState.CONNECTING
+
+
+def test_leaving_says_goodbye_only_where_somebody_listens():
+    assert live().leave("done") == [Send(Goodbye("done"))]
+    assert Peer("a#1", "a").leave("done") == [] and closed().leave("done") == []
+
+
+def test_the_roster_is_kept():
+    peer = live()
+    peer.receive(ROSTER, 0.0)
+    assert peer.roster is ROSTER
+
+
+# ---------------------------------------------------------------------- publishes and aggregates
+
+
+@pytest.mark.parametrize("state", [state for state in PeerState if state is not PeerState.LIVE])
+def test_only_a_live_node_publishes(state):
+    with pytest.raises(LocalProtocolError, match=f"a cannot publish while it is {state.value}"):
+        IN_STATE[state]().publish(publish(0))
+
+
+def test_an_aggregate_says_which_of_this_nodes_publishes_are_in_it():
+    peer = live(0, in_flight=(0, 1))
+    message = aggregate(1, (("b#1", 1), ("a#1", 0), ("a#1", 77)))
+    peer.receive(message, 0.0)
+    assert peer.received(1) == [Deliver(message, (0,), False)]
+    assert peer.in_flight == {1}
+
+
+def test_a_refused_publish_is_withdrawn_once():
+    peer = live(0, in_flight=(0, 1))
+    assert peer.receive(Refused("corrupt", "bytes were changed", 0), 0.0) == [
+        Withdraw(0, "corrupt", "bytes were changed")
+    ]
+    assert peer.receive(Refused("corrupt", "bytes were changed", 0), 0.0) == []
+    assert peer.in_flight == {1} and peer.state is PeerState.LIVE
+
+
+def test_a_relay_that_did_not_reach_anybody_is_no_reason_to_leave():
+    peer = live()
+    assert peer.receive(Refused("relay", "b is not here"), 0.0) == [] and peer.state is PeerState.LIVE
+
+
+def test_a_gap_is_filled_by_a_snapshot():
+    peer = live(5, in_flight=(0, 1))
+    peer.receive(aggregate(6, (("a#1", 0),)), 0.0)
+    assert peer.receive(aggregate(8), 0.0) == [Send(Fetch(5, WIRE))]  # 6 has not come whole
+    assert peer.state is PeerState.SYNCING
+    assert peer.received(6) == [] and peer.receive(aggregate(9), 0.0) == []
+    peer.receive(snapshot(9, ((0, 6), (1, 8))), 0.0)
+    assert peer.received(1000) == [Deliver(snapshot(9, ((0, 6), (1, 8))), (0, 1), False)]
+    assert (peer.version, peer.in_flight) == (9, set())
+
+
+def test_an_aggregate_that_is_here_already_is_ignored():
+    peer = live(5)
+    assert peer.receive(aggregate(5), 0.0) == [] and peer.receive(aggregate(4), 0.0) == []
+    assert peer.state is PeerState.LIVE
+
+
+def test_who_dropped_an_aggregate_asks_for_a_whole_snapshot_of_that_very_version():
+    peer = live(5)
+    peer.receive(aggregate(6), 0.0)
+    peer.received(6)
+    assert peer.resync() == [Send(Fetch(-1, WIRE))]
+    assert peer.resync() == []
+    peer.receive(Goodbye(), 0.0)  # and also when the connection is lost before it has come
+    assert peer.receive(welcome(6), 1.0) == [Send(Fetch(-1, WIRE))]
+    peer.receive(snapshot(6), 1.0)
+    assert peer.received(1000) == [Deliver(snapshot(6), (), False)]
+    peer.receive(Goodbye(), 2.0)
+    assert peer.receive(welcome(6), 3.0) == [Send(Fetch(6, WIRE))]
+
+
+def test_a_preempted_node_takes_the_anchor_and_drops_what_is_pending():
+    peer = live(5)
+    assert peer.receive(Preempt("a better one was found"), 0.0) == [Send(Fetch(-1, WIRE))]
+    peer.receive(snapshot(5), 0.0)
+    assert peer.received(1000) == [Deliver(snapshot(5), (), True)]
+    peer.receive(aggregate(7), 0.0)
+    peer.receive(snapshot(7), 0.0)
+    assert peer.received(1000) == [Deliver(snapshot(7), (), False)]
+
+
+# ---------------------------------------------------------------------- coming back
+
+
+def test_a_hub_that_does_not_know_this_node_is_told_hello_again():
+    peer = live(5, in_flight=(0,))
+    (disconnect,) = peer.receive(Refused("unknown", "say Hello first"), 2.0)
+    assert (disconnect.reason, peer.state) == ("unknown", PeerState.CONNECTING)
+    assert peer.receive(Refused("unknown", "say Hello first"), 2.0) == []
+    assert peer.tick(2.0) == [Send(Hello("a", "node", "run-1", 5))]
+
+
+def test_on_its_return_a_node_withdraws_what_the_hub_does_not_have():
+    peer = live(5, in_flight=(0, 1, 2, 3))
+    peer.receive(Goodbye(), 0.0)
+    effects = peer.receive(welcome(6, landed=((0, 6),), accepted=(2,)), 1.0)
+    lost = [Withdraw(s, "lost", "the connection was lost on its way") for s in (1, 3)]
+    assert effects == [*lost, Send(Fetch(5, WIRE))]
+    assert peer.in_flight == {0, 2}
+    message = snapshot(6, ((0, 6),))
+    peer.receive(message, 1.0)
+    assert peer.received(1000) == [Deliver(message, (0,), False)]
+    landing = aggregate(7, (("a#1", 2),))
+    peer.receive(landing, 1.0)
+    assert peer.received(7) == [Deliver(landing, (2,), False)] and peer.in_flight == set()
+
+
+def test_a_node_that_missed_nothing_goes_on_from_what_it_holds():
+    peer = live(5)
+    peer.receive(Goodbye(), 0.0)
+    peer.receive(welcome(5), 1.0)
+    assert peer.receive(snapshot(5, sizes=()), 1.0) == []
+    assert (peer.state, peer.version) == (PeerState.LIVE, 5)
+    assert peer.receive(aggregate(6), 1.0) == [Expect(HUB, aggregate(6))]
+
+
+def test_a_transfer_of_the_old_connection_does_not_count():
+    peer = live(5)
+    peer.receive(aggregate(6), 0.0)
+    peer.receive(Goodbye(), 0.0)
+    assert peer.received(6) == [] and peer.version == 5
+
+
+def test_a_hub_of_another_run_is_not_believed():
+    peer = live(5, in_flight=(0,))
+    peer.receive(Goodbye(), 0.0)
+    (disconnect,) = peer.receive(welcome(9, run="run-2"), 10.0)
+    assert disconnect == Disconnect(
+        HUB,
+        "run",
+        "the broker now runs run-2, this node belongs to run-1. Restart the broker with the checkpoint of the old run, or "
+        "stop this node and start it again to join the new run.",
+    )
+    assert (peer.state, peer.run, peer.version, peer.in_flight) == (PeerState.CONNECTING, "run-1", 5, {0})
+    assert peer.tick(14.9) == [] and peer.tick(15.0) == [Send(Hello("a", "node", "run-1", 5))]
+    assert peer.receive(welcome(5), 15.1)[-1] == Send(Fetch(5, WIRE))
+
+
+def test_a_hub_that_knows_less_than_this_node_has_seen_is_not_believed():
+    peer = live(5)
+    peer.receive(Goodbye(), 0.0)
+    (disconnect,) = peer.receive(welcome(4), 10.0)
+    assert disconnect == Disconnect(
+        HUB,
+        "version",
+        "the broker is at version 4 of run-1, this node has seen 5: it was restarted from an older state. Restart it with "
+        "the newest checkpoint folder, or stop this node and start it again.",
+    )
+    assert peer.state is PeerState.CONNECTING and peer.tick(14.9) == []
+
+
+def test_a_founder_that_was_cut_off_joins_what_it_may_have_founded():
+    peer = founding()
+    peer.receive(Goodbye(), 0.0)
+    assert peer.receive(welcome(0), 1.0) == [Send(Fetch(-1, WIRE))]
+    assert peer.receive(snapshot(0), 1.0) == [Expect(HUB, snapshot(0))]

@@ -1,0 +1,68 @@
+"""End a command: with an exit code, and with one paragraph on stderr where something of ours went wrong.
+
+Rule 1: an error of the tree under ZmqTrainError is for the user, without a traceback; any other is our fault, with.
+Rule 2: Ctrl-C is a way to end, not an error: 0; a second one quits at once: 130.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from zmqtrain.errors import ZmqTrainError
+
+__all__ = ["run_command", "leave_at_once", "first_interrupt"]
+
+ERROR, INTERRUPTED = 2, 130
+SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+def run_command(program: str, command: Callable[[], int]) -> int:
+    """Run a command and return its exit code: an error of ours becomes one paragraph on stderr and 2, Ctrl-C 0."""
+    try:
+        return command()
+    except ZmqTrainError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # who read our output has left, as in `| head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else ERROR
+
+
+def leave_at_once() -> None:
+    """End this process without saying goodbye: what a second Ctrl-C asks for. Exit code 130."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR)
+    os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def first_interrupt(told: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether SIGINT or SIGTERM has come; the first calls `told`, the second quits at once.
+
+    Only in the main thread; the signals' handlers are put back at the end of the block.
+    """
+    asked = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            leave_at_once()
+        asked = True
+        told()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
