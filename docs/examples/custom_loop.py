@@ -5,8 +5,8 @@ Start a broker and then this script on every PC, as often as you like:
     zmqtrain-broker --insecure
     python custom_loop.py tcp://hub:5555
 
-The first one founds the run with its parameters; each later one takes the run's parameters at its first step. Without the
-four marked lines this is an ordinary script that trains alone (and then has no use for its argument `hub`).
+The first one founds the run with its parameters; each later one takes the run's parameters at its first step. Without
+the four marked lines this is an ordinary script that trains alone (and then has no use for its argument `hub`).
 """
 
 import argparse

@@ -3,8 +3,8 @@
     zmqtrain-broker --insecure
     python flax_loop.py tcp://hub:5555
 
-What the nodes share is the `nnx.Param` part of the model's state; the optimizer, its moments and the random streams stay
-each node's own. Without the four marked lines this trains alone (and then has no use for its argument `hub`).
+What the nodes share is the `nnx.Param` part of the model's state; the optimizer, its moments and the random streams
+stay each node's own. Without the four marked lines this trains alone (and then has no use for its argument `hub`).
 """
 
 import argparse

@@ -27,18 +27,18 @@ def roster(seconds: float, steps: list[int], loss: float, score_version: int) ->
 
 def recorded() -> Curve:
     recorder = Recorder("two together", 2)
-    recorder(roster(10.0, [3, 0], 9.0, 0))  # one still compiles: the time has not begun
-    recorder(roster(12.0, [5, 1], 4.0, 1))
-    recorder(roster(13.0, [9, 5], 4.0, 1))
-    recorder(roster(14.0, [13, 9], 2.0, 2))
-    recorder(roster(14.5, [14], 1.0, 3))
+    recorder(roster(10.0, [20, 15], 9.0, 0))  # one still compiles: the time has not begun
+    recorder(roster(12.0, [30, 16], 4.0, 1))
+    recorder(roster(13.0, [40, 26], 4.0, 1))
+    recorder(roster(14.0, [50, 36], 2.0, 2))
+    recorder(roster(14.5, [55], 1.0, 3))
     return recorder.curve()
 
 
 def test_time_begins_when_all_nodes_train_and_each_score_counts_once() -> None:
     curve = recorded()
-    assert curve.points[:2] == (Point(0.0, 60, 4.0), Point(2.0, 220, 2.0))
-    assert (curve.seconds, curve.samples, curve.samples_per_second) == (2.0, 220, 110.0)
+    assert curve.points[:2] == (Point(0.0, 460, 4.0), Point(2.0, 860, 2.0))
+    assert (curve.seconds, curve.samples, curve.samples_per_second) == (2.0, 860, 430.0)
 
 
 def test_the_bytes_are_those_of_all_nodes_while_all_were_there() -> None:

@@ -38,8 +38,9 @@ NEW = member("pc-2", state="welcomed")
 
 def roster(*members: dict, **figures: object) -> Roster:
     facts = {
-        "version": 12, "members": members, "evaluator": "pc-1#1", "samples": 48_100, "contributions": 30, "units_done": 3,
-        "units_total": 40, "seconds": 75.4, "scores": {"loss": 2.3456, "bits_per_byte": 3.384}, "score_version": 11,
+        "version": 12, "members": members, "evaluator": "pc-1#1", "samples": 48_100, "contributions": 30,
+        "units_done": 3, "units_total": 40, "seconds": 75.4, "scores": {"loss": 2.3456, "bits_per_byte": 3.384},
+        "score_version": 11,
     }  # fmt: skip
     return Roster(**(facts | figures))
 

@@ -1,4 +1,4 @@
-"""The examples of the documentation, as a reader runs them: two join one run, a third comes later, and alone each is a script."""
+"""The examples of the documentation, as a reader runs them: two in one run, a third that comes later, and one alone."""
 
 from __future__ import annotations
 

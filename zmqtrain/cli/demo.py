@@ -30,6 +30,7 @@ __all__ = ["main", "Point", "Curve", "Recorder", "draw", "summary_table", "pace_
 
 PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
+WARM_STEPS = 16
 FLOAT_BYTES = 4
 SHARED = RunSettings(program="text", every=8, delay=4, evaluate_seconds=2.0)
 ALONE = replace(SHARED, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
@@ -82,8 +83,9 @@ class Curve:
 class Recorder:
     """Collect the curve of a run from its rosters.
 
-    Time begins with the first roster in which all `nodes` train. A score's time and samples are those of the first
-    roster that shows it (rosters come every second).
+    Time begins with the first roster in which all `nodes` have made `WARM_STEPS` steps: by then each has compiled what
+    it needs, which several processes on one PC do in each other's way. A score's time and samples are those of the
+    first roster that shows it (rosters come every second).
     """
 
     def __init__(self, label: str, nodes: int) -> None:
@@ -95,7 +97,7 @@ class Recorder:
 
     def __call__(self, roster: Roster) -> None:
         """Take one roster."""
-        training = [member for member in roster.members if int(member.get("step", 0)) > 0]
+        training = [member for member in roster.members if int(member.get("step", 0)) >= WARM_STEPS]
         if self.began is None and len(training) >= self.nodes:
             self.began = roster.seconds
         if self.began is None:

@@ -13,9 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.errors import (
@@ -27,11 +25,13 @@ from zmqtrain.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.protocol.messages import Aggregate, Deliver, Report, Roster, Snapshot, WorkUnit
+from zmqtrain.protocol.messages import Aggregate, Deliver, Report, Roster, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.inbox import Inbox
 from zmqtrain.runtime.link import HubLink
 from zmqtrain.runtime.mailbox import Mailbox, Worker
+from zmqtrain.runtime.progress import Progress
 from zmqtrain.runtime.units import UnitQueue
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
@@ -55,9 +55,6 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch", covariant=True)
 
 SAY_AGAIN_SECONDS = 5.0
-UPDATES_DECODED = 2
-UPDATES_KEPT = 32
-"""Aggregates that may wait for the training thread; with more, the node takes a snapshot instead."""
 
 
 class UnitSource(Protocol[Batch]):
@@ -65,23 +62,6 @@ class UnitSource(Protocol[Batch]):
 
     def batches(self, unit: int) -> Iterator[Batch]:
         """Give the batches of one unit."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What the training thread last said of itself, and when its pace was last measured."""
-
-    step: int = 0
-    samples: int = 0
-    samples_per_second: float = 0.0
-    loss: Any = math.nan
-    loss_known: float = math.nan
-    age_steps: float = math.nan
-    offers_refused: int = 0
-    scores: dict[str, float] | None = None
-    score_version: Version = -1
-    measured_at: float = 0.0
-    measured_samples: int = 0
 
 
 class Node:
@@ -99,7 +79,7 @@ class Node:
         self._link = HubLink(open_channel, self._peer, address, self)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         self._units = UnitQueue(peer, lambda: self._link.call(self._ask_for_units), lambda: self._link.live)
-        self._progress = _Progress()
+        self._progress = Progress()
         self._changed = threading.Condition()
         self._failure: ZmqTrainError | None = None
         self._closed = False
@@ -111,13 +91,11 @@ class Node:
         self._applied: list[int] = []
         self._offered: set[int] = set()
         self._offers_since: dict[int, int] = {}
-        # the way back, in order: what has arrived (codec thread), what is decoded (the door to the training thread)
-        self._arrived: deque[tuple[Deliver, list[Buffer]]] = deque()
-        self._landed_unseen: list[int] = []
-        self._updates: Mailbox[Update] = Mailbox(UPDATES_DECODED)
+        # of the other two
+        self._inbox = Inbox(self._notify)
         self._withdrawn: Mailbox[int] = Mailbox(1024)
         self._withdrawals = 0
-        self._encode_seconds = self._decode_seconds = 0.0
+        self._encode_seconds = 0.0
         self._link.start()
         self._raise_failure()
 
@@ -145,7 +123,7 @@ class Node:
         self._link.call(lambda: self._link.carry_out(self._peer.join(model, time.monotonic())))
         waited = 0.0
         while not self._wait(
-            lambda: self._link.live and (len(self._updates) > 0 or self._peer.confirmed), SAY_AGAIN_SECONDS
+            lambda: self._link.live and (len(self._inbox) > 0 or self._peer.confirmed), SAY_AGAIN_SECONDS
         ):
             waited += SAY_AGAIN_SECONDS
             logger.info("%s: %s for %.0f s", self.name, self.waiting_for, waited)
@@ -252,25 +230,23 @@ class Node:
     def peek(self) -> Update | None:
         """See Exchange."""
         self._raise_failure()
-        return self._updates.peek()
+        return self._inbox.peek()
 
     def poll(self) -> Update | None:
         """See Exchange."""
         self._raise_failure()
-        update = self._updates.get_nowait()
+        update = self._inbox.take()
         if update is not None:
             self._applied_version = update.version
             self._applied += update.landed
             self._offered.difference_update(update.landed)
-            self._worker.submit(self._decode_next)
+            self._worker.submit(self._decode)
         return update
 
     def wait_update(self, timeout_seconds: float) -> Update:
         """See Exchange."""
         until = time.monotonic() + timeout_seconds
-        while not self._wait(
-            lambda: len(self._updates) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))
-        ):
+        while not self._wait(lambda: len(self._inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))):
             waiting = self.waiting_for or "the other nodes' contributions"
             if time.monotonic() >= until:
                 raise AggregateTimeout(
@@ -326,7 +302,7 @@ class Node:
             bytes_sent=self._link.bytes_sent,
             bytes_received=self._link.bytes_received,
             encode_seconds=self._encode_seconds,
-            decode_seconds=self._decode_seconds,
+            decode_seconds=self._inbox.decode_seconds,
             publishes=self._link.publishes,
             publishes_refused=self._withdrawals,
             round_trip_seconds=self._peer.round_trip_seconds,
@@ -349,6 +325,10 @@ class Node:
         if self._failure is not None:
             raise self._failure
 
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _wait(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
         with self._changed:
             came = self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_seconds)
@@ -359,9 +339,8 @@ class Node:
 
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
         """See Listener."""
-        if len(self._arrived) > UPDATES_KEPT and isinstance(deliver.announcement, Aggregate):
-            # the training thread is far behind: one snapshot is less than all these
-            self._worker.submit(lambda: self._landed_unseen.extend(deliver.landed))
+        if self._inbox.full and isinstance(deliver.announcement, Aggregate):
+            self._worker.submit(lambda: self._inbox.skip(deliver))
             self._link.carry_out(self._peer.resync())
         elif not self._worker.submit(lambda: self._arrive(deliver, frames)):
             self.on_failed(ZmqTrainError(f"the codec thread of {self.name} cannot keep up"))
@@ -391,8 +370,7 @@ class Node:
         """See Listener."""
         if not self._link.live:
             self._units.reset()
-        with self._changed:
-            self._changed.notify_all()
+        self._notify()
 
     def on_failed(self, error: ZmqTrainError) -> None:
         """See Listener."""
@@ -401,27 +379,7 @@ class Node:
 
     def make_report(self) -> Report:
         """See Listener."""
-        progress, now = self._progress, time.monotonic()
-        if getattr(
-            progress.loss, "is_ready", lambda: True
-        )():  # a device scalar that is still computed is not waited for
-            progress.loss_known = float(progress.loss)
-        if progress.measured_at and now > progress.measured_at:
-            progress.samples_per_second = (progress.samples - progress.measured_samples) / (now - progress.measured_at)
-        progress.measured_at, progress.measured_samples = now, progress.samples
-        return Report(
-            step=progress.step,
-            samples=progress.samples,
-            samples_per_second=progress.samples_per_second,
-            loss=progress.loss_known,
-            age_steps=float(progress.age_steps),
-            offers_refused=progress.offers_refused,
-            bytes_sent=self._link.bytes_sent,
-            bytes_received=self._link.bytes_received,
-            waiting=self.waiting_for,
-            scores=progress.scores,
-            score_version=progress.score_version,
-        )
+        return self._progress.report(self._link.bytes_sent, self._link.bytes_received, self.waiting_for)
 
     # ------------------------------------------------------------------ codec thread
 
@@ -451,29 +409,12 @@ class Node:
         self._link.call(lambda: self._link.send_founding(frames))
 
     def _arrive(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        if isinstance(deliver.announcement, Snapshot):
-            # whatever aggregates still wait are in it; what landed in them has landed
-            self._landed_unseen += [sequence for waiting, _ in self._arrived for sequence in waiting.landed]
-            self._arrived.clear()
-        self._arrived.append((deliver, frames))
-        self._decode_next()
-
-    def _decode_next(self) -> None:
-        """Decode what has arrived, as far as the door to the training thread has room."""
         assert self._coder is not None
-        while self._arrived and len(self._updates) < UPDATES_DECODED:
-            deliver, frames = self._arrived.popleft()
-            began = time.thread_time()
-            landed = (*self._landed_unseen, *deliver.landed)
-            self._landed_unseen.clear()
-            if isinstance(deliver.announcement, Aggregate):
-                update = self._coder.decode_aggregate(deliver.announcement, landed, frames)
-            else:
-                update = self._coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset)
-            self._decode_seconds += time.thread_time() - began
-            self._updates.put_nowait(update)
-        with self._changed:
-            self._changed.notify_all()
+        self._inbox.arrive(self._coder, deliver, frames)
+
+    def _decode(self) -> None:
+        assert self._coder is not None
+        self._inbox.decode(self._coder)
 
     def _codec_failed(self, error: BaseException) -> None:
         if isinstance(error, ZmqTrainError) and (

@@ -1,0 +1,180 @@
+"""The commands as they are typed: real processes on 127.0.0.1, from the greeting to the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SMALL = "data={text},width=8,layers=1,heads=1,context=8,batch=2,batches_per_unit=4"
+BOUND_SECONDS = 100.0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_bytes(b"a few words, again and again; " * 1000)
+    return path
+
+
+class Broker:
+    """`zmqtrain-broker` as a process that has said where its nodes connect to."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.process.stdout is not None
+        self.said = ""
+        self.address = ""
+        for line in self.process.stdout:
+            self.said += line
+            if found := re.search(r"zmqtrain-node (tcp://\S+)", line):
+                self.address = found[1]
+                return
+        raise AssertionError(self.said)
+
+    def end(self) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        self.said += self.process.communicate(timeout=BOUND_SECONDS)[0]
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def broker(*options: str) -> Iterator[Broker]:
+    started = Broker(*options)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zmqtrain.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=BOUND_SECONDS)
+
+
+def paragraph(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 2, result
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
+    return result.stderr
+
+
+def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(text: Path, tmp_path: Path) -> None:
+    program = ("--program", "text", "--program-arguments", SMALL.format(text="elsewhere"))
+    checkpoint = ("--checkpoint", str(tmp_path / "kept"))
+    with broker(*program, *checkpoint, "--units", "4", "--every", "4", "--delay", "2") as hub:
+        status = run("status", hub.address, "--json")
+        assert (status.returncode, json.loads(status.stdout)["units_total"]) == (0, 4)
+        node = run("node", hub.address, "--name", "pc-1", "--data", str(text))
+        assert node.returncode == 0, node
+        assert re.search(r"steps +16\n", node.stdout) and re.search(r"held-out +loss \d", node.stdout)
+        assert "\x1b" not in node.stdout
+        hub.said += hub.process.communicate(timeout=BOUND_SECONDS)[0]
+        assert hub.process.returncode == 0, hub.said
+    assert "saved in" in hub.said
+    assert (tmp_path / "kept" / "model.safetensors").exists()
+
+
+def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0() -> None:
+    with broker("--program", "text") as hub:
+        assert run("status", hub.address).returncode == 0
+        assert hub.end() == 0
+        assert "ended at version" in hub.said
+
+
+def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path) -> None:
+    with broker("--program", "text", "--program-arguments", SMALL.format(text=text)) as hub:
+        argv = [sys.executable, "-m", "zmqtrain.cli", "node", hub.address, "--name", "pc-1"]
+        node = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            watch = subprocess.Popen(
+                [sys.executable, "-m", "zmqtrain.cli", "status", hub.address, "--watch", "--json"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert watch.stdout is not None
+            for line in watch.stdout:
+                if json.loads(line)["version"] >= 2:
+                    break
+            watch.send_signal(signal.SIGINT)
+            watch.communicate(timeout=BOUND_SECONDS)
+            assert watch.returncode == 0
+            node.send_signal(signal.SIGINT)
+            said, errors = node.communicate(timeout=BOUND_SECONDS)
+        finally:
+            node.kill()
+            watch.kill()
+        assert node.returncode == 0, errors
+        assert "stopping: what is computed is sent first" in said and "held-out" in said
+
+
+def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) -> None:
+    options = ("--nodes", "2", "--start-nodes", "2", "--units", "6", "--every", "4", "--delay", "2")
+    result = run("local", *options, "--program-arguments", SMALL.format(text=text))
+    assert result.returncode == 0, result
+    assert re.search(r"^held-out loss \d", result.stdout, re.MULTILINE)
+    assert "6/6 units" in result.stdout
+
+
+def test_the_nodes_of_local_do_not_outlive_it_even_if_it_is_killed(text: Path) -> None:
+    argv = [sys.executable, "-c", KEEPER, SMALL.format(text=text)]
+    keeper = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert keeper.stdout is not None
+    process = os.pidfd_open(int(keeper.stdout.readline()))
+    try:
+        keeper.kill()
+        keeper.communicate()
+        assert wait_readable(process, BOUND_SECONDS), "the node is still there"
+    finally:
+        os.close(process)
+
+
+KEEPER = """
+import sys
+from zmqtrain.cli.local import Federation
+from zmqtrain.settings import RunSettings
+with Federation(RunSettings(program="text", program_arguments=sys.argv[1]), 1) as federation:
+    print(*federation.process_ids, flush=True)
+    sys.stdin.read()
+"""
+
+
+def wait_readable(descriptor: int, seconds: float) -> bool:
+    import select
+
+    return bool(select.select([descriptor], [], [], seconds)[0])
+
+
+def test_local_says_why_no_node_could_train() -> None:
+    said = paragraph(run("local", "--nodes", "1", "--program-arguments", "data=/no/such/text"))
+    assert "no node could train" in said and "/no/such/text" in said
+
+
+def test_two_brokers_at_one_address_is_refused_with_another_port() -> None:
+    with broker() as hub:
+        said = paragraph(run("broker", "--bind", hub.address))
+    assert "already listens" in said and "--bind tcp://127.0.0.1:" in said
+
+
+def test_a_node_without_a_broker_says_what_to_start() -> None:
+    with broker() as hub:
+        address = hub.address
+        assert hub.end() == 0
+    said = paragraph(run("node", address, "--wait-seconds", "0.2"))
+    assert said.startswith("zmqtrain-node: no broker answers at") and "zmqtrain-broker --bind" in said
+    assert "no broker answers" in paragraph(run("status", address, "--wait-seconds", "0.2"))
+
+
+def test_a_run_for_custom_loops_refuses_the_command_and_says_how_to_name_a_program() -> None:
+    with broker() as hub:
+        assert "zmqtrain-broker --program text" in paragraph(run("node", hub.address))
