@@ -68,11 +68,11 @@ class Inbox:
         while self._arrived and len(self._updates) < DECODED:
             deliver, frames = self._arrived.popleft()
             began = time.thread_time()
-            landed = (*self._landed_unseen, *deliver.landed)
-            self._landed_unseen.clear()
             if isinstance(deliver.announcement, Aggregate):
-                update = coder.decode_aggregate(deliver.announcement, landed, frames)
+                update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
             else:
+                landed = (*self._landed_unseen, *deliver.landed)
+                self._landed_unseen.clear()
                 update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset)
             self.decode_seconds += time.thread_time() - began
             self._updates.put_nowait(update)

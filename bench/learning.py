@@ -1,0 +1,424 @@
+"""Measure what a run learns: real nodes and a real broker on 127.0.0.1 against synchronous data parallel and one node alone.
+
+    over_sync_% = 100 x (held-out loss / held-out loss of synchronous data parallel with the same samples - 1)
+
+Rule 1: all methods share the initial parameters, the data units, the program and the held-out set of a seed. `synchronous`
+takes one step with the mean gradient over the batches of all nodes, which is what DDP computes; `one node` takes as many
+steps, with its own batch alone: a run must lie near the first, far below the second.
+Rule 2: every method has a learning rate of its own, the best of `RATES` for seed 0 (`--tune` tries them all again).
+Rule 3: every node is a process, and so is the broker; they run as a user's would, in the default mode, by what the package
+offers anybody. A step takes `--step-milliseconds`, of which it computes some and sleeps the rest, as where a GPU computes:
+else N nodes on a few cores would measure these cores.  Rule 4: a score is that of the shared parameters after `finish`.
+
+Columns: loss, sd: held-out, in nats, mean and deviation over the seeds.  over_sync_sd: of the seeds' own ratios.
+steps: of one node (the mean).  steps_per_offer: k as it came out; more than k where offers were refused.  age_steps: of
+an aggregate when it is applied, from its offer (median).  sent_mb, received_mb: 10^6 bytes of one node, with all that a
+run costs: joining, heads, heartbeats, and the last exchange, which is dense.  compression: the bytes of synchronous
+data parallel in float32 (4 bytes a parameter, each step, each way) over these.  seconds: of one run, joining included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from report import print_table, write_json
+
+from zmqtrain import Program, RunSettings, TrainingLoop, connect, load_program
+from zmqtrain.programs import parse_arguments
+from zmqtrain.runtime.broker import Broker
+from zmqtrain.runtime.serve import serve
+from zmqtrain.train.step import LocalStep
+
+__all__ = ["Task", "Method", "default_tasks", "measure", "main"]
+
+HERE = "tcp://127.0.0.1:0"
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+NODES = 4
+ANSWER_SECONDS = 600.0
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned. steps: of one node, a multiple of batches_per_unit; step_milliseconds: the least time of one."""
+
+    name: str
+    program: str
+    arguments: Mapping[str, str | int]
+    batches_per_unit: int
+    steps: int
+    step_milliseconds: float
+    source: str
+
+    def make(self, rate: float, seed: int) -> Program:
+        """Return the program with a learning rate and a seed for the order of the data."""
+        return load_program(self.program, self._arguments(rate, seed))
+
+    def settings(self, method: Method, rate: float, seed: int, nodes: int) -> RunSettings:
+        """Return the settings of a run of `nodes` nodes."""
+        written = ",".join(f"{name}={value}" for name, value in self._arguments(rate, seed).items())
+        return replace(
+            method.settings,
+            program=self.program,
+            program_arguments=written,
+            seed=seed,
+            units=nodes * self.steps // self.batches_per_unit,
+            start_nodes=nodes,
+            evaluate_seconds=0.0,
+        )
+
+    def _arguments(self, rate: float, seed: int) -> dict[str, str | int | float]:
+        return {**self.arguments, "batches_per_unit": self.batches_per_unit, "rate": rate, "seed": seed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How it is learned. settings: of a run, None where there is none; together: whose batches make one step's."""
+
+    name: str
+    settings: RunSettings | None = None
+    together: bool = False
+
+
+METHODS = (
+    Method(name="one node"),
+    Method(name="synchronous", together=True),
+    Method(name="k=2 ternary", settings=RunSettings(every=2, delay=1, outer="sgd:rate=1")),
+    Method(name="k=8 ternary", settings=RunSettings(every=8, delay=4, outer="sgd:rate=1")),
+)
+
+RATES: dict[tuple[str, str], tuple[float, ...]] = {
+    ("text", "one node"): (2e-3, 4e-3, 8e-3),
+    ("text", "synchronous"): (4e-3, 8e-3, 16e-3),
+    ("text", "k=2 ternary"): (4e-3, 8e-3, 16e-3),
+    ("text", "k=8 ternary"): (4e-3, 8e-3, 16e-3),
+    ("images", "one node"): (1e-3, 2e-3, 4e-3),
+    ("images", "synchronous"): (1e-3, 2e-3, 4e-3),
+    ("images", "k=2 ternary"): (1e-3, 2e-3, 4e-3),
+    ("images", "k=8 ternary"): (1e-3, 2e-3, 4e-3),
+}
+"""The rates that `--tune` tries."""
+
+BEST_RATE: dict[tuple[str, str], float] = {key: rates[1] for key, rates in RATES.items()}
+"""The one of them that gave the least loss with seed 0."""
+
+
+def default_tasks(text: str, images: str) -> tuple[Task, ...]:
+    """Return a byte-level transformer of 115,000 parameters on `text`, 128 bytes a step and node, and a convolutional
+    network of 55,000 on `images`, 16 a step and node.
+    """
+    return (
+        Task(
+            name="text",
+            program="text",
+            arguments={"data": text, "batch": 2, "context": 64},
+            batches_per_unit=16,
+            steps=1536,
+            step_milliseconds=12.0,
+            source="the source of Python's standard library" if text == "stdlib" else Path(text).name,
+        ),
+        Task(
+            name="images",
+            program="image",
+            arguments={"data": images, "width": 16, "batch": 16},
+            batches_per_unit=4,
+            steps=560,
+            step_milliseconds=12.0,
+            source="scikit-learn's digits" if images == "digits" else Path(images).name,
+        ),
+    )
+
+
+def quick(task: Task) -> Task:
+    """Return the task at toy size."""
+    small = {"text": {"width": 16, "layers": 1, "heads": 2, "context": 16}, "images": {"width": 2, "batch": 4}}
+    return replace(task, arguments={**task.arguments, **small[task.name]}, steps=4 * task.batches_per_unit)
+
+
+# ---------------------------------------------------------------------- one process: the references
+
+
+def train_here(task: Task, rate: float, seed: int, nodes: int) -> Scores:
+    """Train in this process, each step on the batches of `nodes` nodes at once; return the scores."""
+    program = task.make(rate, seed)
+    local = LocalStep(program)
+    state = local.init(seed)
+    for batch in islice(_joined_batches(program, nodes), task.steps):
+        state, _ = local.step(state, batch)
+    return program.evaluate(state.params)
+
+
+def _joined_batches(program: Program, nodes: int) -> Iterator[Any]:
+    first = 0
+    while True:
+        for batches in zip(*(program.batches(first + node) for node in range(nodes)), strict=True):
+            yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+        first += nodes
+
+
+# ---------------------------------------------------------------------- many processes: a run
+
+
+class Helper:
+    """A process of this file that answers lines of JSON with lines of JSON: a node or a broker, run after run."""
+
+    def __init__(self, role: str, cache: str) -> None:
+        command = [sys.executable, __file__, "--role", role, "--cache", cache]
+        self.role = role
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, **job: Any) -> None:
+        """Say what to do."""
+        assert self._process.stdin is not None
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+
+    def hear(self) -> dict[str, Any]:
+        """Return the next answer. Raises RuntimeError if the process has ended, or none came for ten minutes."""
+        assert self._process.stdout is not None
+        came, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
+        line = self._process.stdout.readline() if came else ""
+        if not line:
+            raise RuntimeError(f"the {self.role} of the bench gave no answer; what went wrong stands above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def train_apart(task: Task, method: Method, rate: float, seed: int, broker: Helper, nodes: Sequence[Helper]) -> Scores:
+    """Train in a run of its own, a node in each of the processes; return the scores and the figures of one node."""
+    assert method.settings is not None
+    began = time.perf_counter()
+    broker.tell(**task.settings(method, rate, seed, len(nodes)).to_dict())
+    address = broker.hear()["address"]
+    for number, node in enumerate(nodes):
+        node.tell(address=address, name=f"node-{number}", step_seconds=task.step_milliseconds / 1e3)
+    results = [node.hear() for node in nodes]
+    hub = broker.hear()
+    losses = [result["loss"] for result in results]
+    if max(losses) - min(losses) > 1e-3 * max(losses):
+        raise RuntimeError(f"the nodes ended with different parameters: their losses are {losses}")
+    figures = {key: statistics.fmean(result[key] for result in results) for key in results[0]}
+    return {**figures, "aggregates": hub["version"], "seconds": time.perf_counter() - began}
+
+
+def be_node(job: dict[str, Any]) -> None:
+    """Train in the run at an address until its data is done; say the scores and the figures."""
+    with connect(job["address"], job["name"]) as node:
+        settings = node.settings
+        program = load_program(settings.program, parse_arguments(settings.program_arguments))
+        result = TrainingLoop(program, node, watch=pace(job["step_seconds"])).run(node.batches(program))
+    figures = result.statistics
+    answer(
+        {
+            **result.scores,
+            "steps": figures.steps,
+            "steps_per_offer": figures.steps / max(1, figures.offers),
+            "age_steps": figures.age_steps,
+            "sent_mb": figures.bytes_sent / 1e6,
+            "received_mb": figures.bytes_received / 1e6,
+        }
+    )
+
+
+def be_broker(job: dict[str, Any]) -> None:
+    """Serve a run with these settings until it is over; say the address, and at the end the version."""
+
+    def say_address(broker: Broker) -> None:
+        answer({"address": broker.channel.address})
+
+    answer({"version": serve(HERE, RunSettings.from_dict(job), ready=say_address).version})
+
+
+def pace(step_seconds: float) -> Callable[[int, Any], None]:
+    """Return a watcher that lets no step begin sooner than `step_seconds` after the one before."""
+    due = time.perf_counter()
+
+    def watch(number: int, loss: Any) -> None:
+        nonlocal due
+        due = max(due + step_seconds, time.perf_counter())
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+    return watch
+
+
+def answer(what: Mapping[str, Any]) -> None:
+    """Say one line of JSON to the process that started this one."""
+    print(json.dumps(what), flush=True)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+class Bench:
+    """The processes of a bench, and what they measure. Use it in a with-block."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Bench:
+        self._cache = self._stack.enter_context(tempfile.TemporaryDirectory())
+        self._broker = self._start("broker")
+        self._helpers = [self._start("node") for _ in range(self.nodes)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, role: str) -> Helper:
+        helper = Helper(role, self._cache)
+        self._stack.callback(helper.close)
+        return helper
+
+    def train(self, task: Task, method: Method, rate: float, seed: int) -> Scores:
+        """Train once; return the scores, and of a run the figures of one node."""
+        if method.settings is not None:
+            return train_apart(task, method, rate, seed, self._broker, self._helpers)
+        began = time.perf_counter()
+        scores = train_here(task, rate, seed, self.nodes if method.together else 1)
+        return {**scores, "steps": task.steps, "seconds": time.perf_counter() - began}
+
+
+def measure(bench: Bench, task: Task, methods: Sequence[Method], seeds: int) -> list[dict[str, Any]]:
+    """Train `seeds` times with each method, at its own rate; return the rows of the table."""
+    synchronous: list[float] = []
+    rows = []
+    for method in sorted(methods, key=lambda method: not method.together):  # what the others are compared with comes first
+        rate = BEST_RATE[task.name, method.name]
+        runs = [bench.train(task, method, rate, seed) for seed in range(seeds)]
+        for seed, run in enumerate(runs):
+            print(f"{task.name}, {method.name}, seed {seed}: {_in_words(run)}", file=sys.stderr, flush=True)
+        losses = [run["loss"] for run in runs]
+        synchronous = synchronous or losses
+        over = [100 * (loss / reference - 1) for loss, reference in zip(losses, synchronous, strict=True)]
+        means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+        rows.append(
+            {
+                "task": task.name,
+                "data": task.source,
+                "method": method.name,
+                "rate": rate,
+                "seeds": seeds,
+                "loss": means["loss"],
+                "sd": _deviation(losses),
+                "over_sync_%": 100 * (means["loss"] / statistics.fmean(synchronous) - 1),
+                "over_sync_sd": _deviation(over),
+                "accuracy_%": means.get("accuracy"),
+                **_describe(task, method, means, bench.nodes),
+            }
+        )
+    order = {method.name: place for place, method in enumerate(methods)}
+    return sorted(rows, key=lambda row: order[row["method"]])
+
+
+def _describe(task: Task, method: Method, means: Scores, nodes: int) -> dict[str, Any]:
+    """Return the columns on how a row came about, and what it cost."""
+    synchronous_mb = 4e-6 * _parameter_count(task) * task.steps
+    traffic = (means["sent_mb"], means["received_mb"]) if method.settings else (synchronous_mb * method.together,) * 2
+    return {
+        "nodes": nodes if method.settings or method.together else 1,
+        "steps": means["steps"],
+        "k": method.settings.every if method.settings else None,
+        "d": method.settings.delay if method.settings else None,
+        "steps_per_offer": means.get("steps_per_offer"),
+        "age_steps": means.get("age_steps"),
+        "sent_mb": traffic[0],
+        "received_mb": traffic[1],
+        "compression": 2 * synchronous_mb / sum(traffic) if any(traffic) else None,
+        "seconds": means["seconds"],
+    }
+
+
+def _parameter_count(task: Task) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.make(1e-3, 0).init, 0)))
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _in_words(run: Scores) -> str:
+    return ", ".join(f"{key} {value:.4g}" for key, value in run.items())
+
+
+def tune(bench: Bench, task: Task, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """Train with each rate of each method, with seed 0; return one row for each."""
+    rows = []
+    for method in methods:
+        for rate in RATES[task.name, method.name]:
+            run = bench.train(task, method, rate, 0)
+            print(f"{task.name}, {method.name}, rate {rate:g}: {_in_words(run)}", file=sys.stderr, flush=True)
+            rows.append({"task": task.name, "data": task.source, "method": method.name, "rate": rate, **run})
+    return rows
+
+
+def main() -> None:
+    """Read the command line; measure or tune, print the table, write the JSON."""
+    text, images = SHARED_DATA / "tinyshakespeare" / "input.txt", SHARED_DATA / "mnist"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default=str(text) if text.is_file() else "stdlib", help="a file, or stdlib")
+    parser.add_argument("--images", default=str(images) if images.is_dir() else "digits", help="a folder, or digits")
+    parser.add_argument("--task", nargs="+", choices=("text", "images"), default=("text", "images"))
+    parser.add_argument("--method", nargs="+", choices=[method.name for method in METHODS], metavar="METHOD")
+    parser.add_argument("--nodes", type=int, default=NODES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of one node, rounded up to whole units (default: 1536 and 560)")
+    parser.add_argument("--step-milliseconds", type=float, help="the least time of a step (default: 12)")
+    parser.add_argument("--tune", action="store_true", help="try the rates instead, with seed 0")
+    parser.add_argument("--quick", action="store_true", help="toy size: whether it works, not how well")
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--role", choices=("node", "broker"), help=argparse.SUPPRESS)
+    parser.add_argument("--cache", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role is not None:
+        return serve_jobs(options.role, options.cache)
+
+    tasks = [task for task in default_tasks(options.text, options.images) if task.name in options.task]
+    if options.quick:
+        tasks = [quick(task) for task in tasks]
+    if options.steps is not None:
+        tasks = [replace(t, steps=-(-options.steps // t.batches_per_unit) * t.batches_per_unit) for t in tasks]
+    if options.step_milliseconds is not None:
+        tasks = [replace(task, step_milliseconds=options.step_milliseconds) for task in tasks]
+    wanted = options.method or [method.name for method in METHODS]
+    methods = [method for method in METHODS if method.name in wanted or (method.together and not options.tune)]
+    rows = []
+    with Bench(options.nodes) as bench:
+        for task in tasks:
+            rows += tune(bench, task, methods) if options.tune else measure(bench, task, methods, options.seeds)
+    print_table(rows)
+    if options.json:
+        write_json(options.json, rows)
+
+
+def serve_jobs(role: str, cache: str) -> None:
+    """Be one of the bench's processes: do each job that comes in, a line of JSON, until there are no more."""
+    jax.config.update("jax_compilation_cache_dir", cache)  # the nodes compile the same functions, and so does every run
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for line in sys.stdin:
+        (be_node if role == "node" else be_broker)(json.loads(line))
+
+
+if __name__ == "__main__":
+    main()
