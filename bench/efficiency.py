@@ -222,6 +222,12 @@ def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], dict[str, Any], 
 def _row(
     case: Case, star: Star, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
 ) -> dict[str, Any]:
+    if not all(node["exchanges"] for node in nodes) or not broker["version"]:
+        raise RuntimeError(
+            f"a node applied no aggregate in the window of {case.steps} steps, {busy['busy']:.0%} of the cores were busy: "
+            "give more --steps, or a longer --every"
+        )
+
     def mean(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.fmean(value(node) for node in nodes)
 

@@ -1,14 +1,16 @@
-"""Measure what a run learns: real nodes and a real broker on 127.0.0.1 against synchronous data parallel and one node alone.
+"""Measure what a run learns: real nodes and a real broker, against synchronous data parallel and one node alone.
 
     over_sync_% = 100 x (held-out loss / held-out loss of synchronous data parallel with the same samples - 1)
 
-Rule 1: all methods share the initial parameters, the data units, the program and the held-out set of a seed. `synchronous`
-takes one step with the mean gradient over the batches of all nodes, which is what DDP computes; `one node` takes as many
-steps, with its own batch alone: a run must lie near the first, far below the second.
+Rule 1: all methods share the initial parameters, the data units, the program and the held-out set of a seed.
+`synchronous` takes one step with the mean gradient over the batches of all nodes, which is what DDP computes;
+`one node` takes as many steps, with its own batches alone: a run must lie near the first, far below the second.
 Rule 2: every method has a learning rate of its own, the best of `RATES` for seed 0 (`--tune` tries them all again).
-Rule 3: every node is a process, and so is the broker; they run as a user's would, in the default mode, by what the package
-offers anybody. A step takes `--step-milliseconds`, of which it computes some and sleeps the rest, as where a GPU computes:
-else N nodes on a few cores would measure these cores.  Rule 4: a score is that of the shared parameters after `finish`.
+Rule 3: every node is a process, and so is the broker, on 127.0.0.1; they run as a user's would, in the default mode, by
+what the package offers anybody. A step takes `--step-milliseconds`, of which it computes some and sleeps the rest, as
+where a GPU computes: else N nodes on a few cores would measure these cores. Where the cores are busy with other things,
+`--mode strict` measures what k, d and the codec cost, and no more: k is exact, nothing sleeps, same seeds give same bits.
+Rule 4: a score is that of the shared parameters after `finish`; it must be the same on all nodes.
 
 Columns: loss, sd: held-out, in nats, mean and deviation over the seeds.  over_sync_sd: of the seeds' own ratios.
 steps: of one node (the mean).  steps_per_offer: k as it came out; more than k where offers were refused.  age_steps: of
@@ -32,17 +34,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from report import print_table, write_json
 
 from zmqtrain import Program, RunSettings, TrainingLoop, connect, load_program
 from zmqtrain.programs import parse_arguments
 from zmqtrain.runtime.broker import Broker
 from zmqtrain.runtime.serve import serve
 from zmqtrain.train.step import LocalStep
+
+from report import print_table, write_json
 
 __all__ = ["Task", "Method", "default_tasks", "measure", "main"]
 
@@ -52,6 +55,7 @@ NODES = 4
 ANSWER_SECONDS = 600.0
 
 Scores = dict[str, float]
+Mode = Literal["default", "strict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +74,13 @@ class Task:
         """Return the program with a learning rate and a seed for the order of the data."""
         return load_program(self.program, self._arguments(rate, seed))
 
-    def settings(self, method: Method, rate: float, seed: int, nodes: int) -> RunSettings:
-        """Return the settings of a run of `nodes` nodes."""
+    def complete(self, settings: RunSettings, rate: float, seed: int, nodes: int, mode: Mode) -> RunSettings:
+        """Return the settings of a run of `nodes` nodes on this task."""
         written = ",".join(f"{name}={value}" for name, value in self._arguments(rate, seed).items())
         return replace(
-            method.settings,
+            settings,
+            mode=mode,
+            release="all" if mode == "strict" else settings.release,
             program=self.program,
             program_arguments=written,
             seed=seed,
@@ -104,8 +110,8 @@ METHODS = (
 )
 
 RATES: dict[tuple[str, str], tuple[float, ...]] = {
-    ("text", "one node"): (2e-3, 4e-3, 8e-3),
-    ("text", "synchronous"): (4e-3, 8e-3, 16e-3),
+    ("text", "one node"): (1e-3, 2e-3, 4e-3, 8e-3),
+    ("text", "synchronous"): (2e-3, 4e-3, 8e-3, 16e-3),
     ("text", "k=2 ternary"): (4e-3, 8e-3, 16e-3),
     ("text", "k=8 ternary"): (4e-3, 8e-3, 16e-3),
     ("images", "one node"): (1e-3, 2e-3, 4e-3),
@@ -204,14 +210,13 @@ class Helper:
         self._process.communicate()
 
 
-def train_apart(task: Task, method: Method, rate: float, seed: int, broker: Helper, nodes: Sequence[Helper]) -> Scores:
+def train_apart(settings: RunSettings, step_seconds: float, broker: Helper, nodes: Sequence[Helper]) -> Scores:
     """Train in a run of its own, a node in each of the processes; return the scores and the figures of one node."""
-    assert method.settings is not None
     began = time.perf_counter()
-    broker.tell(**task.settings(method, rate, seed, len(nodes)).to_dict())
+    broker.tell(**settings.to_dict())
     address = broker.hear()["address"]
     for number, node in enumerate(nodes):
-        node.tell(address=address, name=f"node-{number}", step_seconds=task.step_milliseconds / 1e3)
+        node.tell(address=address, name=f"node-{number}", step_seconds=step_seconds)
     results = [node.hear() for node in nodes]
     hub = broker.hear()
     losses = [result["loss"] for result in results]
@@ -272,8 +277,8 @@ def answer(what: Mapping[str, Any]) -> None:
 class Bench:
     """The processes of a bench, and what they measure. Use it in a with-block."""
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: int, mode: Mode) -> None:
+        self.nodes, self.mode = nodes, mode
         self._stack = ExitStack()
 
     def __enter__(self) -> Bench:
@@ -293,7 +298,9 @@ class Bench:
     def train(self, task: Task, method: Method, rate: float, seed: int) -> Scores:
         """Train once; return the scores, and of a run the figures of one node."""
         if method.settings is not None:
-            return train_apart(task, method, rate, seed, self._broker, self._helpers)
+            settings = task.complete(method.settings, rate, seed, self.nodes, self.mode)
+            step_seconds = task.step_milliseconds / 1e3 if self.mode == "default" else 0.0
+            return train_apart(settings, step_seconds, self._broker, self._helpers)
         began = time.perf_counter()
         scores = train_here(task, rate, seed, self.nodes if method.together else 1)
         return {**scores, "steps": task.steps, "seconds": time.perf_counter() - began}
@@ -303,7 +310,7 @@ def measure(bench: Bench, task: Task, methods: Sequence[Method], seeds: int) -> 
     """Train `seeds` times with each method, at its own rate; return the rows of the table."""
     synchronous: list[float] = []
     rows = []
-    for method in sorted(methods, key=lambda method: not method.together):  # what the others are compared with comes first
+    for method in sorted(methods, key=lambda method: not method.together):  # the reference comes first
         rate = BEST_RATE[task.name, method.name]
         runs = [bench.train(task, method, rate, seed) for seed in range(seeds)]
         for seed, run in enumerate(runs):
@@ -317,6 +324,7 @@ def measure(bench: Bench, task: Task, methods: Sequence[Method], seeds: int) -> 
                 "task": task.name,
                 "data": task.source,
                 "method": method.name,
+                "mode": bench.mode if method.settings else None,
                 "rate": rate,
                 "seeds": seeds,
                 "loss": means["loss"],
@@ -380,6 +388,7 @@ def main() -> None:
     parser.add_argument("--images", default=str(images) if images.is_dir() else "digits", help="a folder, or digits")
     parser.add_argument("--task", nargs="+", choices=("text", "images"), default=("text", "images"))
     parser.add_argument("--method", nargs="+", choices=[method.name for method in METHODS], metavar="METHOD")
+    parser.add_argument("--mode", choices=("default", "strict"), default="default", help="of the runs")
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of one node, rounded up to whole units (default: 1536 and 560)")
@@ -403,7 +412,7 @@ def main() -> None:
     wanted = options.method or [method.name for method in METHODS]
     methods = [method for method in METHODS if method.name in wanted or (method.together and not options.tune)]
     rows = []
-    with Bench(options.nodes) as bench:
+    with Bench(options.nodes, options.mode) as bench:
         for task in tasks:
             rows += tune(bench, task, methods) if options.tune else measure(bench, task, methods, options.seeds)
     print_table(rows)

@@ -74,11 +74,9 @@ def test_before_anybody_founds_the_run_the_headline_says_what_is_awaited() -> No
 
 
 def test_the_plain_line_sums_over_the_members_and_says_who_waits() -> None:
-    waiting = member(
-        "pc-3", loss=2.75, samples_per_second=600.0, bytes_sent=1, bytes_received=1, waiting="for data units"
-    )
+    waiting = member("pc-3", loss=2.75, samples_per_second=600.0, bytes_sent=1, bytes_received=1, waiting="data units")
     line = roster_line(roster(TRAINING, NEW, waiting))
-    assert "4 k/s · loss 2.500 · up 1.2 MB, down 1.0 kB · pc-3: for data units" in line.replace("4.0", "4")
+    assert "4 k/s · loss 2.500 · up 1.2 MB, down 1.0 kB · pc-3 waits for data units" in line.replace("4.0", "4")
 
 
 def render(table: object, width: int) -> str:
@@ -95,7 +93,7 @@ def test_the_table_has_a_row_for_each_member_and_marks_the_one_that_scores() -> 
 
 
 def test_the_table_fits_a_terminal_of_80_columns_with_a_node_that_waits() -> None:
-    waiting = TRAINING | {"waiting": "waiting for the run's parameters (or for the nodes that the run starts with)"}
+    waiting = TRAINING | {"waiting": "the nodes that the run starts with"}
     assert all(len(line) <= 80 for line in render(roster_table(roster(waiting)), 80).splitlines())
 
 

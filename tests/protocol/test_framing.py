@@ -39,7 +39,9 @@ from zmqtrain.types import MAX_FRAME_BYTES
 
 EXAMPLES = [
     Hello("pc-1"),
-    Welcome("run-1", 3, RunSettings().to_dict(), (("w", (2, 3), "float32"), ("scalar", (), "float32")), ((1, 2),), (4,)),
+    Welcome(
+        "run-1", 3, RunSettings().to_dict(), (("w", (2, 3), "float32"), ("scalar", (), "float32")), ((1, 2),), (4,)
+    ),
     Refused("model", "no"),
     Heartbeat(1.5),
     Goodbye(),

@@ -130,7 +130,7 @@ def _outward_address() -> str:
 
 def _greeting(config: BrokerConfig, broker: Broker, keys: CurveKeys | None) -> str:
     addresses = node_addresses(config.bind, broker.channel.address)
-    key = f" --server-key '{keys.public.decode()}'" if keys is not None else ""
+    key = f" --server-key='{keys.public.decode()}'" if keys is not None else ""
     version = f", resumed at version {broker.hub.version}" if broker.hub.version >= 0 else ""
     where = "on this machine" if is_loopback(config.bind) else "on each PC"
     lines = [

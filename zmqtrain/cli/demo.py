@@ -32,7 +32,7 @@ PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
 WARM_STEPS = 16
 FLOAT_BYTES = 4
-SHARED = RunSettings(program="text", every=8, delay=4, evaluate_seconds=2.0)
+SHARED = RunSettings(program="text", program_arguments="rate=0.005", every=4, delay=2, evaluate_seconds=2.0)
 ALONE = replace(SHARED, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
 """With these, the run of a single node is the training it would do without a broker, step for step."""
 NOT_SHARED = "nothing"
@@ -142,7 +142,7 @@ def _run(config: DemoConfig) -> int:
     figure_type = _load_matplotlib()
     _check_folder(config.output)
     log_to_stderr(config.verbose)
-    arguments = f"data={config.data}" if config.data else ""
+    arguments = SHARED.program_arguments + (f",data={config.data}" if config.data else "")
     shared = replace(SHARED, program_arguments=arguments, start_nodes=config.nodes)
     alone = replace(ALONE, program_arguments=arguments)
     paced, together_label = pace_sentence(config.pace_seconds), f"{config.nodes} nodes together"
@@ -177,7 +177,8 @@ def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig) ->
                 if time.monotonic() > latest:
                     raise ZmqTrainError(f"the nodes did not begin to train within {START_SECONDS:.0f} s")
                 time.sleep(LOOK_SECONDS)
-            federation.kill()  # the curve ends here: what a node would still send is not in it
+            federation.broker.stop()  # the curve ends here: what a node would still send is not in it
+            federation.kill()
     return None if interrupted() else recorder.curve()
 
 

@@ -93,17 +93,16 @@ def _figure(member: Member, name: str) -> float:
 # ---------------------------------------------------------------------- a roster
 
 
-def roster_headline(roster: Roster) -> str:
-    """Return how the run stands, without its members, in one line."""
+def roster_headline(roster: Roster, separator: str = " · ") -> str:
+    """Return how the run stands, without its members; separator: before the held-out scores (a line's end, say)."""
     parts = [f"{format_seconds(roster.seconds)}"]
     parts.append(f"version {roster.version}" if roster.version >= 0 else "waiting for the first node")
     parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
     parts.append(f"{format_count(roster.samples)} samples")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
-    if roster.scores:
-        parts.append(f"held-out {format_scores(roster.scores)}")
-    return " · ".join(parts)
+    line = " · ".join(parts)
+    return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
 
 
 def roster_line(roster: Roster) -> str:
@@ -118,7 +117,7 @@ def roster_line(roster: Roster) -> str:
     if losses:
         line += f" · loss {format_number(sum(losses) / len(losses))}"
     line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"
-    waiting = [f"{member['name']}: {member['waiting']}" for member in roster.members if member.get("waiting")]
+    waiting = [f"{member['name']} waits for {member['waiting']}" for member in roster.members if member.get("waiting")]
     return line + (f" · {'; '.join(waiting)}" if waiting else "")
 
 
@@ -130,7 +129,8 @@ def roster_table(roster: Roster) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for member in roster.members:
-        doing = str(member.get("waiting") or ("" if member["state"] == "live" else member["state"]))
+        state = "" if member["state"] == "live" else str(member["state"])
+        doing = f"waits for {member['waiting']}" if member.get("waiting") else state
         table.add_row(
             str(member["name"]) + (" *" if member["peer"] == roster.evaluator and len(roster.members) > 1 else ""),
             _cell(_figure(member, "step"), "{:.0f}"),
@@ -235,7 +235,7 @@ class Display:
         title = Text(self.title, style="bold")
         if roster is None:
             return Group(title, Text("waiting for the first report", style="dim"))
-        return Group(title, Text(roster_headline(roster)), roster_table(roster))
+        return Group(title, Text(roster_headline(roster, "\n")), roster_table(roster))
 
 
 class _CurrentStderr(logging.Handler):

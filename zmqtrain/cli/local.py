@@ -78,7 +78,8 @@ class Federation:
         self._broker: BrokerThread | None = None
         self._checkpoint, self._checkpoint_seconds, self._watch = checkpoint, checkpoint_seconds, watch
         self._children: list[_Child] = []
-        self._last: Roster | None = None
+        self._members: dict[str, dict[str, int | float | str | bool]] = {}
+        self._stopping = False
 
     def __enter__(self) -> Federation:
         self._broker = BrokerThread(
@@ -112,12 +113,12 @@ class Federation:
 
     @property
     def roster(self) -> Roster | None:
-        """How the run stands, as the broker last said; once all nodes have left, with those that were there last."""
+        """How the run stands, as the broker last said; once the nodes are told to end, with what each said last."""
         roster = self.broker.roster
-        if roster is None or roster.members:
-            self._last = roster
-            return roster
-        return roster if self._last is None else replace(roster, members=self._last.members)
+        if roster is None:
+            return None
+        self._members |= {str(member["name"]): member for member in roster.members}
+        return replace(roster, members=tuple(self._members.values())) if self._stopping else roster
 
     @property
     def running(self) -> bool:
@@ -137,7 +138,7 @@ class Federation:
 
     def stop_nodes(self, timeout_seconds: float = FLUSH_SECONDS) -> list[Departure]:
         """Ask every node to send what it has and to end; return those that had ended before, or did not end well."""
-        before = self.departures()
+        before, self._stopping = self.departures(), True
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGINT)

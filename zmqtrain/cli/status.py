@@ -46,8 +46,8 @@ def _run(config: StatusConfig) -> int:
         elif config.json:
             print(roster_as_json(roster))
         else:
-            console = Console(highlight=False)
-            console.print(f"{title}\n{roster_headline(roster)}", markup=False)
+            console, headline = Console(highlight=False), roster_headline(roster, "\n")
+            console.print(f"{title}\n{headline}", markup=False)
             if roster.members:
                 console.print(roster_table(roster))
     return 0

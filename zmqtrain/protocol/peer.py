@@ -87,6 +87,7 @@ class Peer:
         self.in_flight: set[int] = set()
         self.confirmed = False
         self._announced = -1
+        self._behind_since: float | None = None
         self._reset = self._missing = False  # until a whole snapshot is here
         self._open: dict[int, Aggregate | Snapshot] = {}
         self._hello_at = 0.0
@@ -141,7 +142,7 @@ class Peer:
         if now < self._beat_at:
             return []
         self._beat_at = now + self.settings.heartbeat_seconds
-        return [Send(Heartbeat(now))]
+        return [Send(Heartbeat(now)), *self._resync_if_behind(now)]
 
     # ------------------------------------------------------------------ what the hub says
 
@@ -199,6 +200,18 @@ class Peer:
 
     # ------------------------------------------------------------------ the moves
 
+    def _resync_if_behind(self, now: float) -> list[PeerEffect]:
+        """Fetch what the hub dropped on its way here, where no later aggregate shows the gap."""
+        assert self.settings is not None
+        behind = self.roster is not None and self.roster.version > self._announced and not self._open
+        if self.state is not PeerState.LIVE or not behind:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+        elif now - self._behind_since > self.settings.lost_seconds:
+            return self._resync()
+        return []
+
     def _hello(self, now: float) -> list[PeerEffect]:
         self._hello_at = now + HELLO_SECONDS
         role = "observer" if self.observer else "node"
@@ -243,6 +256,7 @@ class Peer:
         return [Send(Fetch(-1 if self._reset or self._missing else self.version, model_to_wire(self.model)))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
+        self._behind_since = None
         if isinstance(announcement, Snapshot):
             self._announced, self.state = announcement.version, PeerState.LIVE
             if not announcement.sizes:

@@ -56,7 +56,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
-from zmqtrain.runtime.checkpoint import CheckpointFolder, describe_difference, export_model
+from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.outer import outer_from_spec
@@ -76,8 +76,6 @@ OUTBOX_WINDOW_BYTES = 2 << 20
 """What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
 OUTBOX_RELEASES = 4
 """How many aggregates may queue for one peer before it is sent a snapshot instead."""
-FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
-"""Settings that may change when a run is resumed."""
 
 
 def canonical(settings: RunSettings) -> RunSettings:
@@ -136,9 +134,8 @@ class Broker:
         run = f"run-{secrets.token_hex(4)}"
         self.hub = Hub(self.settings, release_rule_from_spec(settings.release), run, time.monotonic())
         self.aggregator = Aggregator(self.settings)
-        self.folder = CheckpointFolder(checkpoint) if checkpoint is not None else None
-        if self.folder is not None:
-            self._resume(self.folder)
+        self.keeper = Keeper(checkpoint, self._job_failed)
+        self.keeper.resume(self.hub, self.aggregator)
         self._credits = Credits(GRANT_WINDOW_BYTES)
         self._links: dict[PeerId, _Link] = {}
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
@@ -151,35 +148,6 @@ class Broker:
         self._aggregate_seconds = 0.0
         self._bytes_sent = self._bytes_received = self._snapshots_served = self._dropped = 0
         self._saved_version, self._saved_at = self.hub.version, time.monotonic()
-
-    def _resume(self, folder: CheckpointFolder) -> None:
-        loaded = folder.load()
-        if loaded is None:
-            return
-        state, arrays = loaded
-        difference = describe_difference(state.get("settings", {}), self.settings.to_dict(), FREE_SETTINGS)
-        if difference:
-            raise ConfigError(
-                f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
-                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one."
-            )
-        self.hub.restore(state)
-        self.aggregator.plan(self.hub.model)
-        self.aggregator.restore(self.hub.version, arrays)
-        replayed = 0
-        for released, landed, samples in folder.replay(self.hub.version):
-            self.aggregator.replay(released)
-            self.hub.replay(released.version, landed, samples)
-            replayed += 1
-        logger.info(
-            "resuming %s at version %d (%d from the journal), %d samples",
-            self.hub.run,
-            self.hub.version,
-            replayed,
-            self.hub.samples,
-        )
-        folder.save(self.hub.version, self.hub.state(), self.aggregator.arrays())
-        folder.begin_journal(self.hub.version)
 
     # ------------------------------------------------------------------ living
 
@@ -208,9 +176,7 @@ class Broker:
             await asyncio.gather(receiving, return_exceptions=True)
             # the codec thread finishes what it has; its results are of no use any more
             await asyncio.to_thread(self._worker.close, 60.0)
-            if self.folder is not None:
-                self._save_now(self.folder)
-                self.folder.close()
+            await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
             await self.channel.close()
         if self._failure is not None:
             raise self._failure
@@ -435,14 +401,11 @@ class Broker:
 
     def _found(self, frames: Sequence[Buffer], state: dict[str, Any]) -> None:
         self.aggregator.found(frames)
-        if self.folder is not None:
-            self.folder.save(0, state, self.aggregator.arrays())
-            self.folder.begin_journal(0)
+        self.keeper.save(state, self.aggregator)
 
     def _release(self, reduce: Reduce) -> Released:
         released = self.aggregator.release(reduce)
-        if self.folder is not None:
-            self.folder.append((released, reduce.landed, reduce.samples))
+        self.keeper.released(released, reduce)
         return released
 
     def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
@@ -508,28 +471,8 @@ class Broker:
             except ChannelClosed:
                 return
 
-    # ------------------------------------------------------------------ saving
-
     def _save_when_due(self) -> None:
         now = time.monotonic()
-        if (
-            self.folder is None
-            or self.hub.version <= self._saved_version
-            or now - self._saved_at < self.checkpoint_seconds
-        ):
-            return
-        self._saved_version, self._saved_at = self.hub.version, now
-        folder, state = self.folder, self.hub.state()
-
-        def save() -> None:
-            folder.save(self.aggregator.version, state, self.aggregator.arrays())
-            folder.begin_journal(self.aggregator.version)
-
-        self._job(save)
-
-    def _save_now(self, folder: CheckpointFolder) -> None:
-        if self.aggregator.version >= 0:
-            path = folder.save(self.aggregator.version, self.hub.state(), self.aggregator.arrays())
-            model = folder.folder / "model.safetensors"
-            export_model(model, self.aggregator.arrays())
-            logger.info("saved %s, and the model alone as %s", path, model)
+        if self.hub.version > self._saved_version and now - self._saved_at >= self.checkpoint_seconds:
+            self._saved_version, self._saved_at = self.hub.version, now
+            self._job(partial(self.keeper.save, self.hub.state(), self.aggregator))

@@ -1,4 +1,4 @@
-"""Bring aggregates and snapshots from the wire to the training thread: compressed as long as possible, in version order.
+"""Bring aggregates and snapshots from the wire to the training thread: compressed as long as can be, in version order.
 
 Rule 1: filled and decoded by the codec thread; the training thread only takes what is decoded.
 Rule 2: bounded at every stage; who is too far behind takes one snapshot instead of many aggregates, and loses nothing.

@@ -107,8 +107,8 @@ class Node:
             port = self.address.rpartition(":")[2]
             raise HubUnreachable(
                 f"no broker answers at {self.address} (waited {timeout_seconds:g} s). Start one on the hub with "
-                f"`zmqtrain-broker --bind tcp://*:{port}`, check the address and the port, and that the hub's firewall "
-                "lets that one port in.",
+                f"`zmqtrain-broker --bind tcp://*:{port} --insecure`, check the address and the port, and that the "
+                "hub's firewall lets that one port in; a broker with keys answers only who gives its --server-key.",
                 self.address,
             )
         assert self._peer.settings is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,7 @@ def serve(
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
-    ready: called in the broker's loop once it listens.  watch: with every roster.  interrupted: called at each SIGINT
+    ready: called in the broker's loop once it listens.  watch: with every roster, and how it ended.  interrupted: called at each SIGINT
     or SIGTERM with how many have come; the first stops the broker (in the main thread only; None leaves signals alone).
     Raises ConfigError, AddressInUse, CheckpointError, and whatever ended the broker.
     """
@@ -54,6 +55,8 @@ def serve(
             _stop_at_signals(broker, interrupted)
         ready(broker)
         await broker.run()
+        if watch is not None:
+            watch(broker.hub.roster(time.monotonic()))  # how the run ended
         return broker.statistics()
 
     return asyncio.run(live())

@@ -1,0 +1,109 @@
+"""Keep a broker's run: resume it, save it while it goes on, lose nothing that a node has heard of.
+
+Rule 1: called by the broker's codec thread, which owns the arrays; only the writing of a checkpoint has a thread of its
+own, on copies, so that a slow disk delays no aggregate.  Rule 2: without a folder every method does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Reduce
+from zmqtrain.runtime.aggregator import Aggregator, Released
+from zmqtrain.runtime.checkpoint import CheckpointFolder, describe_difference, export_model
+
+__all__ = ["FREE_SETTINGS", "Keeper"]
+
+logger = logging.getLogger(__name__)
+
+FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
+"""Settings that may change when a run is resumed."""
+
+
+class Keeper:
+    """The checkpoints and the journal of a living broker.
+
+    folder: None keeps nothing.  failed: called, in any thread, with the error of a checkpoint that was not written.
+    """
+
+    def __init__(self, folder: Path | None, failed: Callable[[BaseException], None]) -> None:
+        self._folder = CheckpointFolder(folder) if folder is not None else None
+        self._failed = failed
+        self._writer: threading.Thread | None = None
+
+    def resume(self, hub: Hub, aggregator: Aggregator) -> None:
+        """Bring a fresh hub and aggregator to where the folder's run was, if there is one.
+
+        Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read.
+        """
+        loaded = self._folder.load() if self._folder is not None else None
+        if self._folder is None or loaded is None:
+            return
+        state, arrays = loaded
+        difference = describe_difference(state.get("settings", {}), hub.settings.to_dict(), FREE_SETTINGS)
+        if difference:
+            raise ConfigError(
+                f"the checkpoint in {self._folder.folder} was written under other settings: {difference}. "
+                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one."
+            )
+        hub.restore(state)
+        aggregator.plan(hub.model)
+        aggregator.restore(hub.version, arrays)
+        saved = hub.version
+        for released, landed, samples in self._folder.replay(saved):
+            aggregator.replay(released)
+            hub.replay(released.version, landed, samples)
+        self._folder.save(hub.version, hub.state(), aggregator.arrays())
+        self._folder.begin_journal(hub.version)
+        logger.info(
+            "resuming %s at version %d (%d of them from the journal), %d samples",
+            hub.run,
+            hub.version,
+            hub.version - saved,
+            hub.samples,
+        )
+
+    def released(self, released: Released, reduce: Reduce) -> None:
+        """Write a release to the journal; call it before anybody hears of the release. Raises CheckpointError."""
+        if self._folder is not None:
+            self._folder.append((released, reduce.landed, reduce.samples))
+
+    def save(self, state: dict[str, Any], aggregator: Aggregator) -> None:
+        """Copy the run as it stands, begin a new journal, and write the copy in the background.
+
+        state: of the hub, at the aggregator's version.  Nothing happens while the last one is still being written.
+        Raises CheckpointError if the journal cannot be begun.
+        """
+        if self._folder is None or (self._writer is not None and self._writer.is_alive()):
+            return
+        folder, version, arrays = self._folder, aggregator.version, aggregator.arrays()
+        folder.begin_journal(version)
+
+        def write() -> None:
+            try:
+                folder.save(version, state, arrays)
+            except Exception as error:
+                self._failed(error)
+
+        self._writer = threading.Thread(target=write, name="zmqtrain-checkpoint")
+        self._writer.start()
+
+    def close(self, state: dict[str, Any], aggregator: Aggregator) -> None:
+        """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError."""
+        if self._folder is None:
+            return
+        if self._writer is not None:
+            self._writer.join()
+        if aggregator.version >= 0:
+            arrays = aggregator.arrays()
+            path = self._folder.save(aggregator.version, state, arrays)
+            model = self._folder.folder / "model.safetensors"
+            export_model(model, arrays)
+            logger.info("saved %s, and the model alone as %s", path, model)
+        self._folder.close()
