@@ -6,8 +6,9 @@ Rule 1: a step is `time.sleep` on the training thread, which is all that a PC's 
 and a small random move of one matrix in turn, so that no delta is zero. Moving the whole model each step would be the
 GPU's work; here it would eat the cores that stand in for N + 1 machines. What moving the one matrix costs is measured
 before, by the same loop without an exchange, and is not counted as ours.
-Rule 2: the rebase and the subtraction, which a PC's GPU does, run on these cores and ARE counted as ours. A step begins
-when they are done (`--overlap`: meanwhile), as it would on a GPU that has one queue.
+Rule 2: the subtraction and the rebase, which a PC's GPU does in a few ms, run on these cores and ARE counted in the
+CPU time of a node; as on a GPU they run beside the training thread, which waits, as `TrainingLoop` does, for the step
+before the last. With `--serial` it waits for them too, before each step: as if no PC had a GPU.
 Rule 3: every node is a process in a namespace of its own, and so is the broker; all measure the same window, after
 every function is compiled and aggregates have been applied for a while.
 Rule 4: only what the package offers anybody is used.
@@ -47,7 +48,7 @@ from typing import Any
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from star import Star
 
-__all__ = ["Case", "default_cases", "measure", "main"]
+__all__ = ["Case", "read_options", "default_cases", "measure", "main"]
 
 STEP_SECONDS = 0.05
 BASELINE_STEPS = 30
@@ -77,7 +78,7 @@ class Case:
     release: str = "quorum"
     rate: float = 1e9
     steps: int = 160
-    overlap: bool = False
+    serial: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -94,6 +95,23 @@ class Case:
         }
 
 
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line asks for; leave with a message if it cannot be read."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default %(default)s)")
+    parser.add_argument("--params", type=float, default=25e6, help="of the model, float32 (default %(default)g)")
+    parser.add_argument("--codec", default="ternary", help="up and down (default %(default)s)")
+    parser.add_argument("--fragments", type=int, nargs="+", default=[1, 4, 8], help="a row each (default 1 4 8)")
+    parser.add_argument("--every", type=int, help=f"steps between offers (default: {MODEL_PERIOD_STEPS} / fragments)")
+    parser.add_argument("--delay", type=int, help="steps from offer to application (default: half of every)")
+    parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
+    parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=160, help="of the window (default %(default)s)")
+    parser.add_argument("--serial", action="store_true", help="a step begins when its parameters are ready")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
+    return parser.parse_args(arguments)
+
+
 def default_cases(options: argparse.Namespace) -> list[Case]:
     """Return one case per number of fragments; `every` and `delay`, if not given, follow from it."""
     cases = []
@@ -102,7 +120,7 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
         cases.append(
             Case(
                 nodes=options.nodes,
-                params=options.params,
+                params=int(options.params),
                 codec=options.codec,
                 fragments=fragments,
                 every=every,
@@ -110,7 +128,7 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
                 release=options.release,
                 rate=options.rate,
                 steps=options.steps,
-                overlap=options.overlap,
+                serial=options.serial,
             )
         )
     return cases
@@ -128,26 +146,16 @@ def main() -> None:
         case = Case(**json.loads(sys.argv[2]))
         _be_node(case, int(sys.argv[3])) if sys.argv[1] == "node" else _be_broker(case)
         return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default %(default)s)")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000, help="float32 (default 25e6)")
-    parser.add_argument("--codec", default="ternary", help="up and down (default %(default)s)")
-    parser.add_argument("--fragments", type=int, nargs="+", default=[1, 4, 8], help="a row each (default 1 4 8)")
-    parser.add_argument("--every", type=int, help=f"steps between offers (default: {MODEL_PERIOD_STEPS} / fragments)")
-    parser.add_argument("--delay", type=int, help="steps from offer to application (default: half of every)")
-    parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
-    parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=160, help="of the window (default %(default)s)")
-    parser.add_argument("--overlap", action="store_true", help="a step may begin before its parameters are ready")
-    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
-    options = parser.parse_args()
+    options = read_options(sys.argv[1:])
     try:
         rows = [measure(case) for case in default_cases(options)]
     except RuntimeError as error:
         raise SystemExit(f"efficiency: {error}") from error
     what = f"{options.nodes} nodes, every port {format_rate(options.rate)}, a step of {1e3 * STEP_SECONDS:.0f} ms"
     names = [f"{row['codec']}, {row['fragments']} fragments every {row['every']}" for row in rows]
-    print_table([{"": key} | {name: row.get(key) for name, row in zip(names, rows, strict=True)} for key in rows[0]], what)
+    print_table(
+        [{"": key} | {name: row.get(key) for name, row in zip(names, rows, strict=True)} for key in rows[0]], what
+    )
     if options.json:
         write_json(options.json, rows)
 
@@ -224,7 +232,7 @@ def _row(
 ) -> dict[str, Any]:
     if not all(node["exchanges"] for node in nodes) or not broker["version"]:
         raise RuntimeError(
-            f"a node applied no aggregate in the window of {case.steps} steps, {busy['busy']:.0%} of the cores were busy: "
+            f"a node applied no aggregate in the window of {case.steps} steps, {busy['busy']:.0%} of the cores busy: "
             "give more --steps, or a longer --every"
         )
 
@@ -233,7 +241,9 @@ def _row(
 
     carried = nodes[0]["params"] / case.fragments
     bytes_per_second = PAYLOAD_SHARE * case.rate / 8
-    largest = max(mean(lambda n: n["bytes_sent"] / n["exchanges"]), mean(lambda n: n["bytes_received"] / n["exchanges"]))
+    largest = max(
+        mean(lambda n: n["bytes_sent"] / n["exchanges"]), mean(lambda n: n["bytes_received"] / n["exchanges"])
+    )
     limit = case.nodes * largest / bytes_per_second
     times = [seconds for node in nodes for seconds in node["exchange_seconds"]]
     exchange = statistics.median(times) if times else None
@@ -246,7 +256,7 @@ def _row(
         "every": case.every,
         "delay": case.delay,
         "release": case.release,
-        "overlap": case.overlap,
+        "serial": case.serial,
         "steps": case.steps,
         "efficiency": mean(lambda n: n["steps"] * n["sleep_seconds"] / n["seconds"]),
         "period_steps": period,
@@ -266,7 +276,9 @@ def _row(
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],
     }
     for thread in nodes[0]["threads"]:
-        row[f"node_{thread}_thread_ms"] = 1e3 * mean(lambda n, name=thread: n["threads"].get(name, 0.0) / n["exchanges"])
+        row[f"node_{thread}_thread_ms"] = 1e3 * mean(
+            lambda n, name=thread: n["threads"].get(name, 0.0) / n["exchanges"]
+        )
     for thread, seconds in broker["threads"].items():
         row[f"hub_{thread}_thread_ms"] = 1e3 * seconds / broker["version"]
     return row
@@ -369,7 +381,7 @@ class _Node:
 
     def step(self, seconds: float = STEP_SECONDS) -> None:
         """Take the emulated step and mark its boundary."""
-        if not self.case.overlap:
+        if self.case.serial:
             self.jax.block_until_ready(self.params)
         self.step_alone(seconds)
         self.params = self.sync.step(self.params, score=self.loss)

@@ -9,7 +9,7 @@ Rule 2: every method has a learning rate of its own, the best of `RATES` for see
 Rule 3: every node is a process, and so is the broker, on 127.0.0.1; they run as a user's would, in the default mode, by
 what the package offers anybody. A step takes `--step-milliseconds`, of which it computes some and sleeps the rest, as
 where a GPU computes: else N nodes on a few cores would measure these cores. Where the cores are busy with other things,
-`--mode strict` measures what k, d and the codec cost, and no more: k is exact, nothing sleeps, same seeds give same bits.
+`--mode strict` measures what k, d and the codec cost and no more: k is exact, nothing sleeps, a seed gives its bits.
 Rule 4: a score is that of the shared parameters after `finish`; it must be the same on all nodes.
 
 Columns: loss, sd: held-out, in nats, mean and deviation over the seeds.  over_sync_sd: of the seeds' own ratios.

@@ -27,18 +27,23 @@ def roster(seconds: float, steps: list[int], loss: float, score_version: int) ->
 
 def recorded() -> Curve:
     recorder = Recorder("two together", 2)
-    recorder(roster(10.0, [20, 15], 9.0, 0))  # one still compiles: the time has not begun
-    recorder(roster(12.0, [30, 16], 4.0, 1))
+    recorder(roster(10.0, [0, 0], 9.0, 0))  # both still compile: the time has not begun
+    recorder(roster(12.0, [46, 0], 4.0, 1))
     recorder(roster(13.0, [40, 26], 4.0, 1))
     recorder(roster(14.0, [50, 36], 2.0, 2))
     recorder(roster(14.5, [55], 1.0, 3))
     return recorder.curve()
 
 
-def test_time_begins_when_all_nodes_train_and_each_score_counts_once() -> None:
+def test_time_begins_when_the_first_node_trains_and_each_score_counts_once() -> None:
     curve = recorded()
     assert curve.points[:2] == (Point(0.0, 460, 4.0), Point(2.0, 860, 2.0))
     assert (curve.seconds, curve.samples, curve.samples_per_second) == (2.0, 860, 430.0)
+
+
+def test_how_far_the_pace_was_kept_is_counted_over_all_nodes() -> None:
+    assert recorded().steps == 86
+    assert recorded().kept_pace(0.04) == pytest.approx(86 * 0.04 / 4)
 
 
 def test_the_bytes_are_those_of_all_nodes_while_all_were_there() -> None:
@@ -46,7 +51,7 @@ def test_the_bytes_are_those_of_all_nodes_while_all_were_there() -> None:
 
 
 def test_the_time_to_a_loss_lies_between_two_scores() -> None:
-    curve = Curve("a", 1, (Point(0.0, 0, 4.0), Point(2.0, 0, 2.0)), 0, 2.0, 0, 0, 0)
+    curve = Curve("a", 1, (Point(0.0, 0, 4.0), Point(2.0, 0, 2.0)), 0, 0, 2.0, 0, 0, 0)
     assert curve.seconds_to(3.0) == 1.0
     assert math.isnan(curve.seconds_to(1.0))
 
@@ -63,7 +68,7 @@ def test_the_plot_and_the_table_show_both_runs_and_say_what_is_emulated(tmp_path
         figures.append(Figure(**arguments))  # type: ignore[arg-type]
         return figures[-1]
 
-    single = Curve("one alone", 1, (Point(0.0, 10, 4.0), Point(2.0, 90, 3.0)), 90, 2.0, 3, 7, 7)
+    single = Curve("one alone", 1, (Point(0.0, 10, 4.0), Point(2.0, 90, 3.0)), 90, 9, 2.0, 3, 7, 7)
     draw(make, recorded(), single, 0.06, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     title = figures[0].get_suptitle()

@@ -26,42 +26,52 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive its test, whatever happens there."""
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def command(*argv: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "zmqtrain.cli", *argv)
+
+
 class Broker:
     """`zmqtrain-broker` as a process that has said where its nodes connect to."""
 
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self.process.stdout is not None
-        self.said = ""
-        self.address = ""
-        for line in self.process.stdout:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self.process, self.said, self.address = process, "", ""
+        for line in process.stdout:
             self.said += line
             if found := re.search(r"zmqtrain-node (tcp://\S+)", line):
                 self.address = found[1]
                 return
         raise AssertionError(self.said)
 
-    def end(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM)
+    def wait(self) -> int:
+        """Wait for its end, keeping what it says."""
         self.said += self.process.communicate(timeout=BOUND_SECONDS)[0]
         return self.process.returncode
+
+    def end(self) -> int:
+        """Tell it to end, and wait for it."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
 
 
 @contextlib.contextmanager
 def broker(*options: str) -> Iterator[Broker]:
-    started = Broker(*options)
-    try:
-        yield started
-    finally:
-        started.process.kill()
-        started.process.communicate()
+    with started(*command("broker", "--bind", "tcp://127.0.0.1:0", *options)) as process:
+        yield Broker(process)
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zmqtrain.cli", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=BOUND_SECONDS)
+    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=BOUND_SECONDS)
 
 
 def paragraph(result: subprocess.CompletedProcess[str]) -> str:
@@ -82,8 +92,7 @@ def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(t
         assert node.returncode == 0, node
         assert re.search(r"steps +16\b", node.stdout) and re.search(r"held-out +loss \d", node.stdout)
         assert "\x1b" not in node.stdout
-        hub.said += hub.process.communicate(timeout=BOUND_SECONDS)[0]
-        assert hub.process.returncode == 0, hub.said
+        assert hub.wait() == 0, hub.said
     assert "saved in" in hub.said
     assert (tmp_path / "kept" / "model.safetensors").exists()
 
@@ -96,29 +105,22 @@ def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0() -> None:
 
 
 def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path) -> None:
-    with broker("--program", "text", "--program-arguments", SMALL.format(text=text)) as hub:
-        argv = [sys.executable, "-m", "zmqtrain.cli", "node", hub.address, "--name", "pc-1"]
-        node = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        try:
-            watch = subprocess.Popen(
-                [sys.executable, "-m", "zmqtrain.cli", "status", hub.address, "--watch", "--json"],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            assert watch.stdout is not None
-            for line in watch.stdout:
-                if json.loads(line)["version"] >= 2:
-                    break
-            watch.send_signal(signal.SIGINT)
-            watch.communicate(timeout=BOUND_SECONDS)
-            assert watch.returncode == 0
-            node.send_signal(signal.SIGINT)
-            said, errors = node.communicate(timeout=BOUND_SECONDS)
-        finally:
-            node.kill()
-            watch.kill()
-        assert node.returncode == 0, errors
-        assert "stopping: what is computed is sent first" in said and "held-out" in said
+    with (
+        broker("--program", "text", "--program-arguments", SMALL.format(text=text)) as hub,
+        started(*command("node", hub.address, "--name", "pc-1")) as node,
+        started(*command("status", hub.address, "--watch", "--json")) as watch,
+    ):
+        assert watch.stdout is not None
+        for line in watch.stdout:
+            if json.loads(line)["version"] >= 2:
+                break
+        watch.send_signal(signal.SIGINT)
+        watch.communicate(timeout=BOUND_SECONDS)
+        assert watch.returncode == 0
+        node.send_signal(signal.SIGINT)
+        said = node.communicate(timeout=BOUND_SECONDS)[0]
+        assert node.returncode == 0, said
+    assert "stopping: what is computed is sent first" in said and "held-out" in said
 
 
 def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) -> None:
@@ -130,16 +132,13 @@ def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) ->
 
 
 def test_the_nodes_of_local_do_not_outlive_it_even_if_it_is_killed(text: Path) -> None:
-    argv = [sys.executable, "-c", KEEPER, SMALL.format(text=text)]
-    keeper = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    assert keeper.stdout is not None
-    process = os.pidfd_open(int(keeper.stdout.readline()))
+    with started(sys.executable, "-c", KEEPER, SMALL.format(text=text)) as keeper:
+        assert keeper.stdout is not None
+        node = os.pidfd_open(int(keeper.stdout.readline()))
     try:
-        keeper.kill()
-        keeper.communicate()
-        assert select.select([process], [], [], BOUND_SECONDS)[0], "the node is still there"
+        assert select.select([node], [], [], BOUND_SECONDS)[0], "the node is still there"
     finally:
-        os.close(process)
+        os.close(node)
 
 
 KEEPER = """

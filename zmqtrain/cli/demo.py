@@ -30,12 +30,12 @@ __all__ = ["main", "Point", "Curve", "Recorder", "draw", "summary_table", "pace_
 
 PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
-WARM_STEPS = 16
 FLOAT_BYTES = 4
 SHARED = RunSettings(program="text", program_arguments="rate=0.005", every=4, delay=2, evaluate_seconds=2.0)
 ALONE = replace(SHARED, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
 """With these, the run of a single node is the training it would do without a broker, step for step."""
 NOT_SHARED = "nothing"
+KEPT_PACE = 0.8
 COLOURS = {"federation": "#0b6e99", "alone": "#c2571a"}
 
 
@@ -50,12 +50,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run came to. bytes: sent and received by all its nodes; samples_per_second: of all its nodes."""
+    """What one run came to. steps, bytes_sent, bytes_received: of all its nodes together."""
 
     label: str
     nodes: int
     points: tuple[Point, ...]
     samples: int
+    steps: int
     seconds: float
     contributions: int
     bytes_sent: int
@@ -71,6 +72,10 @@ class Curve:
         """The last held-out loss, NaN if there is none."""
         return self.points[-1].loss if self.points else math.nan
 
+    def kept_pace(self, pace_seconds: float) -> float:
+        """Which part of the steps that the pace allows the nodes have made: far below 1, this PC was too busy."""
+        return self.steps * pace_seconds / (self.nodes * self.seconds) if self.seconds else 0.0
+
     def seconds_to(self, loss: float) -> float:
         """When the held-out loss first was at or below `loss` (linear between two scores), NaN if never."""
         for before, after in zip(self.points, self.points[1:], strict=False):
@@ -83,9 +88,8 @@ class Curve:
 class Recorder:
     """Collect the curve of a run from its rosters.
 
-    Time begins with the first roster in which all `nodes` have made `WARM_STEPS` steps: by then each has compiled what
-    it needs, which several processes on one PC do in each other's way. A score's time and samples are those of the
-    first roster that shows it (rosters come every second).
+    Time begins with the first roster in which a node has trained; that the others still compile, in each other's way,
+    is time of the federation's. A score's time and samples are those of the first roster that shows it (one a second).
     """
 
     def __init__(self, label: str, nodes: int) -> None:
@@ -97,8 +101,7 @@ class Recorder:
 
     def __call__(self, roster: Roster) -> None:
         """Take one roster."""
-        training = [member for member in roster.members if int(member.get("step", 0)) >= WARM_STEPS]
-        if self.began is None and len(training) >= self.nodes:
+        if self.began is None and any(int(member.get("step", 0)) > 0 for member in roster.members):
             self.began = roster.seconds
         if self.began is None:
             return
@@ -113,14 +116,16 @@ class Recorder:
         last = self._last
         if last is None or self.began is None:
             raise ZmqTrainError(f"the run {self.label!r} did not begin: its nodes trained nothing")
-        sent, received = (
-            sum(int(member.get(name, 0)) for member in last.members) for name in ("bytes_sent", "bytes_received")
+        steps, sent, received = (
+            sum(int(member.get(name, 0)) for member in last.members)
+            for name in ("step", "bytes_sent", "bytes_received")
         )
         return Curve(
             label=self.label,
             nodes=self.nodes,
             points=tuple(self._points),
             samples=last.samples,
+            steps=steps,
             seconds=last.seconds - self.began,
             contributions=last.contributions,
             bytes_sent=sent,
@@ -156,6 +161,11 @@ def _run(config: DemoConfig) -> int:
     together, single = curves
     Console(highlight=False).print(summary_table(together, single))
     print(f"({paced})")
+    if (kept := min(curve.kept_pace(config.pace_seconds) for curve in curves)) < KEPT_PACE:
+        print(
+            f"note: this PC was too busy to keep the pace ({kept:.0%} of the steps were made), so that the nodes slowed each "
+            "other down, which PCs of their own would not: close other programs, or give more --pace-seconds"
+        )
     values = {"pace_seconds": config.pace_seconds, "note": paced, "runs": [asdict(curve) for curve in curves]}
     _write_json(config.output / "demo.json", {**values, "settings": shared.to_dict()})
     draw(figure_type, together, single, config.pace_seconds, config.output / "demo.png")
@@ -164,7 +174,7 @@ def _run(config: DemoConfig) -> int:
 
 
 def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig) -> Curve | None:
-    """One run of `config.seconds`, counted from when all nodes train; None if it was interrupted."""
+    """One run of `config.seconds`, counted from when the first node trains; None if it was interrupted."""
     recorder = Recorder(label, nodes)
     federation = Federation(settings, nodes, pace_seconds=config.pace_seconds, watch=recorder)
     with federation:

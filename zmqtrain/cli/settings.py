@@ -192,7 +192,7 @@ class DemoConfig:
     """How many nodes the federation has."""
     seconds: float = 75.0
     """How long each of the two runs trains."""
-    pace_seconds: float = 0.06
+    pace_seconds: float = 0.08
     """Every step of every node takes at least so long."""
     data: str = ""
     """A text file to train on; empty: the source of Python's standard library."""

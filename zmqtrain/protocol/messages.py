@@ -214,7 +214,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Receiver to sender: `chunks` more chunks of this transfer may come (up), or have been taken (down)."""
+    """Receiver to sender: `chunks` more chunks of this transfer may come (up), or have been taken (down).
+
+    On the way down the announcement itself counts as a chunk: it rides on the same lane.
+    """
 
     transfer: int
     chunks: int

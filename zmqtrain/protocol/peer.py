@@ -62,8 +62,8 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.LIVE, Aggregate): PeerState.LIVE,
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
 }
-"""The moves of a node's state; besides these, a version gap leads from LIVE to SYNCING, silence and Goodbye of the hub
-from anywhere to CONNECTING, `join` from WELCOMED to SYNCING, `leave` from anywhere to CLOSED. Others are ignored."""
+"""The moves of a node's state; besides these, a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
+Refused "unknown" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another model, to CLOSED; `join` from WELCOMED to SYNCING, `leave` from anywhere to CLOSED. Others are ignored."""
 
 
 class Peer:
@@ -181,6 +181,8 @@ class Peer:
 
     def distrust(self, text: str, now: float) -> list[PeerEffect]:
         """The hub sent what cannot be read: begin anew."""
+        if self.state is PeerState.CLOSED:
+            return []
         return self._lose_hub("garbage", f"the broker sent what cannot be read ({text})", now, now + HELLO_SECONDS)
 
     def received(self, transfer: int) -> list[PeerEffect]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs.base import Codec, codec_from_spec
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, payload_bound
+from zmqtrain.codecs.payload import SLAB_VALUES, check_payload, decode_payload, encode_payload, payload_bound
 from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol.messages import Publish, Reduce
 from zmqtrain.runtime.delta import DENSE, cut, decode_snapshot, encode_snapshot, snapshot_counts
@@ -108,10 +108,16 @@ class Aggregator:
 
     def _release(self, fragment: int, live: int, codec: Codec) -> tuple[Buffer, ...]:
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
-        parameters += self.outer.update(mean_over_live(total, live, out=total), self._outer_state[fragment])
-        total.fill(0)
-        counts = self.layout.counts(fragment)
-        frames = tuple(encode_payload(codec, cut(parameters - published, counts)))
+        state, counts = self._outer_state[fragment], self.layout.counts(fragment)
+        for start in range(0, total.size, SLAB_VALUES):  # one pass over the memory; the sum becomes what is unpublished
+            part = slice(start, start + SLAB_VALUES)
+            mean = mean_over_live(total[part], live, out=total[part])
+            parameters[part] += self.outer.update(mean, {name: array[part] for name, array in state.items()})
+            np.subtract(parameters[part], published[part], out=total[part])
+        try:
+            frames = tuple(encode_payload(codec, cut(total, counts)))
+        finally:
+            total.fill(0)
         decode_payload(codec, frames, counts, out=published, add=True, checked=True)
         return frames
 

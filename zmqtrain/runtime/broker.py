@@ -265,10 +265,10 @@ class Broker:
             self._whole[peer, announcement.transfer] = received
             self._carry_out(self.hub.received(peer, announcement.transfer, now))
 
-    def _expel(self, peer: PeerId, error: Exception) -> None:
-        """A peer broke the protocol: tell it, and forget it. It may say Hello again."""
+    def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
+        """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
         logger.warning("sending %s away: %s", peer, error)
-        self._send(peer, Refused("protocol", str(error)))
+        self._send(peer, Refused(reason, str(error)))
         self._carry_out(self.hub.gone(peer, f"sent away: {error}", time.monotonic()))
 
     # ------------------------------------------------------------------ carrying out effects
@@ -359,7 +359,8 @@ class Broker:
         now = time.monotonic()
         for peer in self._credits.holders:
             if peer in self._links and now - self._links[peer].arrived_at > GRANT_SECONDS:
-                self._expel(peer, ZmqTrainError(f"was granted chunks and sent none for {GRANT_SECONDS:g} s"))
+                text = f"granted chunks, and none came for {GRANT_SECONDS:g} s"
+                self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
         level = logging.INFO if reason in ("goodbye", "again") else logging.WARNING

@@ -79,7 +79,8 @@ class DeltaCoder:
         segments = [np.asarray(segment) for segment in offer.segments]
         on_the_way = [u for u in self.unacked.values() if u.fragment == offer.fragment]
         if on_the_way:
-            segments = cut(np.concatenate(segments) - self._sum(on_the_way), counts)
+            sent = cut(self._sum(on_the_way), counts)
+            segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
         try:
             frames = tuple(encode_payload(codec, segments))
         except NonFiniteDelta:
@@ -127,9 +128,11 @@ class DeltaCoder:
 
     def _sum(self, encoded: Sequence[Encoded]) -> Vector:
         counts = self.layout.counts(encoded[0].fragment)
-        total = np.zeros(sum(counts), np.float32)
+        total: Vector | None = None
         for u in encoded:
-            decode_payload(codec_from_spec(u.codec), u.frames, counts, out=total, add=True, checked=True)
+            add = total is not None
+            total = decode_payload(codec_from_spec(u.codec), u.frames, counts, out=total, add=add, checked=True)
+        assert total is not None
         return total
 
     def _decode(self, codec: Codec, fragment: int, frames: Sequence[Buffer]) -> Sequence[Vector]:

@@ -38,8 +38,9 @@ def serve(
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
-    ready: called in the broker's loop once it listens.  watch: with every roster, and how it ended.  interrupted: called at each SIGINT
-    or SIGTERM with how many have come; the first stops the broker (in the main thread only; None leaves signals alone).
+    ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
+    interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
+    thread only; None leaves signals alone).
     Raises ConfigError, AddressInUse, CheckpointError, and whatever ended the broker.
     """
 
