@@ -175,6 +175,13 @@ class _Child:
             host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
+    def close(self) -> None:
+        """Close the pipes; whoever reads ours then ends."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+
     def tell(self, command: str, *facts: Any) -> None:
         """Send one line."""
         assert self._process.stdin is not None
@@ -200,11 +207,22 @@ def _all(children: Sequence[_Child], command: str, *facts: Any) -> list[dict[str
 
 def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float]]:
     """Return what each node measured, what the broker used in the window, and how busy the machine was."""
-    said = json.dumps(asdict(case))
-    broker = _Child(star, "hub", "broker", said)
-    nodes = [_Child(star, number, "node", said, str(number)) for number in range(case.nodes)]
-    for child in (broker, *nodes):
-        child.answer()
+    with contextlib.ExitStack() as stack:
+        said = json.dumps(asdict(case))
+        broker, *nodes = children = [
+            _Child(star, "hub", "broker", said),
+            *(_Child(star, number, "node", said, str(number)) for number in range(case.nodes)),
+        ]
+        for child in children:
+            stack.callback(child.close)
+        for child in children:
+            child.answer()
+        return _conduct(case, star, broker, nodes)
+
+
+def _conduct(
+    case: Case, star: Star, broker: _Child, nodes: list[_Child]
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float]]:
     results = _all(nodes, "baseline", time.monotonic() + 0.2)
     _all(nodes, "join", f"tcp://{star.hub_address}:{PORT}")
     start = time.monotonic() + 0.5
@@ -388,15 +406,16 @@ class _Node:
 
     def baseline(self, start: float) -> dict[str, float]:
         """Measure the seconds of a step that only sleeps, and the CPU seconds of a whole one."""
+        steps = min(BASELINE_STEPS, self.case.steps)
         time.sleep(max(0.0, start - time.monotonic()))
         began = time.perf_counter()
-        for _ in range(BASELINE_STEPS):
+        for _ in range(steps):
             time.sleep(STEP_SECONDS)
         slept, used = time.perf_counter() - began, time.process_time()
-        for _ in range(BASELINE_STEPS):
+        for _ in range(steps):
             self.step_alone()
-        step_cpu = (time.process_time() - used) / BASELINE_STEPS
-        return {"params": self.count, "sleep_seconds": slept / BASELINE_STEPS, "step_cpu_seconds": step_cpu}
+        step_cpu = (time.process_time() - used) / steps
+        return {"params": self.count, "sleep_seconds": slept / steps, "step_cpu_seconds": step_cpu}
 
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""

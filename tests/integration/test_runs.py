@@ -1,17 +1,24 @@
 """Whole runs over real sockets: what the issue calls exact, and what a user calls robust."""
 
+import asyncio
 import logging
 import os
 import socket
+import threading
 
 import jax
+import msgpack
 import numpy as np
 import pytest
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
-from zmqtrain.errors import HubUnreachable, ModelMismatch, NonFiniteDelta
+from zmqtrain.errors import HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta
+from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
+from zmqtrain.protocol.messages import Refused
 from zmqtrain.runtime.node import connect
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.types import Lane, PeerId
 
 
 def finals(address, names, **options):
@@ -161,3 +168,46 @@ def test_garbage_on_the_port_disturbs_nobody():
             one.close()
         trainer.stop.set()
         trainer.join()
+
+
+def other_version(kind: str, fields: dict) -> list[bytes]:
+    return [msgpack.packb([PROTOCOL_VERSION + 1, kind, fields])]
+
+
+def test_a_node_of_another_protocol_version_is_told_so_and_the_others_go_on():
+    async def hello(address: str) -> Refused:
+        channel = DealerChannel.connect(address, peer=PeerId("old#1"))
+        await channel.send(Lane.CONTROL, other_version("Hello", {"name": "old"}))
+        _, frames = await asyncio.wait_for(channel.receive(), 10)
+        await channel.close()
+        answer = decode_message(frames[0])
+        assert isinstance(answer, Refused)
+        return answer
+
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        trainer = Trainer(hub.address, "pc-1")
+        trainer.wait_until(lambda: trainer.steps > 2)
+        refused = asyncio.run(hello(hub.address))
+        assert refused.reason == "protocol" and "install the same zmqtrain" in refused.text
+        steps = trainer.steps
+        trainer.wait_until(lambda: trainer.steps > steps + 10)
+        trainer.stop.set()
+        trainer.join()
+
+
+def test_a_broker_of_another_protocol_version_is_an_error_that_says_what_to_do():
+    async def answer_once(address: list[str], channel_ready: threading.Event) -> None:
+        channel = RouterChannel.bind("tcp://127.0.0.1:0")
+        address.append(channel.address)
+        channel_ready.set()
+        peer, _, _ = await asyncio.wait_for(channel.receive(), 10)
+        channel.send(peer, Lane.CONTROL, other_version("Welcome", {}))
+        await channel.close()
+
+    address, ready = [], threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(answer_once(address, ready)))
+    thread.start()
+    ready.wait()
+    with pytest.raises(JoinRefused, match=f"speaks protocol version {PROTOCOL_VERSION + 1}, this side speaks"):
+        connect(address[0])
+    thread.join()

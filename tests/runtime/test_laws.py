@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.base import codec_from_spec
@@ -127,6 +127,7 @@ class NumpyNode:
         return None
 
     def poll(self):
+        self.begin()
         update = self.inbox.take()
         if update is None:
             return
@@ -155,7 +156,9 @@ class NumpyNode:
         self.applied += update.landed
         assert set(update.landed) <= self.offered, "an own publish landed twice, or after it was withdrawn"
         self.offered.difference_update(update.landed)
-        assert crc(self.anchor) == self.world.crcs[update.version], f"the anchor of {self.id} at version {update.version}"
+        assert crc(self.anchor) == self.world.crcs[update.version], (
+            f"the anchor of {self.id} at version {update.version}"
+        )
         for sequence in update.landed:
             assert self.world.landed_at[self.id, sequence] <= update.version, "told to have landed before it has"
         self.check_pending()
@@ -460,9 +463,7 @@ class World:
                     sequence = node.offer(fragment, dense=True)
                     if sequence is not None:
                         dense[node.id] = (sequence, fragment)
-            if not any(todo.values()) and all(
-                node.version == self.hub.version and not node.offered for node in nodes
-            ):
+            if not any(todo.values()) and all(node.version == self.hub.version and not node.offered for node in nodes):
                 break
         else:
             raise AssertionError(f"not drained: {todo}, {[(n.id, n.peer.state, n.version, n.offered) for n in nodes]}")
@@ -565,7 +566,7 @@ def live_world(run, nodes, folder=None):
     return world
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     run=SETTINGS,
     nodes=st.integers(1, 4),

@@ -116,10 +116,8 @@ class Recorder:
         last = self._last
         if last is None or self.began is None:
             raise ZmqTrainError(f"the run {self.label!r} did not begin: its nodes trained nothing")
-        steps, sent, received = (
-            sum(int(member.get(name, 0)) for member in last.members)
-            for name in ("step", "bytes_sent", "bytes_received")
-        )
+        names = ("step", "bytes_sent", "bytes_received")
+        steps, sent, received = (sum(int(member.get(name, 0)) for member in last.members) for name in names)
         return Curve(
             label=self.label,
             nodes=self.nodes,
@@ -163,8 +161,8 @@ def _run(config: DemoConfig) -> int:
     print(f"({paced})")
     if (kept := min(curve.kept_pace(config.pace_seconds) for curve in curves)) < KEPT_PACE:
         print(
-            f"note: this PC was too busy to keep the pace ({kept:.0%} of the steps were made), so that the nodes slowed each "
-            "other down, which PCs of their own would not: close other programs, or give more --pace-seconds"
+            f"note: this PC was too busy to keep the pace ({kept:.0%} of the steps were made), so the nodes slowed "
+            "each other down, which PCs of their own would not: close other programs, or give more --pace-seconds"
         )
     values = {"pace_seconds": config.pace_seconds, "note": paced, "runs": [asdict(curve) for curve in curves]}
     _write_json(config.output / "demo.json", {**values, "settings": shared.to_dict()})

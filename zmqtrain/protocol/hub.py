@@ -346,6 +346,8 @@ class Hub:
     def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
         del self.members[member.peer]
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
+        if member.state is MemberState.OBSERVER:
+            return [Disconnect(member.peer, "observer", text)]
         if self.ledger.lost(member.peer):
             effects += self._feed_idle()
         if member.state is MemberState.FOUNDING:

@@ -62,8 +62,9 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.LIVE, Aggregate): PeerState.LIVE,
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
 }
-"""The moves of a node's state; besides these, a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
-Refused "unknown" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another model, to CLOSED; `join` from WELCOMED to SYNCING, `leave` from anywhere to CLOSED. Others are ignored."""
+"""The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
+Refused "unknown" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another model, to
+CLOSED; `join` from WELCOMED to SYNCING; `leave` from anywhere to CLOSED. Other pairs are ignored."""
 
 
 class Peer:

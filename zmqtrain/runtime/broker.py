@@ -89,6 +89,11 @@ def canonical(settings: RunSettings) -> RunSettings:
     )
 
 
+def _name(peer: PeerId) -> str:
+    """What people call a peer: its id without the random part."""
+    return peer.rpartition("#")[0] or peer
+
+
 @dataclass(frozen=True)
 class BrokerStatistics:
     """Running figures of a broker. bytes: payload and heads; aggregate_seconds: of the codec thread, all its work."""
@@ -259,7 +264,7 @@ class Broker:
             return  # its node has left, or came back, in the meantime: what it sent before does not count
         if isinstance(result, CodecError):
             reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
-            logger.warning("refused what %s sent: %s", peer, result)
+            logger.warning("refused what %s sent: %s", _name(peer), result)
             self._carry_out(self.hub.broken(peer, announcement.transfer, reason, str(result), now))
         else:
             self._whole[peer, announcement.transfer] = received
@@ -267,7 +272,7 @@ class Broker:
 
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
         """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
-        logger.warning("sending %s away: %s", peer, error)
+        logger.warning("sending %s away: %s", _name(peer), error)
         self._send(peer, Refused(reason, str(error)))
         self._carry_out(self.hub.gone(peer, f"sent away: {error}", time.monotonic()))
 
@@ -297,7 +302,7 @@ class Broker:
             case Expect(peer, announcement):
                 self._expect(peer, announcement)
             case Found(peer, announcement, model):
-                logger.info("%s founded %s: %d values", peer, self.hub.run, count_values(model))
+                logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
                 self._job(partial(self._found, self._whole.pop((peer, announcement.transfer)), self.hub.state()))
             case Accumulate(peer, publish):
                 self._job(partial(self.aggregator.accumulate, publish, self._whole.pop((peer, publish.transfer))))
@@ -363,8 +368,8 @@ class Broker:
                 self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
-        level = logging.INFO if reason in ("goodbye", "again") else logging.WARNING
-        logger.log(level, "%s left: %s (%d nodes remain)", peer, text, self.hub.nodes)
+        level = {"goodbye": logging.INFO, "again": logging.INFO, "observer": logging.DEBUG}.get(reason, logging.WARNING)
+        logger.log(level, "%s left: %s (%d nodes remain)", _name(peer), text, self.hub.nodes)
         self._credits.forget(peer)
         self._links.pop(peer, None)
         self._grant()
@@ -413,7 +418,7 @@ class Broker:
         if isinstance(released, CodecError):
             raise released
         if released.overflowed:
-            names = ", ".join(peer for peer, _ in reduce.landed)
+            names = ", ".join(_name(peer) for peer, _ in reduce.landed)
             logger.error("version %d: the deltas of %s add up to infinity; not used", released.version, names)
         flat = [frame for frames in released.frames for frame in frames]
         aggregate = Aggregate(

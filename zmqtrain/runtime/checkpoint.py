@@ -65,7 +65,7 @@ def _write(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata: dict
 def _checksum(state: str, arrays: Mapping[str, NDArray[np.float32]]) -> int:
     crc = zlib.crc32(state.encode())
     for name in sorted(arrays):
-        crc = zlib.crc32(arrays[name].reshape(-1), zlib.crc32(name.encode(), crc))
+        crc = zlib.crc32(np.ascontiguousarray(arrays[name]).reshape(-1).data, zlib.crc32(name.encode(), crc))
     return crc
 
 

@@ -293,6 +293,7 @@ class TrainingLoop:
         began = time.monotonic()
         local = LocalStep(self.program)
         state = local.init(self.exchange.settings.seed)
+        local.compile(state, next(iter(self.program.batches(0))))
         sync = DelayedSync(self.exchange, state.params, donate=True)
         state = TrainState(sync.params, state.opt_state)
         evaluated = -1.0
