@@ -53,9 +53,10 @@ __all__ = ["Case", "read_options", "default_cases", "measure", "main"]
 STEP_SECONDS = 0.05
 BASELINE_STEPS = 30
 BLOCKS = 12
-MODEL_PERIOD_STEPS = 16
-"""The whole model is exchanged once in so many steps, unless --every says otherwise."""
-WARM_AGGREGATES = 4
+LONGEST_PERIOD_STEPS, PERIOD_STEPS = 16, 12
+"""Steps between offers, unless --every says otherwise, of a whole model (as rarely as a period of 16 lets it be: two
+cores can hardly do the work of five machines at that) and of a fragment."""
+WARM_AGGREGATES = 2
 """So many aggregates of each fragment are applied before the window begins."""
 EXCHANGES_TIMED = 12
 PAYLOAD_SHARE = 0.956
@@ -73,8 +74,8 @@ class Case:
     params: int = 25_000_000
     codec: str = "ternary"
     fragments: int = 1
-    every: int = MODEL_PERIOD_STEPS
-    delay: int = MODEL_PERIOD_STEPS // 2
+    every: int = LONGEST_PERIOD_STEPS
+    delay: int = LONGEST_PERIOD_STEPS // 2
     release: str = "quorum"
     rate: float = 1e9
     steps: int = 160
@@ -102,7 +103,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=25e6, help="of the model, float32 (default %(default)g)")
     parser.add_argument("--codec", default="ternary", help="up and down (default %(default)s)")
     parser.add_argument("--fragments", type=int, nargs="+", default=[1, 4, 8], help="a row each (default 1 4 8)")
-    parser.add_argument("--every", type=int, help=f"steps between offers (default: {MODEL_PERIOD_STEPS} / fragments)")
+    parser.add_argument("--every", type=int, help="steps between offers (default 12; 16 for one fragment)")
     parser.add_argument("--delay", type=int, help="steps from offer to application (default: half of every)")
     parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
@@ -116,7 +117,7 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
     """Return one case per number of fragments; `every` and `delay`, if not given, follow from it."""
     cases = []
     for fragments in options.fragments:
-        every = options.every or max(1, MODEL_PERIOD_STEPS // fragments)
+        every = options.every or (LONGEST_PERIOD_STEPS if fragments == 1 else PERIOD_STEPS)
         cases.append(
             Case(
                 nodes=options.nodes,

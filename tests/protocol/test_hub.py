@@ -544,6 +544,14 @@ def test_who_drains_last_does_not_weigh_more_because_the_others_have_left():
     assert of(Reduce, contribute(hub, "a", 0, codec="float32"))[0].live == 2
 
 
+def test_who_finishes_last_does_not_weigh_more_because_the_others_have_no_data_left():
+    hub = live_hub("a", "b", "c", units=1)
+    hub.receive("a", WorkRequest((), 1, False), 0.0)
+    for done in ("b", "c"):
+        hub.receive(done, WorkRequest((), 1, True), 0.0)
+    assert of(Reduce, contribute(hub, "a", 0))[0].live == 3
+
+
 def test_a_greedy_request_is_bounded():
     hub = live_hub("a")
     ((_, unit),) = sent(hub.receive("a", WorkRequest((), 1 << 40, False), 0.0), WorkUnit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import nan
 
 import pytest
@@ -338,6 +339,28 @@ def test_who_dropped_an_aggregate_asks_for_a_whole_snapshot_of_that_very_version
     assert peer.receive(welcome(6), 3.0) == [Send(Fetch(6, WIRE))]
 
 
+def test_what_the_hub_dropped_is_fetched_where_no_later_aggregate_shows_the_gap():
+    peer = live(5)
+    peer.receive(replace(ROSTER, version=6), 0.0)
+    fetches = []
+    for tenth in range(1, 80):
+        peer.saw(tenth / 10)
+        fetches += [(tenth, e.message) for e in peer.tick(tenth / 10) if e.message == Fetch(5, WIRE)]
+    ((tenth, _),) = fetches
+    assert 30 < tenth < 45 and peer.state is PeerState.SYNCING
+
+
+def test_an_aggregate_that_is_still_on_its_way_is_no_gap():
+    peer = live(5)
+    for tenth in range(1, 80):
+        peer.receive(replace(ROSTER, version=5 + (tenth + 9) // 10), tenth / 10)
+        assert [e for e in peer.tick(tenth / 10) if isinstance(e.message, Fetch)] == []
+        if tenth % 10 == 0:
+            peer.receive(aggregate(5 + tenth // 10), tenth / 10)
+            peer.received(5 + tenth // 10)
+    assert peer.version == 12
+
+
 def test_a_preempted_node_takes_the_anchor_and_drops_what_is_pending():
     peer = live(5)
     assert peer.receive(Preempt("a better one was found"), 0.0) == [Send(Fetch(-1, WIRE))]
@@ -397,8 +420,8 @@ def test_a_hub_of_another_run_is_not_believed():
     assert disconnect == Disconnect(
         HUB,
         "run",
-        "the broker now runs run-2, this node belongs to run-1. Restart the broker with the checkpoint of the old run, or "
-        "stop this node and start it again to join the new run.",
+        "the broker now runs run-2, this node belongs to run-1. Restart the broker with the checkpoint of the old run, "
+        "or stop this node and start it again to join the new run.",
     )
     assert (peer.state, peer.run, peer.version, peer.in_flight) == (PeerState.CONNECTING, "run-1", 5, {0})
     assert peer.tick(14.9) == [] and peer.tick(15.0) == [Send(Hello("a", "node", "run-1", 5))]
@@ -412,8 +435,8 @@ def test_a_hub_that_knows_less_than_this_node_has_seen_is_not_believed():
     assert disconnect == Disconnect(
         HUB,
         "version",
-        "the broker is at version 4 of run-1, this node has seen 5: it was restarted from an older state. Restart it with "
-        "the newest checkpoint folder, or stop this node and start it again.",
+        "the broker is at version 4 of run-1, this node has seen 5: it was restarted from an older state. Restart it "
+        "with the newest checkpoint folder, or stop this node and start it again.",
     )
     assert peer.state is PeerState.CONNECTING and peer.tick(14.9) == []
 

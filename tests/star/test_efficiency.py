@@ -44,9 +44,9 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     assert all(math.isfinite(row[key]) for key in FIGURES)
 
 
-def test_the_whole_model_is_exchanged_at_the_same_rhythm_whatever_the_fragments() -> None:
+def test_by_default_every_row_offers_at_least_every_16_steps_and_applies_half_of_that_later() -> None:
     cases = default_cases(read_options([]))
-    assert [(case.fragments, case.every, case.delay) for case in cases] == [(1, 16, 8), (4, 4, 2), (8, 2, 1)]
+    assert [(case.fragments, case.every, case.delay) for case in cases] == [(1, 16, 8), (4, 12, 6), (8, 12, 6)]
 
 
 def test_a_process_that_cannot_go_on_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ class ScriptedExchange:
         self.refuse = 0
         self.lands_at_once = False
         self.while_waiting = lambda: None
+        self.others_drained = lambda: True
         self.layout = self.founding = None
 
     def join(self, model, leaves):
@@ -103,6 +104,9 @@ class ScriptedExchange:
         if update is None:
             raise AggregateTimeout("waited for the others")
         return update
+
+    def everyone_drained(self):
+        return self.others_drained()
 
     def report(self, **figures):
         self.reports.append(figures)
@@ -420,6 +424,22 @@ def test_what_is_refused_or_lost_while_finishing_is_sent_again():
     exchange.offer = lose_the_first
     assert value(sync.finish(params)) == value(sync.params) == 5.0
     assert len(exchange.offers) == 2
+
+
+def test_finish_takes_what_the_others_still_drain():
+    exchange = ScriptedExchange(every=100)
+    sync = DelayedSync(exchange, tree())
+    params = run(sync, tree(), 5)
+    exchange.lands_at_once = True
+
+    def drained():
+        if exchange.version == 1:
+            exchange.land(others=10.0)
+            return False
+        return True
+
+    exchange.others_drained = drained
+    assert value(sync.finish(params)) == value(sync.params) == 15.0
 
 
 def test_finish_gives_up_without_an_error_and_keeps_what_has_not_landed():

@@ -417,12 +417,16 @@ class Hub:
                     version=self.version,
                     fragments=tuple(sorted({publish.fragment for _, publish in taken})),
                     landed=tuple((peer, publish.sequence) for peer, publish in taken),
-                    live=max(len(self.live | {peer for peer, _ in taken}), self._nodes_at_the_end),
+                    live=max(len(self._training() | {peer for peer, _ in taken}), self._nodes_at_the_end),
                     samples=sum(publish.samples for _, publish in taken),
                     dense=any(publish.codec != self.settings.codec for _, publish in taken),
                 )
             )
         return effects
+
+    def _training(self) -> set[PeerId]:
+        """The nodes that the mean is over: idle ones too, or the last to finish would weigh more than the others."""
+        return {peer for peer, member in self.members.items() if member.state is MemberState.LIVE}
 
     def _record(self, peer: PeerId) -> _Record:
         record = self._records.pop(peer, None) or _Record()
@@ -444,9 +448,7 @@ class Hub:
             return [*self._release(now), *self._end_when_drained()]
         if self.ledger.finished:
             # who drains last must not weigh more because the others have left
-            self._nodes_at_the_end = max(
-                self._nodes_at_the_end, sum(m.state is MemberState.LIVE for m in self.members.values())
-            )
+            self._nodes_at_the_end = max(self._nodes_at_the_end, len(self._training()))
             return [*self._feed_idle(), SendTo(member.peer, WorkUnit((), finished=True))]
         numbers = self.ledger.deal(member.peer, max(0, min(request.want, 64)), self._lane(member.peer))
         if numbers:

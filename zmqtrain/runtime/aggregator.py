@@ -130,8 +130,8 @@ class Aggregator:
     def replay(self, released: Released) -> None:
         """Take a step that was published before a crash; the outer state stays as it was saved.
 
-        The parameters become what was published: what the saved ones were ahead of it is in the step, at least in part, and
-        must not be published twice. What of the step itself was not published yet is lost with the crash.
+        The parameters become what was published: what the saved ones were ahead of it is in the step, at least in part,
+        and must not be published twice. What of the step itself was not published yet is lost with the crash.
         """
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")

@@ -1,0 +1,191 @@
+"""A node's side of the one equation: u = C(pending - unacked)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.payload import decode_payload, encode_payload
+from zmqtrain.errors import CodecError, NonFiniteDelta
+from zmqtrain.protocol.messages import Aggregate, Deliver, Snapshot
+from zmqtrain.runtime.delta import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
+from zmqtrain.runtime.inbox import Inbox
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import LeafSpec, Offer
+
+MODEL = (LeafSpec("layer/w", (3, 4096), "float32"), LeafSpec("layer/b", (10,), "float32"))
+CODECS = ["float32", "bf16", "int8:block=256", "ternary:block=128"]
+
+
+def coder_of(codec="ternary:block=128", fragments=2):
+    return DeltaCoder(MODEL, RunSettings(codec=codec, fragments=fragments))
+
+
+def pending_of(coder, fragment, seed=0):
+    size = sum(coder.layout.counts(fragment))
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def offer_of(coder, sequence, fragment, pending, applied=(), dense=False):
+    segments = cut(pending, coder.layout.counts(fragment))
+    return Offer(sequence, fragment, segments, 8, 8, None, applied, dense)
+
+
+def decoded(coder, encoded):
+    return decode_payload(codec_from_spec(encoded.codec), encoded.frames, coder.layout.counts(encoded.fragment))
+
+
+def flat(parts):
+    return np.concatenate(parts)
+
+
+def aggregate_of(coder, version, fragments, codec="float32"):
+    frames = []
+    for f in fragments:
+        segments = cut(pending_of(coder, f, 50 + f), coder.layout.counts(f))
+        frames.append(encode_payload(codec_from_spec(codec), segments))
+    sizes = tuple(len(frame) for one in frames for frame in one)
+    message = Aggregate(version, version, codec, fragments, tuple(len(one) for one in frames), sizes, (), 2)
+    return message, [frame for one in frames for frame in one]
+
+
+def snapshot_of(coder, version=3):
+    flats = [pending_of(coder, f, 70 + f) for f in range(coder.layout.fragments)]
+    frames = encode_snapshot(coder.layout, flats)
+    return Snapshot(9, version, tuple(len(frame) for frame in frames)), frames, flats
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_on_its_way_is_not_sent_again(codec):
+    coder = coder_of(codec)
+    pending, sent = pending_of(coder, 1), np.zeros(sum(coder.layout.counts(1)), np.float32)
+    for sequence in range(3):  # several of one fragment in flight
+        encoded = coder.encode(offer_of(coder, sequence, 1, pending))
+        want = encode_payload(codec_from_spec(codec), cut(pending - sent, coder.layout.counts(1)))
+        assert tuple(map(bytes, encoded.frames)) == tuple(map(bytes, want))
+        sent += decoded(coder, encoded)
+        pending = pending + np.float32(0.25)
+    assert sorted(coder.unacked) == [0, 1, 2]
+
+
+def test_what_is_on_its_way_of_another_fragment_does_not_matter():
+    coder = coder_of("float32")
+    coder.encode(offer_of(coder, 0, 0, pending_of(coder, 0)))
+    pending = pending_of(coder, 1)
+    np.testing.assert_array_equal(decoded(coder, coder.encode(offer_of(coder, 1, 1, pending))), pending)
+
+
+def test_a_withdrawn_delta_is_offered_again():
+    coder, pending = coder_of("float32"), None
+    pending = pending_of(coder, 0)
+    coder.encode(offer_of(coder, 0, 0, pending))
+    assert not decoded(coder, coder.encode(offer_of(coder, 1, 0, pending))).any()
+    coder.withdraw(0), coder.withdraw(0), coder.withdraw(77)
+    np.testing.assert_array_equal(decoded(coder, coder.encode(offer_of(coder, 2, 0, pending))), pending)
+
+
+def test_what_was_left_out_by_the_codec_is_in_the_next_delta():
+    coder, pending = coder_of("ternary:block=128"), None
+    pending = pending_of(coder, 0)
+    first = decoded(coder, coder.encode(offer_of(coder, 0, 0, pending)))
+    rest = decoded(coder, coder.encode(offer_of(coder, 1, 0, pending - first, applied=(0,), dense=True)))
+    np.testing.assert_allclose(first + rest, pending, rtol=0, atol=1e-6)
+    assert sorted(coder.unacked) == [1]
+
+
+def test_a_dense_offer_is_exact():
+    coder = coder_of()
+    pending = pending_of(coder, 0)
+    encoded = coder.encode(offer_of(coder, 0, 0, pending, dense=True))
+    assert encoded.codec == "float32"
+    np.testing.assert_array_equal(decoded(coder, encoded), pending)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_is_named_by_its_leaf_and_nothing_is_kept(codec, bad):
+    coder = coder_of(codec, 1)
+    pending = pending_of(coder, 0)
+    pending[-3:-1] = bad
+    with pytest.raises(
+        NonFiniteDelta, match=r"the delta of layer/b holds 2 values that are not finite \(of 10\)"
+    ) as caught:
+        coder.encode(offer_of(coder, 0, 0, pending))
+    assert caught.value.leaf == "layer/b" and coder.unacked == {}
+
+
+def test_an_aggregate_comes_with_this_nodes_part_of_it():
+    coder = coder_of()
+    us = [decoded(coder, coder.encode(offer_of(coder, s, 0, pending_of(coder, 0, s)))) for s in range(2)]
+    other = decoded(coder, coder.encode(offer_of(coder, 2, 1, pending_of(coder, 1))))
+    message, frames = aggregate_of(coder, 1, (0, 1))
+    update = coder.decode_aggregate(message, (0, 1, 2), frames)
+    assert (update.version, update.landed, update.anchor, update.reset) == (1, (0, 1, 2), None, False)
+    for f in (0, 1):
+        np.testing.assert_array_equal(flat(update.aggregate[f]), pending_of(coder, f, 50 + f))
+        assert [len(part) for part in update.aggregate[f]] == list(coder.layout.counts(f))
+    np.testing.assert_allclose(flat(update.own[0]), us[0] + us[1], rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(flat(update.own[1]), other)
+    assert sorted(coder.unacked) == [0, 1, 2], "until the training thread has applied it"
+
+
+def test_an_aggregate_that_cannot_be_read_is_a_codec_error():
+    coder = coder_of()
+    message, frames = aggregate_of(coder, 1, (0,))
+    frames[0][-1] ^= 1
+    with pytest.raises(CodecError):
+        coder.decode_aggregate(message, (), frames)
+    with pytest.raises(CodecError):
+        coder.decode_aggregate(message, (), [])
+
+
+def test_a_snapshot_is_the_whole_anchor():
+    coder = coder_of()
+    coder.encode(offer_of(coder, 0, 0, pending_of(coder, 0)))
+    message, frames, flats = snapshot_of(coder)
+    update = coder.decode_snapshot(message, (0,), frames, False)
+    assert [leaf.shape for leaf in update.anchor] == [(3, 4096), (10,)]
+    for got, want in zip(coder.layout.split(update.anchor), flats, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert set(update.own) == {0} and update.landed == (0,) and not update.reset
+
+
+def test_a_reset_forgets_what_is_on_its_way():
+    coder = coder_of()
+    coder.encode(offer_of(coder, 0, 0, pending_of(coder, 0)))
+    message, frames, _ = snapshot_of(coder)
+    update = coder.decode_snapshot(message, (), frames, True)
+    assert update.reset and update.own == {} and coder.unacked == {}
+    later, frames = aggregate_of(coder, 4, (0,))
+    assert coder.decode_aggregate(later, (0,), frames).own == {}
+
+
+def test_a_snapshot_is_laid_fragment_by_fragment():
+    coder = coder_of(fragments=2)
+    _, frames, flats = snapshot_of(coder)
+    assert snapshot_counts(coder.layout) == [n for f in range(2) for n in coder.layout.counts(f)]
+    for got, want in zip(decode_snapshot(coder.layout, frames), flats, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_who_is_too_far_behind_takes_one_snapshot_and_what_landed_is_told_with_that():
+    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    for sequence in range(2):
+        coder.encode(offer_of(coder, sequence, 0, pending_of(coder, 0, sequence)))
+    for version in (1, 2, 3, 4):
+        message, frames = aggregate_of(coder, version, (0,))
+        inbox.arrive(coder, Deliver(message, (0,) if version == 4 else ()), frames)
+    dropped, _ = aggregate_of(coder, 5, (0,))
+    inbox.skip(Deliver(dropped, (1,)))
+    told = []
+    for _ in range(3):  # 1 and 2 are decoded, then 3: sequence 1 is not in any of them
+        update = inbox.take()
+        told.append((update.version, update.landed))
+        inbox.decode(coder)
+        if update.version == 2:
+            message, frames, _ = snapshot_of(coder, 5)
+            inbox.arrive(coder, Deliver(message, ()), frames)
+    told += [(update.version, update.landed) for update in iter(inbox.take, None)]
+    assert told[:3] == [(1, ()), (2, ()), (3, ())]
+    assert told[-1][0] == 5 and sorted(s for _, landed in told for s in landed) == [0, 1]
