@@ -293,7 +293,7 @@ def test_whatever_a_node_says_is_a_sign_of_life(sign):
 
 
 def test_a_heartbeat_comes_back_as_it_was_sent():
-    assert live_hub("a").receive("a", Heartbeat(12.5), 3.0) == [SendTo("a", Heartbeat(12.5))]
+    assert live_hub("a").receive("a", Heartbeat(12.5), 3.0) == [SendTo("a", Heartbeat(12.5, -1))]
 
 
 def test_a_goodbye_is_the_end_of_a_member():
@@ -449,7 +449,7 @@ def test_only_a_live_node_may_publish(state):
 def test_a_dense_publish_makes_the_release_dense():
     hub = live_hub("a", "b", release="quorum:count=2")
     contribute(hub, "a", 0)
-    assert of(Reduce, contribute(hub, "b", 0, codec="float32"))[0].dense
+    assert of(Reduce, contribute(hub, "b", 0, codec="float32", dense=True))[0].dense
 
 
 def test_the_release_carries_the_union_of_the_accepted_fragments():
@@ -541,7 +541,7 @@ def test_who_drains_last_does_not_weigh_more_because_the_others_have_left():
     hub.receive("a", WorkRequest((), 1, False), 0.0)
     hub.receive("a", WorkRequest((0,), 1, False), 0.0)
     hub.receive("b", Goodbye("done"), 0.0)
-    assert of(Reduce, contribute(hub, "a", 0, codec="float32"))[0].live == 2
+    assert of(Reduce, contribute(hub, "a", 0, codec="float32", dense=True))[0].live == 2
 
 
 def test_who_finishes_last_does_not_weigh_more_because_the_others_have_no_data_left():

@@ -446,3 +446,13 @@ def test_a_founder_that_was_cut_off_joins_what_it_may_have_founded():
     peer.receive(Goodbye(), 0.0)
     assert peer.receive(welcome(0), 1.0) == [Send(Fetch(-1, WIRE))]
     assert peer.receive(snapshot(0), 1.0) == [Expect(HUB, snapshot(0))]
+
+
+def test_a_publish_that_went_before_a_heartbeat_and_was_not_heard_is_withdrawn():
+    peer = live()
+    peer.publish(publish(3))
+    (beat,) = [effect.message for effect in peer.tick(0.2) if isinstance(effect, Send)]
+    peer.publish(publish(4))
+    assert peer.receive(Heartbeat(beat.sent, 2), 0.3) == [Withdraw(3, "lost", "it never reached the broker")]
+    assert peer.in_flight == {4}
+    assert peer.receive(Heartbeat(beat.sent, 2), 0.4) == []

@@ -184,7 +184,9 @@ class NumpyNode:
         sizes = tuple(len(frame) for frame in frames)
         self.carry_out(
             self.peer.publish(
-                Publish(self.transfer, offer.sequence, base, offer.fragment, encoded.codec, sizes, 8, 2, 0.5)
+                Publish(
+                    self.transfer, offer.sequence, base, offer.fragment, encoded.codec, sizes, 8, 2, 0.5, offer.dense
+                )
             )
         )
 

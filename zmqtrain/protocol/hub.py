@@ -7,7 +7,6 @@ Rule 3: effects are carried out in the order in which they come.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,6 +41,7 @@ from zmqtrain.protocol.messages import (
     model_from_wire,
     model_to_wire,
 )
+from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import ReleaseRule, Rounds
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
@@ -50,8 +50,6 @@ from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
 ROSTER_SECONDS = 1.0
-LANDED_KEPT = 64
-RECORDS_KEPT = 1024
 
 
 class MemberState(Enum):
@@ -76,14 +74,6 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     WorkRequest: frozenset({MemberState.LIVE}),
     Relay: frozenset({MemberState.LIVE}),
 }
-
-
-@dataclass
-class _Record:
-    """What outlives a connection of one peer: its landed publishes and the last sequence that was heard."""
-
-    landed: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=LANDED_KEPT))
-    last_sequence: int = -1
 
 
 @dataclass
@@ -125,7 +115,7 @@ class Hub:
         self.score_version = -1
         self.started = False
         self._nodes_at_the_end = 0
-        self._records: dict[PeerId, _Record] = {}
+        self._records = Records()
         self._began, self._rostered = now, now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
@@ -282,7 +272,7 @@ class Hub:
             version=self.version,
             settings=self.settings.to_dict(),
             model=model_to_wire(self.model) if self.version >= 0 else (),
-            landed=self._landed(sender),
+            landed=self._records.landed(sender),
             accepted=tuple(publish.sequence for peer, publish in self.rounds.pending if peer == sender),
         )
         effects.append(SendTo(sender, welcome))
@@ -297,7 +287,7 @@ class Hub:
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         member.known_version = fetch.version
         if member.state is MemberState.LIVE:
-            return [Serve(member.peer, member.known_version, self._landed(member.peer))]
+            return [Serve(member.peer, member.known_version, self._records.landed(member.peer))]
         member.model = model_from_wire(fetch.model)
         if not member.model:
             return self._send_away(
@@ -337,7 +327,7 @@ class Hub:
         self.started = True
         for member in waiting:
             member.state, member.idle = MemberState.LIVE, False
-            effects.append(Serve(member.peer, member.known_version, self._landed(member.peer)))
+            effects.append(Serve(member.peer, member.known_version, self._records.landed(member.peer)))
         return effects
 
     def _on_goodbye(self, member: Member, goodbye: Goodbye, now: float) -> list[HubEffect]:
@@ -359,7 +349,7 @@ class Hub:
         return [SendTo(member.peer, Refused(reason, text)), Disconnect(member.peer, reason, text)]
 
     def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:
-        return [SendTo(member.peer, heartbeat)]
+        return [SendTo(member.peer, Heartbeat(heartbeat.sent, self._records.heard(member.peer)))]
 
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         member.report = report
@@ -376,13 +366,12 @@ class Hub:
     # ------------------------------------------------------------------ contributions
 
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
-        record = self._record(member.peer)
-        if publish.sequence <= record.last_sequence or publish.transfer in member.open:
+        if publish.sequence <= self._records.heard(member.peer) or publish.transfer in member.open:
             return [self._refuse(member, publish, "duplicate", f"sequence {publish.sequence} was heard before")]
         if not 0 <= publish.fragment < self.settings.fragments:
             text = f"fragment {publish.fragment} of a run with {self.settings.fragments}"
             return [self._refuse(member, publish, "fragment", text)]
-        if publish.codec not in (self.settings.codec, "float32"):
+        if publish.codec != ("float32" if publish.dense else self.settings.codec):
             text = f"coded as {publish.codec!r}; this run takes {self.settings.codec!r}"
             return [self._refuse(member, publish, "codec", text)]
         if publish.base_version > self.version:
@@ -391,7 +380,7 @@ class Hub:
         if publish.samples < 0 or publish.steps < 0:
             text = f"stands for {publish.samples} samples in {publish.steps} steps"
             return [self._refuse(member, publish, "samples", text)]
-        record.last_sequence = publish.sequence
+        self._records.hear(member.peer, publish.sequence)
         member.open[publish.transfer] = publish
         return [Expect(member.peer, publish)]
 
@@ -409,7 +398,7 @@ class Hub:
                 effects += [Accumulate(peer, publish) for peer, publish in taken]
             self.version += 1
             for peer, publish in taken:
-                self._record(peer).landed.append((publish.sequence, self.version))
+                self._records.land(peer, publish.sequence, self.version)
                 self.samples += publish.samples
             self.contributions += len(taken)
             effects.append(
@@ -419,7 +408,7 @@ class Hub:
                     landed=tuple((peer, publish.sequence) for peer, publish in taken),
                     live=max(len(self._training() | {peer for peer, _ in taken}), self._nodes_at_the_end),
                     samples=sum(publish.samples for _, publish in taken),
-                    dense=any(publish.codec != self.settings.codec for _, publish in taken),
+                    dense=any(publish.dense for _, publish in taken),
                 )
             )
         return effects
@@ -427,16 +416,6 @@ class Hub:
     def _training(self) -> set[PeerId]:
         """The nodes that the mean is over: idle ones too, or the last to finish would weigh more than the others."""
         return {peer for peer, member in self.members.items() if member.state is MemberState.LIVE}
-
-    def _record(self, peer: PeerId) -> _Record:
-        record = self._records.pop(peer, None) or _Record()
-        self._records[peer] = record  # now the most recent
-        while len(self._records) > RECORDS_KEPT:
-            del self._records[next(iter(self._records))]
-        return record
-
-    def _landed(self, peer: PeerId) -> tuple[tuple[int, int], ...]:
-        return tuple(self._records[peer].landed) if peer in self._records else ()
 
     # ------------------------------------------------------------------ data units
 
@@ -495,7 +474,7 @@ class Hub:
             "contributions": self.contributions,
             "scores": self.scores,
             "score_version": self.score_version,
-            "records": {peer: [r.last_sequence, [list(x) for x in r.landed]] for peer, r in self._records.items()},
+            "records": self._records.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -510,10 +489,7 @@ class Hub:
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
-            for peer, (last, landed) in state["records"].items():
-                record = self._record(PeerId(peer))
-                record.last_sequence = int(last)
-                record.landed.extend((int(sequence), int(version)) for sequence, version in landed)
+            self._records.restore(state["records"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         self.started = self.version >= 0
@@ -522,8 +498,6 @@ class Hub:
         """Take note of a release that is in the journal but not in the checkpoint."""
         self.version = version
         for peer, sequence in landed:
-            record = self._record(PeerId(peer))
-            record.landed.append((sequence, version))
-            record.last_sequence = max(record.last_sequence, sequence)
+            self._records.land(PeerId(peer), sequence, version)
         self.samples += samples
         self.contributions += len(landed)

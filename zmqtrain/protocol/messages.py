@@ -109,9 +109,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I live. A node's carries its own clock; the hub sends it back, which gives the round trip."""
+    """I live. A node's carries its own clock; the hub sends it back, which gives the round trip.
+
+    heard: in the hub's answer the highest sequence of this node's publishes that reached it: one that was sent before
+    this heartbeat and is higher was lost on its way.
+    """
 
     sent: float = 0.0
+    heard: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none)."""
+    """Node to hub: a delta of one fragment waits for credit. score: the local loss (NaN: none).
+
+    dense: coded as float32 whatever the run's codec, to drain what is pending; what it lands in is answered so too.
+    """
 
     transfer: int
     sequence: int
@@ -188,6 +196,7 @@ class Publish:
     samples: int
     steps: int
     score: float
+    dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +401,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code; text: a sentence."""
+    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code; text: words."""
 
     peer: PeerId
     reason: str

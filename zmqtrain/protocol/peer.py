@@ -89,6 +89,7 @@ class Peer:
         self.confirmed = False
         self._announced = -1
         self._behind_since: float | None = None
+        self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
         self._reset = self._missing = False  # until a whole snapshot is here
         self._open: dict[int, Aggregate | Snapshot] = {}
         self._hello_at = 0.0
@@ -143,6 +144,7 @@ class Peer:
         if now < self._beat_at:
             return []
         self._beat_at = now + self.settings.heartbeat_seconds
+        self._beats[now] = max(self.in_flight, default=-1)
         return [Send(Heartbeat(now)), *self._resync_if_behind(now)]
 
     # ------------------------------------------------------------------ what the hub says
@@ -157,8 +159,9 @@ class Peer:
             return []
         self._heard = now
         match message:
-            case Heartbeat(sent):
+            case Heartbeat(sent, heard):
                 self.round_trip_seconds = now - sent
+                return self._withdraw_unheard(sent, heard)
             case Roster():
                 self.roster = message
             case Refused():
@@ -202,6 +205,14 @@ class Peer:
         return [Deliver(announcement, landed, reset)]
 
     # ------------------------------------------------------------------ the moves
+
+    def _withdraw_unheard(self, sent: float, heard: int) -> list[PeerEffect]:
+        """Give up the publishes that went out before this heartbeat and did not get there: the lane keeps the order."""
+        published = self._beats.pop(sent, -1)
+        self._beats = {beat: sequence for beat, sequence in self._beats.items() if beat > sent}
+        lost = sorted(sequence for sequence in self.in_flight if heard < sequence <= published)
+        self.in_flight.difference_update(lost)
+        return [Withdraw(sequence, "lost", "it never reached the broker") for sequence in lost]
 
     def _resync_if_behind(self, now: float) -> list[PeerEffect]:
         """Fetch what the hub dropped on its way here, where no later aggregate shows the gap."""
@@ -290,5 +301,6 @@ class Peer:
     def _lose_hub(self, reason: str, text: str, now: float, hello_at: float) -> list[PeerEffect]:
         self.state = PeerState.CONNECTING
         self._open.clear()
+        self._beats.clear()
         self._hello_at = hello_at
         return [Disconnect(HUB, reason, text)]

@@ -74,8 +74,8 @@ GRANT_SECONDS = 2.0
 """A node that is granted chunks and sends none for so long is sent away: what it holds of the window is others'."""
 OUTBOX_WINDOW_BYTES = 2 << 20
 """What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
-OUTBOX_RELEASES = 4
-"""How many aggregates may queue for one peer before it is sent a snapshot instead."""
+OUTBOX_BYTES = 64 << 20
+"""What may queue for one peer, at least (three models, if that is more); with more it is sent a snapshot instead."""
 
 
 def canonical(settings: RunSettings) -> RunSettings:
@@ -316,7 +316,7 @@ class Broker:
     def _link(self, peer: PeerId) -> _Link:
         if peer not in self._links:
             model_bytes = 4 * sum(leaf.values for leaf in self.hub.model)
-            limit = max(64 << 20, 3 * model_bytes)
+            limit = max(OUTBOX_BYTES, 3 * model_bytes)
             self._links[peer] = _Link(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit))
         return self._links[peer]
 
@@ -435,9 +435,7 @@ class Broker:
         for peer, link in list(self._links.items()):
             if not link.following:
                 continue
-            if len(link.outbox) >= OUTBOX_RELEASES or not link.outbox.push(
-                aggregate.transfer, messages, droppable=True
-            ):
+            if not link.outbox.push(aggregate.transfer, messages, droppable=True):
                 self._dropped += len(link.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)
 
@@ -454,6 +452,8 @@ class Broker:
         announcement = Snapshot(self._next_transfer(), version, tuple(len(frame) for frame in frames), landed)
         messages: list[Sequence[Buffer]] = [[encode_message(announcement)], *split(announcement.transfer, frames)]
         link.following = link.outbox.push(announcement.transfer, messages, droppable=False)
+        if not link.following:
+            return self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
         self._snapshots_served += bool(frames)
         self._pump(peer)
 

@@ -148,7 +148,9 @@ class HubLink:
         transfer, sizes = self._stage(encoded.frames)
         self.publishes += 1
         codec, samples, steps = encoded.codec, offer.samples, offer.steps
-        publish = Publish(transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score)
+        publish = Publish(
+            transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score, offer.dense
+        )
         self.carry_out(self.peer.publish(publish))
 
     def send_founding(self, frames: Sequence[Buffer]) -> None:

@@ -107,7 +107,8 @@ class UnitQueue:
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """The broker is gone: what was asked will not be answered."""
+        """The broker is gone: what was asked will not be answered, and what was dealt will be dealt again."""
         with self._changed:
             self._asked = False
+            self._units.clear()
             self._changed.notify_all()

@@ -29,7 +29,6 @@ STRICT_WAIT_SECONDS = 600.0
 STRICT_LOOK_SECONDS = 10.0
 """After so long without an aggregate, strict mode looks again whether it still has one to wait for."""
 FLUSH_SECONDS = 30.0
-POLL_SECONDS = 0.005
 LANDING_LOOK_SECONDS = 0.005
 AGES_KEPT = 1024
 

@@ -196,10 +196,6 @@ class Outbox:
         """The bytes pushed and not yet acknowledged, sent or not."""
         return self._held_bytes
 
-    def __len__(self) -> int:
-        """The transfers of which something is still to be sent."""
-        return len(self._unsent)
-
     @property
     def idle(self) -> bool:
         """Whether there is nothing to send and nothing to be acknowledged."""
