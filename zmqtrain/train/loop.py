@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -51,6 +51,14 @@ class SyncStatistics:
     peers: int
 
 
+class _Offered(NamedTuple):
+    """An offer on its way: the step at which it was made, and the samples and steps it stands for."""
+
+    step: int
+    samples: int
+    steps: int
+
+
 class DelayedSync:
     """Keep a training loop's parameters in step with the run: offer every k steps, apply d steps later.
 
@@ -82,10 +90,11 @@ class DelayedSync:
         self._dtypes = [jax.numpy.dtype(spec.dtype) for spec in model]
         self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in start]
         self._adopted = update is not None
+        self._rebase.warm_up([a.astype(d) for a, d in zip(self._anchor, self._dtypes, strict=True)], self._anchor)
         self._step = self._samples = 0
-        self._samples_offered = self._steps_offered = 0
+        self._unsaid = (0, 0)  # samples and steps that no offer on its way, or landed, stands for
         self._offers = self._refused = self._applied = 0
-        self._offered_at: dict[int, int] = {}
+        self._offered: dict[int, _Offered] = {}
         self._ages: list[int] = []
         self._held_seconds = 0.0
         self._score_before: Any = None
@@ -116,8 +125,9 @@ class DelayedSync:
         began = time.perf_counter()
         self._step += 1
         self._samples += samples
+        self._unsaid = (self._unsaid[0] + samples, self._unsaid[1] + 1)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
-            params, self._samples_offered, self._steps_offered = self.params, self._samples, self._step
+            params, self._unsaid = self.params, (0, 0)
         leaves = self._apply_due(self._flatten(params))
         if self._step % self.settings.every == 0:
             leaves = self._offer(leaves, score)
@@ -183,14 +193,21 @@ class DelayedSync:
         return self._apply_due(leaves) if self.settings.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, score: Any = None, dense: bool = False) -> int | None:
+        self._take_back_withdrawn()
         segments = self._rebase.pending(leaves, self._anchor, fragment)
-        samples, steps = self._samples - self._samples_offered, self._step - self._steps_offered
+        samples, steps = self._unsaid
         sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, score=score, dense=dense)
         if sequence is not None:
             self._offers += 1
-            self._offered_at[sequence] = self._step
-            self._samples_offered, self._steps_offered = self._samples, self._step
+            self._offered[sequence] = _Offered(self._step, samples, steps)
+            self._unsaid = (0, 0)
         return sequence
+
+    def _take_back_withdrawn(self) -> None:
+        """What a withdrawn offer stood for is still pending: the next offer stands for it too."""
+        for sequence in self._offered.keys() - set(self.exchange.in_flight()):
+            withdrawn = self._offered.pop(sequence)
+            self._unsaid = (self._unsaid[0] + withdrawn.samples, self._unsaid[1] + withdrawn.steps)
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
         while (update := self.exchange.peek()) is not None and self._is_due(update):
@@ -203,7 +220,9 @@ class DelayedSync:
         """Wait for what must be applied now; an offer that is withdrawn meanwhile is not waited for any longer."""
         until = time.monotonic() + STRICT_WAIT_SECONDS
         while any(
-            self._step >= self._offered_at.get(s, self._step) + self.settings.delay for s in self.exchange.in_flight()
+            self._step >= self._offered[s].step + self.settings.delay
+            for s in self.exchange.in_flight()
+            if s in self._offered
         ):
             try:
                 leaves = self._apply(leaves, self.exchange.wait_update(STRICT_LOOK_SECONDS))
@@ -213,7 +232,8 @@ class DelayedSync:
         return leaves
 
     def _is_due(self, update: Update) -> bool:
-        return all(self._step >= self._offered_at.get(s, 0) + self.settings.delay for s in update.landed)
+        offered = [self._offered[sequence] for sequence in update.landed if sequence in self._offered]
+        return all(self._step >= one.step + self.settings.delay for one in offered)
 
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
         if update.reset:
@@ -226,8 +246,8 @@ class DelayedSync:
             leaves, self._anchor = self._rebase.apply(leaves, self._anchor, update.aggregate, update.own)
         self._applied += 1
         for sequence in update.landed:
-            if sequence in self._offered_at:
-                self._ages.append(self._step - self._offered_at.pop(sequence))
+            if sequence in self._offered:
+                self._ages.append(self._step - self._offered.pop(sequence).step)
         del self._ages[:-AGES_KEPT]
         return leaves
 
@@ -239,7 +259,7 @@ class DelayedSync:
             now = time.monotonic()
             if sequence is not None:
                 taken_at = now
-                if sequence not in self._offered_at:
+                if sequence not in self._offered:
                     return leaves
             if now >= until or now >= taken_at + self.settings.lost_seconds:
                 return leaves

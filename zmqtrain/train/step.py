@@ -82,6 +82,14 @@ class Rebase:
         self._negated = jax.jit(partial(jax.tree.map, jnp.negative))
         self._replace = jax.jit(self._adopt, donate_argnums=(0, 1) if donate else (1,))
 
+    def warm_up(self, params: Leaves, anchor: Leaves) -> None:
+        """Have all that an exchange needs compiled, on copies: later, none holds training up for a compiler."""
+        params, anchor = [jnp.copy(leaf) for leaf in params], [jnp.copy(leaf) for leaf in anchor]
+        for fragment in range(self.layout.fragments):
+            still = {fragment: [jnp.zeros_like(segment) for segment in self.pending(params, anchor, fragment)]}
+            params, anchor = self.apply(params, anchor, still, still)
+        jax.tree.map(lambda leaf: leaf.block_until_ready(), (params, anchor))
+
     def pending(self, params: Leaves, anchor: Leaves, fragment: int) -> list[jax.Array]:
         """Return params - anchor of one fragment: one flat float32 array per leaf that it touches."""
         touched = self.layout.leaves(fragment)
