@@ -1,4 +1,4 @@
-"""Real brokers and nodes on 127.0.0.1 for the tests beside this file: a broker in a thread or a process, a tiny model."""
+"""Real brokers and nodes on 127.0.0.1 for the tests beside this file: a broker (thread or process), a tiny model."""
 
 from __future__ import annotations
 

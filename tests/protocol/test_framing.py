@@ -1,5 +1,7 @@
 """Every message survives the wire, and nothing else does."""
 
+import contextlib
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -81,15 +83,13 @@ def test_a_mutated_head_is_a_message_or_a_framing_error(message, data):
     head = bytearray(encode_message(message))
     for _ in range(data.draw(st.integers(1, 4))):
         head[data.draw(st.integers(0, len(head) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(FramingError):
         decode_message(head)
-    except FramingError:
-        pass
 
 
 def test_a_field_of_another_type_is_refused_and_named():
     head = msgpack.packb([PROTOCOL_VERSION, "Chunk", {"transfer": 1, "index": True}])
-    with pytest.raises(FramingError, match="Chunk.index: expected int, got bool"):
+    with pytest.raises(FramingError, match=r"Chunk\.index: expected int, got bool"):
         decode_message(head)
 
 
