@@ -146,7 +146,7 @@ def default_tasks(text: str, images: str) -> tuple[Task, ...]:
             arguments={"data": text, "batch": 2, "context": 64},
             batches_per_unit=8,
             steps=1536,
-            step_milliseconds=12.0,
+            step_milliseconds=25.0,
             source="the source of Python's standard library" if text == "stdlib" else Path(text).name,
         ),
         Task(
@@ -155,7 +155,7 @@ def default_tasks(text: str, images: str) -> tuple[Task, ...]:
             arguments={"data": images, "width": 16, "batch": 16},
             batches_per_unit=4,
             steps=560,
-            step_milliseconds=12.0,
+            step_milliseconds=25.0,
             source="scikit-learn's digits" if images == "digits" else Path(images).name,
         ),
     )
@@ -414,7 +414,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of one node, rounded up to whole units (default: 1536 and 560)")
-    parser.add_argument("--step-milliseconds", type=float, help="the least time of a step (default: 12)")
+    parser.add_argument("--step-milliseconds", type=float, help="the least time of a step (default: 25)")
     parser.add_argument("--tune", action="store_true", help="try the rates instead, with seed 0")
     parser.add_argument("--quick", action="store_true", help="toy size: whether it works, not how well")
     parser.add_argument("--json", help="write the rows to this file")

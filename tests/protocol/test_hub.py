@@ -333,7 +333,8 @@ def test_the_roster_tells_what_each_node_last_reported():
 
 def test_the_score_of_an_older_version_does_not_replace_a_newer_one():
     hub = live_hub("a")
-    for version, loss in ((3, 0.5), (2, 0.9), (4, 0.25)):
+    hub.version = 4
+    for version, loss in ((3, 0.5), (2, 0.9), (4, 0.25), (1 << 63, 0.0)):  # the last one is of no version of this run
         hub.receive("a", replace(SAMPLES[Report], scores={"loss": loss}, score_version=version), 0.0)
     assert (hub.scores, hub.score_version) == ({"loss": 0.25}, 4)
 
@@ -413,6 +414,7 @@ def test_a_publish_is_expected_accumulated_and_released():
         ({"base_version": 5}, "version", "based on version 5; the run is at 1"),
         ({"samples": -1}, "samples", "stands for -1 samples in 8 steps"),
         ({"steps": -1}, "samples", "stands for 8 samples in -1 steps"),
+        ({"samples": 1 << 63}, "samples", "stands for 9223372036854775808 samples in 8 steps"),
     ],
 )
 def test_a_publish_that_does_not_fit_is_refused_and_counted(changes, reason, told):
@@ -642,3 +644,10 @@ def test_records_of_peers_that_are_long_gone_are_bounded():
     for number in range(1100):
         hub.replay(number + 1, ((f"peer-{number}", 0),), 0)
     assert len(hub.state()["records"]) == 1024
+
+
+def test_a_report_that_would_swell_the_roster_costs_its_sender():
+    hub = live_hub("a", "b")
+    for words in ({"waiting": "x" * 1000}, {"scores": {f"score-{i}": 1.0 for i in range(1000)}}):
+        with pytest.raises(RemoteProtocolError, match="Report of that length"):
+            hub.receive("a", replace(SAMPLES[Report], **words), 0.0)

@@ -50,6 +50,10 @@ from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
 ROSTER_SECONDS = 1.0
+MAX_WORDS, MAX_SCORES = 200, 32
+"""What one Report may hold: the Roster holds those of all nodes, and is one head."""
+MAX_SAMPLES = 1 << 40
+"""What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 
 
 class MemberState(Enum):
@@ -352,8 +356,10 @@ class Hub:
         return [SendTo(member.peer, Heartbeat(heartbeat.sent, self._records.heard(member.peer)))]
 
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
+        if len(report.waiting) > MAX_WORDS or len(report.scores or ()) > MAX_SCORES:
+            raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         member.report = report
-        if report.scores and report.score_version >= self.score_version:
+        if report.scores and self.score_version <= report.score_version <= self.version:
             self.scores, self.score_version = dict(report.scores), report.score_version
         return []
 
@@ -377,7 +383,7 @@ class Hub:
         if publish.base_version > self.version:
             text = f"based on version {publish.base_version}; the run is at {self.version}"
             return [self._refuse(member, publish, "version", text)]
-        if publish.samples < 0 or publish.steps < 0:
+        if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
             text = f"stands for {publish.samples} samples in {publish.steps} steps"
             return [self._refuse(member, publish, "samples", text)]
         self._records.hear(member.peer, publish.sequence)

@@ -118,9 +118,7 @@ class Peer:
         """Ask for a snapshot because this side dropped aggregates."""
         if self.state is not PeerState.LIVE:
             return []
-        self._missing = (
-            True  # `version` counts what was dropped: a snapshot of that very version is needed all the same
-        )
+        self._missing = True  # `version` counts what was dropped: the snapshot may be of that very version
         return self._resync()
 
     def leave(self, reason: str) -> list[PeerEffect]:

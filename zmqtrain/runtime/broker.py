@@ -94,6 +94,11 @@ def _name(peer: PeerId) -> str:
     return peer.rpartition("#")[0] or peer
 
 
+def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
+    """What tells the publishes of a peer apart while they wait: it may use a transfer's number again, no sequence."""
+    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
+
+
 @dataclass(frozen=True)
 class BrokerStatistics:
     """Running figures of a broker. bytes: payload and heads; aggregate_seconds: of the codec thread, all its work."""
@@ -146,9 +151,10 @@ class Broker:
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
+        self._closing = False
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
-        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
+        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
         self._transfer = 0
         self._aggregate_seconds = 0.0
         self._bytes_sent = self._bytes_received = self._snapshots_served = self._dropped = 0
@@ -179,10 +185,13 @@ class Broker:
             for peer in list(self.hub.members):
                 self._send(peer, Goodbye("the broker was stopped"))
             await asyncio.gather(receiving, return_exceptions=True)
-            # the codec thread finishes what it has; its results are of no use any more
-            await asyncio.to_thread(self._worker.close, 60.0)
-            await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
-            await self.channel.close()
+            # the codec thread finishes what it has; its results are of no use any more, and must move the hub no more
+            self._closing = True
+            try:
+                await asyncio.to_thread(self._worker.close, 60.0)
+                await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
+            finally:
+                await self.channel.close()
         if self._failure is not None:
             raise self._failure
 
@@ -267,7 +276,7 @@ class Broker:
             logger.warning("refused what %s sent: %s", _name(peer), result)
             self._carry_out(self.hub.broken(peer, announcement.transfer, reason, str(result), now))
         else:
-            self._whole[peer, announcement.transfer] = received
+            self._whole[_key(peer, announcement)] = received
             self._carry_out(self.hub.received(peer, announcement.transfer, now))
 
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
@@ -303,9 +312,9 @@ class Broker:
                 self._expect(peer, announcement)
             case Found(peer, announcement, model):
                 logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
-                self._job(partial(self._found, self._whole.pop((peer, announcement.transfer)), self.hub.state()))
+                self._job(partial(self._found, self._whole.pop(_key(peer, announcement)), self.hub.state()))
             case Accumulate(peer, publish):
-                self._job(partial(self.aggregator.accumulate, publish, self._whole.pop((peer, publish.transfer))))
+                self._job(partial(self.aggregator.accumulate, publish, self._whole.pop(_key(peer, publish))))
             case Reduce():
                 self._job(partial(self._release, effect), self._released, effect)
             case Serve(peer, known_version, landed):
@@ -356,8 +365,10 @@ class Broker:
     def _grant(self) -> None:
         holding = self._credits.holders
         for peer, transfer, chunks in self._credits.grants():
+            if peer not in self._links:  # lost while its credit was sent
+                continue
             if peer not in holding:
-                self._link(peer).arrived_at = time.monotonic()
+                self._links[peer].arrived_at = time.monotonic()
             self._send(peer, Credit(transfer, chunks))
 
     def _expel_idle_holders(self) -> None:
@@ -380,6 +391,8 @@ class Broker:
         """Do `work` in the codec thread, then `then(result or CodecError, *facts)` in the loop; both in order."""
 
         def job() -> None:
+            if self._failure is not None:  # what follows a job that failed would be built on nothing
+                return
             began = time.thread_time()
             result: Any
             try:
@@ -394,6 +407,8 @@ class Broker:
             self._job_failed(ZmqTrainError("the codec thread cannot keep up: 4096 jobs wait"))
 
     def _finish(self, then: Callable[..., None], result: object, facts: tuple[Any, ...]) -> None:
+        if self._closing:
+            return
         try:
             then(result, *facts)
         except Exception as error:
@@ -407,7 +422,7 @@ class Broker:
 
     def _found(self, frames: Sequence[Buffer], state: dict[str, Any]) -> None:
         self.aggregator.found(frames)
-        self.keeper.save(state, self.aggregator)
+        self.keeper.save(state, self.aggregator, wait=True)  # before the founder, or anybody, hears of the run
 
     def _release(self, reduce: Reduce) -> Released:
         released = self.aggregator.release(reduce)

@@ -46,7 +46,9 @@ class Keeper:
         if self._folder is None or loaded is None:
             return
         state, arrays = loaded
-        difference = describe_difference(state.get("settings", {}), hub.settings.to_dict(), FREE_SETTINGS)
+        # in strict mode the data lie in as many lanes as nodes began the run
+        free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
+        difference = describe_difference(state.get("settings", {}), hub.settings.to_dict(), free)
         if difference:
             raise ConfigError(
                 f"the checkpoint in {self._folder.folder} was written under other settings: {difference}. "
@@ -74,10 +76,11 @@ class Keeper:
         if self._folder is not None:
             self._folder.append((released, reduce.landed, reduce.samples))
 
-    def save(self, state: dict[str, Any], aggregator: Aggregator) -> None:
+    def save(self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False) -> None:
         """Copy the run as it stands, begin a new journal, and write the copy in the background.
 
-        state: of the hub, at the aggregator's version.  Nothing happens while the last one is still being written.
+        state: of the hub, at the aggregator's version.  wait: until it is written.
+        Nothing happens while the last one is still being written.
         Raises CheckpointError if the journal cannot be begun.
         """
         if self._folder is None or (self._writer is not None and self._writer.is_alive()):
@@ -93,17 +96,27 @@ class Keeper:
 
         self._writer = threading.Thread(target=write, name="zmqtrain-checkpoint")
         self._writer.start()
+        if wait:
+            self._writer.join()
 
     def close(self, state: dict[str, Any], aggregator: Aggregator) -> None:
-        """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError."""
+        """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError.
+
+        A hub that is ahead of its arrays (its codec thread failed) is not written: the journal holds what counts.
+        """
         if self._folder is None:
             return
         if self._writer is not None:
             self._writer.join()
-        if aggregator.version >= 0:
-            arrays = aggregator.arrays()
-            path = self._folder.save(aggregator.version, state, arrays)
-            model = self._folder.folder / "model.safetensors"
-            export_model(model, arrays)
-            logger.info("saved %s, and the model alone as %s", path, model)
-        self._folder.close()
+        try:
+            if aggregator.version != state["version"]:
+                text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
+                logger.warning(text, state["version"], aggregator.version)
+            elif aggregator.version >= 0:
+                arrays = aggregator.arrays()
+                path = self._folder.save(aggregator.version, state, arrays)
+                model = self._folder.folder / "model.safetensors"
+                export_model(model, arrays)
+                logger.info("saved %s, and the model alone as %s", path, model)
+        finally:
+            self._folder.close()

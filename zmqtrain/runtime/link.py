@@ -87,6 +87,7 @@ class HubLink:
         self._outgoing: dict[int, deque[tuple[bytes, Buffer]]] = {}
         self._assembler = Assembler(ASSEMBLED_BYTES)
         self._transfer = 0
+        self._founding = False
         self._reconnecting: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
@@ -103,7 +104,7 @@ class HubLink:
         """Have the network thread do something soon; nothing happens once it has ended."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(self._do, what)
 
     def close(self, reason: str) -> None:
         """Say goodbye and end the thread."""
@@ -117,6 +118,18 @@ class HubLink:
         return self.peer.state is PeerState.LIVE
 
     # ------------------------------------------------------------------ network thread: out
+
+    def _do(self, what: Callable[[], object]) -> None:
+        try:
+            what()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, ZmqTrainError):
+            return self.listener.on_failed(error)
+        logger.error("the network thread of %s failed", self.peer.name, exc_info=error)
+        self.listener.on_failed(ZmqTrainError(f"the network thread of {self.peer.name} failed: {error!r}"))
 
     def send(self, message: Message) -> None:
         """Queue a control message."""
@@ -134,6 +147,7 @@ class HubLink:
                 case Deliver():
                     self.listener.on_delivered(effect, frames or [])
                 case Serve():
+                    self._founding = True
                     self.listener.on_founding()
                 case Withdraw(sequence, reason, text):
                     self.listener.on_withdrawn(sequence, reason, text)
@@ -154,7 +168,10 @@ class HubLink:
         self.carry_out(self.peer.publish(publish))
 
     def send_founding(self, frames: Sequence[Buffer]) -> None:
-        """Announce the parameters that found the run."""
+        """Announce the parameters that found the run, unless the hub that asked for them is lost."""
+        if not self._founding:
+            return
+        self._founding = False
         transfer, sizes = self._stage(frames)
         self.send(Snapshot(transfer, 0, sizes))
 
@@ -164,6 +181,7 @@ class HubLink:
         return self._transfer, tuple(len(frame) for frame in frames)
 
     def _disconnect(self, reason: str, text: str) -> None:
+        self._founding = False
         self._assembler.clear()
         self._outgoing.clear()
         self._bulk.clear()
@@ -195,11 +213,8 @@ class HubLink:
     def _run(self) -> None:
         try:
             asyncio.run(self._main())
-        except ZmqTrainError as error:
-            self.listener.on_failed(error)
         except Exception as error:
-            logger.exception("the network thread of %s failed", self.peer.name)
-            self.listener.on_failed(ZmqTrainError(f"the network thread of {self.peer.name} failed: {error!r}"))
+            self._failed(error)
         finally:
             self._ready.set()
 

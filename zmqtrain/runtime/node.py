@@ -97,7 +97,11 @@ class Node:
         self._withdrawals = 0
         self._encode_seconds = 0.0
         self._link.start()
-        self._raise_failure()
+        try:
+            self._raise_failure()
+        except ZmqTrainError:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ joining (training thread)
 
@@ -128,10 +132,11 @@ class Node:
             waited += SAY_AGAIN_SECONDS
             logger.info("%s: %s for %.0f s", self.name, self.waiting_for, waited)
         self._founding = ()
-        update = self.poll()
-        if update is None:
+        first = self._inbox.peek()
+        if first is None or first.anchor is None:  # the founder holds version 0; an aggregate that is here is the next
             self._applied_version = 0
-        return update
+            return None
+        return self.poll()
 
     @property
     def waiting_for(self) -> str:
@@ -290,6 +295,7 @@ class Node:
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """See Exchange."""
+        scores = {name: float(score) for name, score in scores.items()}  # a program may give device or numpy scalars
         self._progress.scores, self._progress.score_version = scores, version
         self._link.call(lambda: self._link.send(self.make_report()) if self._link.live else None)
 
@@ -340,9 +346,11 @@ class Node:
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
         """See Listener."""
         if self._inbox.full and isinstance(deliver.announcement, Aggregate):
-            self._worker.submit(lambda: self._inbox.skip(deliver))
+            taken = self._worker.submit(lambda: self._inbox.skip(deliver))
             self._link.carry_out(self._peer.resync())
-        elif not self._worker.submit(lambda: self._arrive(deliver, frames)):
+        else:
+            taken = self._worker.submit(lambda: self._arrive(deliver, frames))
+        if not taken:
             self.on_failed(ZmqTrainError(f"the codec thread of {self.name} cannot keep up"))
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
@@ -368,14 +376,17 @@ class Node:
 
     def on_changed(self) -> None:
         """See Listener."""
-        if not self._link.live:
+        if self._peer.state is PeerState.CONNECTING:  # who only waits for a snapshot keeps what it was dealt
             self._units.reset()
+        if self._units.drained:  # a hub that had lost this node has forgotten that it said so
+            self._ask_for_units()
         self._notify()
 
     def on_failed(self, error: ZmqTrainError) -> None:
         """See Listener."""
         self._failure = self._failure or error
-        self.on_changed()
+        self._units.reset()  # whoever waits for a unit is told
+        self._notify()
 
     def make_report(self) -> Report:
         """See Listener."""

@@ -29,8 +29,9 @@ class Progress:
 
     def report(self, bytes_sent: int, bytes_received: int, waiting: str) -> Report:
         """Return the report of now; the pace is that since the last report."""
-        if getattr(self.loss, "is_ready", lambda: True)():
-            self._loss_known = float(self.loss)
+        loss = self.loss  # the training thread may leave another one meanwhile
+        if getattr(loss, "is_ready", lambda: True)():
+            self._loss_known = float(loss)
         now, (before, samples_before, pace) = time.monotonic(), self._measured
         if before and now > before:
             pace = (self.samples - samples_before) / (now - before)

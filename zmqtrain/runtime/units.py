@@ -78,6 +78,11 @@ class UnitQueue:
         return True
 
     @property
+    def drained(self) -> bool:
+        """True once this node has said that nothing is pending here."""
+        return self._drained
+
+    @property
     def waiting(self) -> bool:
         """True while the training thread waits for a unit."""
         return self._idle
@@ -96,7 +101,7 @@ class UnitQueue:
             if not done and not want:
                 return None
             self._asked = True
-            return WorkRequest(done, want, self._idle)
+            return WorkRequest(done, want, self._idle and want > 0)  # idle and wanting nothing would say: drained
 
     def dealt(self, answer: WorkUnit) -> None:
         """Take the broker's answer."""

@@ -1,0 +1,207 @@
+"""A broker alive on a channel that the test holds: what a peer says cannot end it, and how it ends loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from math import nan
+
+import numpy as np
+import pytest
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.protocol.framing import decode_message, encode_message, split
+from zmqtrain.protocol.messages import Fetch, Hello, Publish, Snapshot, WorkRequest, model_to_wire
+from zmqtrain.runtime.broker import Broker
+from zmqtrain.runtime.checkpoint import CheckpointFolder
+from zmqtrain.runtime.delta import DENSE, DeltaCoder, encode_snapshot
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Lane, LeafSpec, Offer
+
+MODEL = (LeafSpec("w", (10,), "float32"),)
+LEAVES = [np.arange(10, dtype=np.float32)]
+
+
+class Wire:
+    """A HubChannel: what the broker sends stays here, what it hears the test says."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self):
+        self.heard, self.sent, self.closed = asyncio.Queue(), [], False
+
+    def send(self, peer, lane, frames):
+        if lane is Lane.CONTROL:
+            self.sent.append((peer, decode_message(frames[0])))
+
+    async def receive(self):
+        return await self.heard.get()
+
+    async def close(self, linger_seconds=1.0):
+        self.closed = True
+
+    def say(self, peer, message, *frames):
+        lane = Lane.BULK if frames else Lane.CONTROL
+        self.heard.put_nowait((peer, lane, [encode_message(message), *frames]))
+
+
+class Peers:
+    """The nodes of a run, as the broker hears them."""
+
+    def __init__(self, broker):
+        self.broker, self.wire = broker, broker.channel
+        self.layout = DeltaCoder(MODEL, broker.settings).layout
+
+    async def until(self, condition):
+        while not condition():
+            await asyncio.sleep(0)
+
+    async def join(self, *peers):
+        for peer in peers:
+            self.wire.say(peer, Hello(peer))
+            self.wire.say(peer, Fetch(-1, model_to_wire(MODEL)))
+        await self.until(lambda: (peers[0], Fetch()) in self.wire.sent)
+        self.transfer(peers[0], lambda sizes: Snapshot(1, 0, sizes), encode_snapshot(self.layout, LEAVES))
+        await self.until(lambda: len(self.broker.hub.live) == len(peers))
+
+    def transfer(self, peer, announce, frames):
+        announcement = announce(tuple(len(frame) for frame in frames))
+        self.wire.say(peer, announcement)
+        for chunk, frame in split(announcement.transfer, frames):
+            self.wire.heard.put_nowait((peer, Lane.BULK, [chunk, frame]))
+
+    def publish(self, peer, sequence, transfer, value=1.0, samples=8):
+        offer = Offer(sequence, 0, [np.full(10, value, np.float32)], samples, 1, None, (), True)
+        frames = DeltaCoder(MODEL, self.broker.settings).encode(offer).frames
+        self.transfer(peer, lambda s: Publish(transfer, sequence, 0, 0, DENSE, s, samples, 1, nan, True), frames)
+
+
+def lived(story, folder=None, **settings):
+    """Run a broker while `story(peers)` happens; return the broker when it has ended."""
+
+    async def live():
+        settings_of_run = RunSettings(**{"release": "immediately", "outer": "sgd:rate=1", **settings})
+        broker = Broker(Wire(), settings_of_run, folder)
+        running = asyncio.create_task(broker.run())
+        try:
+            told = asyncio.create_task(story(Peers(broker)))
+            await asyncio.wait({running, told}, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                assert told.done(), f"the story does not end; the broker said {broker.channel.sent}"
+                told.result()
+        finally:
+            told.cancel()
+            broker.stop()
+            await running
+        return broker
+
+    return asyncio.run(live())
+
+
+def test_a_transfers_number_used_twice_confuses_nothing():
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        peers.publish("a#1", 0, transfer=7, value=1.0)
+        await peers.until(lambda: len(peers.broker.hub.rounds.pending) == 1)
+        peers.publish("a#1", 1, transfer=7, value=3.0)
+        await peers.until(lambda: len(peers.broker.hub.rounds.pending) == 2)
+        peers.publish("b#1", 0, transfer=7, value=0.0)
+        await peers.until(lambda: peers.broker.aggregator.version == 1)
+        peers.publish("b#1", 1, transfer=7, value=0.0)
+        await peers.until(lambda: peers.broker.aggregator.version == 2)
+
+    broker = lived(story, release="all")
+    np.testing.assert_array_equal(broker.aggregator.published[0], LEAVES[0] + 0.5 + 1.5)
+
+
+def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(tmp_path):
+    async def story(peers):
+        checking, go_on = threading.Event(), threading.Event()
+        check = peers.broker.aggregator.check
+
+        def slow(publish, frames):
+            checking.set()
+            go_on.wait(30.0)
+            check(publish, frames)
+
+        await peers.join("a#1")
+        peers.broker.aggregator.check = slow
+        close = peers.broker._worker.close
+
+        def close_and_let_go(seconds):
+            threading.Thread(target=go_on.set).start()
+            peers.broker._worker._jobs.close()
+            close(seconds)
+
+        peers.broker._worker.close = close_and_let_go
+        peers.publish("a#1", 0, transfer=7)
+        await peers.until(checking.is_set)
+
+    broker = lived(story, tmp_path)
+    assert broker.channel.closed and broker.hub.version == broker.aggregator.version == 0
+    state, _ = CheckpointFolder(tmp_path).load()
+    assert (state["version"], state["contributions"]) == (0, 0)
+
+
+def test_a_broker_that_cannot_save_still_closes_its_channel(tmp_path, monkeypatch):
+    def full(*_):
+        raise CheckpointError("the disk is full")
+
+    made = []
+
+    async def story(peers):
+        made.append(peers.broker)
+        await peers.join("a#1")
+        monkeypatch.setattr(CheckpointFolder, "save", full)
+
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        lived(story, tmp_path)
+    assert made[0].channel.closed
+
+
+def test_after_a_job_that_failed_no_other_is_done_and_the_hub_that_is_ahead_is_not_saved(tmp_path, caplog):
+    async def story(peers):
+        await peers.join("a#1")
+
+        def broken(reduce):
+            raise ValueError("a bug")
+
+        peers.broker.aggregator.release = broken
+        peers.publish("a#1", 0, transfer=7)
+        peers.publish("a#1", 1, transfer=8)
+        await peers.until(lambda: False)
+
+    with pytest.raises(ValueError, match="a bug"):
+        lived(story, tmp_path)
+    assert "no last checkpoint: version" in caplog.text
+    state, _ = CheckpointFolder(tmp_path).load()
+    assert state["version"] == 0
+
+
+def test_nobody_hears_of_a_run_before_it_is_on_the_disk(tmp_path, monkeypatch):
+    async def story(peers):
+        save = CheckpointFolder.save
+
+        def slow(folder, *facts):
+            assert not peers.broker.hub.live or not peers.broker._links["a#1"].following
+            return save(folder, *facts)
+
+        monkeypatch.setattr(CheckpointFolder, "save", slow)
+        await peers.join("a#1")
+        await peers.until(lambda: peers.broker._links["a#1"].following)
+        monkeypatch.setattr(CheckpointFolder, "save", save)
+        assert CheckpointFolder(tmp_path).load() is not None
+
+    lived(story, tmp_path)
+
+
+def test_figures_that_no_head_can_hold_are_refused_and_the_broker_goes_on():
+    async def story(peers):
+        await peers.join("a#1")
+        for sequence in range(3):
+            peers.publish("a#1", sequence, transfer=10 + sequence, samples=(1 << 63) - 1)
+        peers.wire.say("a#1", WorkRequest((), 0, False))
+        await peers.until(lambda: peers.broker.hub.refused == 3)
+
+    broker = lived(story)
+    assert broker.hub.samples == 0

@@ -1,0 +1,185 @@
+"""A node's ears: what comes over its link, in which state, and what becomes of it (no thread of the network here)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.protocol.framing import decode_message, encode_message, split
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Fetch,
+    Snapshot,
+    Welcome,
+    WorkRequest,
+    WorkUnit,
+    model_to_wire,
+)
+from zmqtrain.protocol.peer import PeerState
+from zmqtrain.runtime.delta import encode_snapshot
+from zmqtrain.runtime.link import HubLink
+from zmqtrain.runtime.node import Node
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Lane, LeafSpec
+
+MODEL = (LeafSpec("w", (10,), "float32"),)
+LEAVES = [np.arange(10, dtype=np.float32)]
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node whose network is the test: `call` calls, what it sends stays in its link."""
+
+    def start(link):
+        link._wake, link._stop = asyncio.Event(), asyncio.Event()
+
+    async def reconnect():
+        pass
+
+    monkeypatch.setattr(HubLink, "start", start)
+    monkeypatch.setattr(HubLink, "call", lambda link, what: link._do(what))
+    monkeypatch.setattr(HubLink, "_disconnect", lose(HubLink._disconnect))
+    made = Node(lambda: None, "pc#1", "pc", "tcp://hub:5555")
+    yield made
+    made._worker.close()
+
+
+def lose(disconnect):
+    def without_a_loop(link, reason, text):
+        link._reconnecting = object()  # as if the channel were being opened anew
+        disconnect(link, reason, text)
+        link._reconnecting = None
+
+    return without_a_loop
+
+
+def hear(node, *messages, lane=Lane.CONTROL):
+    for message in messages:
+        node._link._take(lane, [encode_message(message)])
+
+
+def hear_frames(node, announcement, frames):
+    hear(node, announcement, lane=Lane.BULK)
+    for head, frame in split(announcement.transfer, frames):
+        node._link._take(Lane.BULK, [head, frame])
+
+
+def said(node, kind):
+    return [message for head in node._link._control if isinstance(message := decode_message(head), kind)]
+
+
+def decoded(node):
+    """Let the codec thread finish what it has been given."""
+    node._worker.close()
+
+
+def welcome(version=-1, model=(), **settings):
+    return Welcome("run-1", version, RunSettings(**settings).to_dict(), model_to_wire(model))
+
+
+def live(node, version=0):
+    """Join as the founder of the run."""
+    node._coder = None
+    hear(node, welcome())
+    node._link.carry_out(node._peer.join(MODEL, 0.0))
+    hear(node, Fetch(), Snapshot(1, version, ()))
+    assert node.reachable
+
+
+def test_who_waits_for_a_snapshot_keeps_the_units_that_it_was_dealt(node):
+    live(node)
+    hear(node, WorkUnit((7, 8)), Aggregate(5, 3, "float32", (0,), (1,), (100,), (), 1))
+    assert node._peer.state is PeerState.SYNCING  # the aggregates in between were dropped on their way
+    assert node._units.take(lambda: None) == 7
+
+
+def test_who_loses_the_broker_forgets_the_units_that_will_be_dealt_again(node):
+    live(node)
+    hear(node, WorkUnit((7, 8)))
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    assert not node._units._units
+
+
+def test_who_has_drained_says_so_again_when_the_broker_is_back(node):
+    live(node)
+    hear(node, WorkUnit((), finished=True))
+    assert not node.everyone_drained()
+    assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    assert not said(node, WorkRequest)
+    hear(node, welcome(0, MODEL), Snapshot(2, 0, ()))
+    assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
+
+
+def test_a_node_that_never_asked_for_units_is_dealt_none(node):
+    live(node)
+    assert not said(node, WorkRequest)
+
+
+def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
+    hear(node, welcome())
+    node._founding = LEAVES
+    node._link.carry_out(node._peer.join(MODEL, 0.0))
+    node._link._founding = False
+    node._link.listener = Deaf(node)  # the codec thread takes its time
+    hear(node, Fetch())
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    node._link.send_founding([b"encoded"])
+    assert not said(node, Snapshot)
+    hear(node, welcome(), Fetch())
+    node._link.send_founding([b"encoded"])
+    node._link.send_founding([b"encoded again"])
+    assert len(said(node, Snapshot)) == 1
+
+
+class Deaf:
+    def __init__(self, node):
+        self.on_changed = node.on_changed
+
+    def on_founding(self):
+        pass
+
+
+def test_a_founder_that_is_late_to_begin_misses_no_aggregate(node):
+    def joined_meanwhile(condition, timeout_seconds):
+        hear(node, Fetch(), Snapshot(1, 0, ()))
+        frames = encode_snapshot(node.layout, LEAVES)
+        sizes = tuple(len(frame) for frame in frames)
+        hear_frames(node, Aggregate(2, 1, "float32", (0,), (len(sizes),), sizes, (), 1), frames)
+        decoded(node)
+        return True
+
+    hear(node, welcome())
+    node.wait_welcome, settings = lambda: settings, node.settings
+    node._wait = joined_meanwhile
+    assert node.join(MODEL, LEAVES) is None
+    assert node.statistics().version == 0
+    assert node.poll().version == 1
+
+
+def test_a_failure_in_the_network_thread_is_told_to_the_training_thread(node):
+    live(node)
+    node._link.call(lambda: node._link.send(WorkRequest((object(),), 0, False)))
+    with pytest.raises(ZmqTrainError, match="the network thread of pc failed"):
+        node.poll()
+
+
+def test_scores_may_be_scalars_of_any_kind(node):
+    live(node)
+    node.report_scores({"loss": np.float32(0.5)}, 0)
+    assert node.make_report().scores == {"loss": 0.5}
+    assert node.poll() is None
+
+
+def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
+    def refuse():
+        raise ConfigError("no such address")
+
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="no such address"):
+        Node(refuse, "pc#1", "pc", "nowhere")
+    assert set(threading.enumerate()) <= before
