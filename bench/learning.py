@@ -408,11 +408,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", default=str(text) if text.is_file() else "stdlib", help="a file, or stdlib")
     parser.add_argument("--images", default=str(images) if images.is_dir() else "digits", help="a folder, or digits")
-    parser.add_argument("--task", nargs="+", choices=("text", "images"), default=("text", "images"))
-    parser.add_argument("--method", nargs="+", choices=[method.name for method in METHODS], metavar="METHOD")
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        choices=("text", "images"),
+        default=("text", "images"),
+        help="what to learn (default: both)",
+    )
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        choices=[method.name for method in METHODS],
+        metavar="METHOD",
+        help=f"of {', '.join(method.name for method in METHODS)} (default: all)",
+    )
     parser.add_argument("--mode", choices=("default", "strict"), default="default", help="of the runs")
-    parser.add_argument("--nodes", type=int, default=NODES)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=NODES, help="of a run (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (default %(default)s)")
     parser.add_argument("--steps", type=int, help="of one node, rounded up to whole units (default: 1536 and 560)")
     parser.add_argument("--step-milliseconds", type=float, help="the least time of a step (default: 25)")
     parser.add_argument("--tune", action="store_true", help="try the rates instead, with seed 0")

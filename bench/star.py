@@ -216,7 +216,13 @@ def remove_stale() -> list[str]:
 def main() -> None:
     """Build a star and print its ceilings, or remove what a killed run has left behind."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("action", nargs="?", choices=["measure", "clean"], default="measure")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=["measure", "clean"],
+        default="measure",
+        help="measure the links (default), or clean up what a killed run left",
+    )
     parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default %(default)s)")
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
     parser.add_argument("--congestion-control", default=CONGESTION_CONTROL, help="TCP's (default %(default)s)")

@@ -26,15 +26,15 @@ class RunSettings:
     delay: int = 4
     """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer."""
     codec: str = "ternary"
-    """How a node's delta is coded on its way up."""
+    """How a node's delta is coded on its way up: float32, bf16, int8:block=256 or ternary:block=128."""
     broadcast_codec: str = "ternary"
-    """How the aggregate is coded on its way down, with the hub's own feedback."""
+    """How the aggregate is coded on its way down, with the hub's own feedback: as for codec."""
     fragments: int = 1
     """Each exchange carries one of so many parts of the model, in turn."""
     release: str = "quorum"
     """When an aggregate is due: "all", "quorum:count=0,grace=0.5" (0: half of the live nodes), "immediately"."""
     outer: str = "nesterov:rate=0.8,momentum=0.5"
-    """The outer optimizer, applied at the hub to the mean of the deltas."""
+    """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging."""
     mode: Literal["default", "strict"] = "default"
     """strict: aggregates are applied at exactly k+d steps, waiting if need be; same seeds, same bits."""
     seed: int = 0

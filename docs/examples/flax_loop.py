@@ -63,7 +63,7 @@ def train_step(model, optimizer, images, kinds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="of this process (default %(default)s)")
     parser.add_argument("--name", default="shapes", help="what to call this process")
     options = parser.parse_args()
 

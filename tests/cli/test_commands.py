@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,17 +14,27 @@ import pytest
 
 import zmqtrain
 from zmqtrain.cli import COMMANDS, main
-from zmqtrain.cli.broker import check_program, describe_program, node_addresses
+from zmqtrain.cli.broker import (
+    check_checkpoint,
+    check_program,
+    describe_program,
+    greeting,
+    node_addresses,
+    read_keys,
+)
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, paced
-from zmqtrain.errors import ConfigError, DataError, HubUnreachable
+from zmqtrain.cli.settings import BrokerConfig
+from zmqtrain.errors import CheckpointError, ConfigError, DataError, HubUnreachable
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.zmq_channel import CurveKeys
 
 
 def test_the_umbrella_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in [*COMMANDS][:1])
+    said = capsys.readouterr().out
+    assert all(name in said for name in [*COMMANDS, "--version"])
     assert main([]) == 2
 
 
@@ -88,6 +99,37 @@ def test_the_addresses_for_nodes_name_this_machine_and_the_port_that_was_chosen(
     assert node_addresses("tcp://127.0.0.1:0", "tcp://127.0.0.1:4711") == ["tcp://127.0.0.1:4711"]
     for address in node_addresses("tcp://*:0", "tcp://127.0.0.1:4711"):
         assert address.endswith(":4711") and "*" not in address
+
+
+def test_the_broker_says_what_to_type_or_what_to_write_where_there_is_no_program() -> None:
+    keys, here = CurveKeys.generate(), "tcp://127.0.0.1:6000"
+    key = keys.public.decode()
+
+    def said(program: str, keys: CurveKeys | None) -> str:
+        return greeting(BrokerConfig(program=program, bind=here), "run-1", -1, here, keys).splitlines()[1]
+
+    assert said("text", None) == f"type on this machine:  zmqtrain-node {here}"
+    assert said("text", keys).endswith(f"zmqtrain-node {here} --server-key='{key}'")
+    assert said("", None) == f'connect your training loop on this machine:  zmqtrain.connect("{here}")'
+    assert said("", keys).endswith(f'zmqtrain.connect("{here}", server_key=b"{key}")')
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_begins(tmp_path: Path) -> None:
+    check_checkpoint(tmp_path / "a" / "new" / "one")
+    check_checkpoint(None)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="name another folder"):
+        check_checkpoint(tmp_path / "file")
+
+
+def test_the_command_for_keys_that_are_not_there_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="--server-keys") as caught:
+        read_keys(Path("hub.key_secret"))
+    *_, python, _, program = shlex.split(str(caught.value))
+    assert python == sys.executable
+    exec(program)
+    assert read_keys(Path("hub.key_secret")) == CurveKeys.load("hub.key_secret")
 
 
 def test_a_run_without_a_program_cannot_be_joined_by_the_command() -> None:

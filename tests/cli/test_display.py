@@ -97,6 +97,13 @@ def test_the_table_fits_a_terminal_of_80_columns_with_a_node_that_waits() -> Non
     assert all(len(line) <= 80 for line in render(roster_table(roster(waiting)), 80).splitlines())
 
 
+def test_a_long_name_is_cut_short_so_that_no_figure_is_on_80_columns() -> None:
+    long = TRAINING | {"name": "the-pc-by-the-window-of-room-12-whose-fan-is-loud", "step": 123_456}
+    lines = render(roster_table(roster(long, NEW)), 80).splitlines()
+    assert lines[1].split()[0] == "the-pc-by-the-window-of…"
+    assert lines[1].split()[1:] == ["*", "123456", "3.4", "k", "2.250", "5", "1", "1.2", "MB", "999", "B"]
+
+
 class Stream(io.StringIO):
     """A stream that says when so many lines have been written."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from zmqtrain.cli.settings import (
     LocalConfig,
     NodeConfig,
     StatusConfig,
+    check_host,
     read_config,
     read_server_key,
 )
@@ -55,6 +58,11 @@ def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:
     config = broker("--config", write(tmp_path, "\n".join(lines)))
     assert config.checkpoint == Path("kept") and config.server_keys == Path("hub.key_secret")
     assert config.to_dict() == RunSettings().to_dict()
+
+
+def test_a_key_of_the_file_may_be_written_as_its_flag_is(tmp_path: Path) -> None:
+    config = broker("--config", write(tmp_path, 'insecure = true\nbroadcast-codec = "bf16"\n'))
+    assert config.broadcast_codec == "bf16"
 
 
 def test_the_programs_arguments_may_be_a_table(tmp_path: Path) -> None:
@@ -108,6 +116,9 @@ def test_the_network_is_not_listened_on_without_keys_or_an_explicit_word() -> No
         (BrokerConfig, ["--insecure", "--every", "0"], "every must be at least 1"),
         (BrokerConfig, ["--insecure", "--checkpoint-seconds", "0"], "checkpoint_seconds must be at least"),
         (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
+        (BrokerConfig, ["--insecure", "--broadcast-codec", "terniary"], "broadcast_codec = 'terniary'.*ternary:block"),
+        (BrokerConfig, ["--insecure", "--release", "most"], "release = 'most'.*quorum"),
+        (LocalConfig, ["--outer", "adam"], "outer = 'adam'.*nesterov"),
         (NodeConfig, ["hub"], "tcp://HOST:PORT"),
         (NodeConfig, [HUB, "--wait-seconds", "-1"], "wait_seconds"),
         (NodeConfig, [HUB, "--pace-seconds", "nan"], "pace_seconds"),
@@ -149,3 +160,14 @@ def test_a_server_key_is_given_itself_or_by_its_file(tmp_path: Path) -> None:
     assert read_server_key("") is None
     with pytest.raises(ConfigError, match="'short' is neither"):
         read_server_key("short")
+
+
+@pytest.mark.parametrize(("number", "known"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
+def test_a_host_that_nobody_knows_is_refused_at_once(number: int, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(host: str, port: None) -> list[object]:
+        raise socket.gaierror(number, host)
+
+    check_host("tcp://127.0.0.1:5555")
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    with contextlib.nullcontext() if known else pytest.raises(ConfigError, match="no host named 'hub'"):
+        check_host("tcp://hub:5555")

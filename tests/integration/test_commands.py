@@ -48,7 +48,7 @@ class Broker:
         self.process, self.said, self.address = process, "", ""
         for line in process.stdout:
             self.said += line
-            if found := re.search(r"zmqtrain-node (tcp://\S+)", line):
+            if found := re.search(r"(?:zmqtrain-node |connect\(\")(tcp://[^\s\"]+)", line):
                 self.address = found[1]
                 return
         raise AssertionError(self.said)
@@ -174,3 +174,41 @@ def test_a_node_without_a_broker_says_what_to_start() -> None:
 def test_a_run_for_custom_loops_refuses_the_command_and_says_how_to_name_a_program() -> None:
     with broker() as hub:
         assert "zmqtrain-broker --program text" in paragraph(run("node", hub.address))
+
+
+def test_a_script_that_ends_without_closing_its_node_says_goodbye_all_the_same() -> None:
+    script = "import sys, zmqtrain; node = zmqtrain.connect(sys.argv[1], 'pc-1')"
+    with broker() as hub:
+        argv = [sys.executable, "-W", "error", "-c", script, hub.address]
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_SECONDS)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert run("status", hub.address).returncode == 0
+        assert hub.end() == 0
+    assert "pc-1 left: said goodbye" in hub.said and "connection is gone" not in hub.said
+
+
+def test_a_node_that_is_interrupted_while_it_compiles_leaves_without_the_regular_end(text: Path) -> None:
+    program = ("--program", "text", "--program-arguments", SMALL.format(text=text))
+    with broker(*program) as hub:
+        argv = [sys.executable, "-c", INTERRUPTED_COMPILE, hub.address]
+        node = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_SECONDS)
+        assert (node.returncode, node.stderr) == (0, ""), node
+        assert "compiling" in node.stdout and "the regular end" not in node.stdout
+        assert run("status", hub.address).returncode == 0
+        assert hub.end() == 0
+    assert "pc-1 left: said goodbye" in hub.said
+
+
+INTERRUPTED_COMPILE = """
+import atexit, os, signal, sys
+from zmqtrain.cli import main
+from zmqtrain.train.step import LocalStep
+
+def compile(*arguments):
+    print("compiling")
+    os.kill(os.getpid(), signal.SIGINT)
+
+LocalStep.compile = compile
+atexit.register(print, "the regular end")
+sys.exit(main(["node", sys.argv[1], "--name", "pc-1"]))
+"""

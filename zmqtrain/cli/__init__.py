@@ -25,13 +25,14 @@ COMMANDS = {
 """The commands of the umbrella: each is the module of that name in this folder."""
 
 USAGE = "usage: zmqtrain COMMAND [OPTIONS]      (zmqtrain COMMAND --help says more)\n\n"
+VERSION = "zmqtrain --version prints the version."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code, 2 if there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE + "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items()))
+        print(USAGE + "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items()) + "\n\n" + VERSION)
         return 0 if arguments else 2
     name, *rest = arguments
     if name == "--version":

@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from zmqtrain.cli.display import Display, log_to_stderr
 from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import BrokerConfig, read_config
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.programs import parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import Broker
@@ -22,7 +24,7 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.zmq_channel import CurveKeys
 
-__all__ = ["main", "check_program", "describe_program", "node_addresses"]
+__all__ = ["main", "check_program", "check_checkpoint", "describe_program", "greeting", "node_addresses", "read_keys"]
 
 PROGRAM = "zmqtrain-broker"
 ROUTED_NOWHERE = ("192.0.2.1", 9)
@@ -38,12 +40,13 @@ def _run(config: BrokerConfig) -> int:
     log_to_stderr(config.verbose)
     settings = RunSettings.from_dict(config.to_dict())
     unknown = check_program(settings)
-    keys = CurveKeys.load(config.server_keys) if config.server_keys is not None else None
+    check_checkpoint(config.checkpoint)
+    keys = read_keys(config.server_keys)
     latest: list[Roster] = []
     display = Display(lambda: latest[-1] if latest else None, f"broker: {describe_program(settings)}")
 
     def ready(broker: Broker) -> None:
-        print(_greeting(config, broker, keys), flush=True)
+        print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
         if unknown:
             print(unknown, file=sys.stderr, flush=True)
         display.start()
@@ -99,6 +102,34 @@ def check_program(settings: RunSettings) -> str:
     )
 
 
+def check_checkpoint(folder: Path | None) -> None:
+    """Raise CheckpointError unless the folder, made if need be, can be written to: now, not at the first save."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to {folder} (--checkpoint): {error.strerror}; name another folder"
+        ) from error
+
+
+def read_keys(path: Path | None) -> CurveKeys | None:
+    """Return the hub's key pair from its file; None for None. Raises ConfigError, which says how to make a pair."""
+    if path is None:
+        return None
+    if not path.exists():
+        name = path.name.removesuffix(".key_secret")
+        program = f"from zmqtrain.transport.zmq_channel import CurveKeys; CurveKeys.generate().save('.', '{name}')"
+        raise ConfigError(
+            f"there is no file {path} (--server-keys). To make a pair of keys, {name}.key_secret for the hub and "
+            f'{name}.key for the nodes, type: {sys.executable} -c "{program}"'
+        )
+    return CurveKeys.load(path)
+
+
 def describe_program(settings: RunSettings) -> str:
     """Return what is trained, in a few words."""
     if not settings.program:
@@ -128,17 +159,24 @@ def _outward_address() -> str:
         return ""
 
 
-def _greeting(config: BrokerConfig, broker: Broker, keys: CurveKeys | None) -> str:
-    addresses = node_addresses(config.bind, broker.channel.address)
-    key = f" --server-key='{keys.public.decode()}'" if keys is not None else ""
-    version = f", resumed at version {broker.hub.version}" if broker.hub.version >= 0 else ""
+def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: CurveKeys | None) -> str:
+    """Return what the broker says first: its run, and what to type on each PC, or to write in a loop of one's own.
+
+    own: the address that this machine's programs connect to.  version: that the run was resumed at; -1 if it is new.
+    """
+    key = keys.public.decode() if keys is not None else ""  # Z85: no quotes, no backslash
+
+    def way_in(address: str) -> str:
+        if config.program:
+            return f"zmqtrain-node {address}" + (f" --server-key='{key}'" if key else "")
+        return f'zmqtrain.connect("{address}"' + (f', server_key=b"{key}")' if key else ")")
+
+    resumed = f", resumed at version {version}" if version >= 0 else ""
     where = "on this machine" if is_loopback(config.bind) else "on each PC"
-    lines = [
-        f"{broker.hub.run}{version}: training {describe_program(broker.settings)}",
-        f"type {where}:  zmqtrain-node {addresses[0]}{key}",
-    ]
-    lines += [f"            or:  zmqtrain-node {address}{key}" for address in addresses[1:]]
-    return "\n".join(lines)
+    begin = f"{'type' if config.program else 'connect your training loop'} {where}:  "
+    ways = [way_in(address) for address in node_addresses(config.bind, own)]
+    lines = [f"{run}{resumed}: training {describe_program(config)}", begin + ways[0]]
+    return "\n".join([*lines, *("or:  ".rjust(len(begin)) + way for way in ways[1:])])
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ __all__ = [
 REDRAW_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
 NOTHING = "–"
+NAME_LENGTH = 24
 
 Member = Mapping[str, int | float | str | bool]
 
@@ -122,7 +123,10 @@ def roster_line(roster: Roster) -> str:
 
 
 def roster_table(roster: Roster) -> Table:
-    """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind."""
+    """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind.
+
+    Long names are cut short, so that on 80 columns no figure is.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("node", no_wrap=True, overflow="ellipsis")
     for name in ("step", "samples/s", "loss", "age", "stale", "up", "down"):
@@ -132,7 +136,8 @@ def roster_table(roster: Roster) -> Table:
         state = "" if member["state"] == "live" else str(member["state"])
         doing = f"waits for {member['waiting']}" if member.get("waiting") else state
         table.add_row(
-            str(member["name"]) + (" *" if member["peer"] == roster.evaluator and len(roster.members) > 1 else ""),
+            _shortened(str(member["name"]))
+            + (" *" if member["peer"] == roster.evaluator and len(roster.members) > 1 else ""),
             _cell(_figure(member, "step"), "{:.0f}"),
             format_count(_figure(member, "samples_per_second")),
             format_number(_figure(member, "loss")),
@@ -143,6 +148,10 @@ def roster_table(roster: Roster) -> Table:
             doing,
         )
     return table
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
 
 
 def _cell(value: float, form: str) -> str:

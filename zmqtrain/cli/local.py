@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from zmqtrain.cli.broker import check_program, describe_program
+from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.settings import LocalConfig, read_config
@@ -146,7 +146,8 @@ class Federation:
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, until - time.monotonic()))
-        return [*before, *(gone for gone in self.departures() if gone.code != 0)]
+        well = (0, -signal.SIGINT)  # by that signal: Python gives it back its own meaning at its very end
+        return [*before, *(gone for gone in self.departures() if gone.code not in well)]
 
     def kill(self) -> None:
         """End every node at once."""
@@ -202,6 +203,7 @@ def _run(config: LocalConfig) -> int:
     log_to_stderr(config.verbose)
     settings = RunSettings.from_dict(config.to_dict())
     check_program(settings)
+    check_checkpoint(config.checkpoint)
     federation = Federation(
         settings,
         config.nodes,
@@ -223,7 +225,7 @@ def _run(config: LocalConfig) -> int:
                         display.say(str(gone))
                 time.sleep(LOOK_SECONDS)
             lost += [gone for gone in federation.stop_nodes() if gone.code != 0]
-    if len(lost) == config.nodes:
+    if len(lost) == config.nodes and not interrupted():
         raise ZmqTrainError(f"no node could train; {lost[0]}")
     roster = federation.roster
     if roster is not None and roster.scores:

@@ -28,8 +28,8 @@ from zmqtrain.cli.display import (
     format_seconds,
     log_to_stderr,
 )
-from zmqtrain.cli.ending import leave_at_once, run_command
-from zmqtrain.cli.settings import NodeConfig, read_config, read_server_key
+from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command
+from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.settings import RunSettings
@@ -56,13 +56,17 @@ def _run(config: NodeConfig) -> int:
         threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
     interruption = Interruption()
     interruption.install()
+    check_host(config.hub)
     server_key = read_server_key(config.server_key)
-    with connect(config.hub, config.name or None, server_key, timeout_seconds=config.wait_seconds) as node:
-        program = load_run_program(node.settings, config.data, config.hub)
-        display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}")
-        interruption.display = display
-        with display:
-            result = _train(node, program, interruption, config.pace_seconds)
+    try:
+        with connect(config.hub, config.name or None, server_key, timeout_seconds=config.wait_seconds) as node:
+            program = load_run_program(node.settings, config.data, config.hub)
+            display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}")
+            interruption.display = display
+            with display:
+                result = _train(node, program, interruption, config.pace_seconds)
+    except KeyboardInterrupt:  # nothing was trained
+        leave_without_teardown()
     Console(highlight=False).print(result_table(result, program.sample_word))
     return 0
 

@@ -8,6 +8,7 @@ Rule 3: what is read here is only what a program needs to start; what a program'
 from __future__ import annotations
 
 import difflib
+import socket
 import sys
 import textwrap
 import tomllib
@@ -19,8 +20,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from zmqtrain import __version__
+from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.zmq_channel import load_public_key
 
@@ -32,11 +36,19 @@ __all__ = [
     "DemoConfig",
     "read_config",
     "read_server_key",
+    "check_host",
 ]
 
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)
+SPECS = {
+    "codec": codec_from_spec,
+    "broadcast_codec": codec_from_spec,
+    "release": release_rule_from_spec,
+    "outer": outer_from_spec,
+}
+"""The settings that are spec strings, and who reads each."""
 
 Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
 Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
@@ -49,11 +61,20 @@ def _require(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
 
 
+def _check_specs(settings: RunSettings) -> None:
+    for name, read in SPECS.items():
+        try:
+            read(getattr(settings, name))
+        except ConfigError as error:
+            raise ConfigError(f"{name} = {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class BrokerConfig(RunSettings):
     """Start the broker of a run: the one program on the hub that the nodes of all PCs connect to.
 
     All settings of the run are given here and nowhere else; the nodes adopt them when they join. Ctrl-C ends the run.
+
     Example: zmqtrain-broker --program text --insecure      and then, on each PC:  zmqtrain-node tcp://HUB:5555
     """
 
@@ -74,6 +95,7 @@ class BrokerConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_specs(self)
         _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
         _, port = parse_address(self.bind, "tcp://*:5555")
         if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
@@ -123,7 +145,7 @@ class NodeConfig:
 class LocalConfig(RunSettings):
     """Run a broker and several nodes on this PC alone: to try out, and to see a run at work.
 
-    Example: zmqtrain local --nodes 3 --program image
+    Example: zmqtrain local --nodes 3 --program text
     """
 
     program: str = "text"
@@ -145,6 +167,7 @@ class LocalConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_specs(self)
         _require("nodes", self.nodes, 1)
         _require("seconds", self.seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
@@ -160,7 +183,11 @@ class LocalConfig(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig:
-    """Show how the run at HUB stands: who is there, at what step, with what loss. Looks on; changes nothing."""
+    """Show how the run at HUB stands: who is there, at what step, with what loss. Looks on; changes nothing.
+
+    age: steps from an offer to the aggregate that answers it. stale: how many versions the node's last delta was
+    behind. up, down: the bytes it has sent and received. *: the node that scores the shared model on held-out data.
+    """
 
     hub: Hub
     """The broker's address, for example tcp://192.168.1.10:5555."""
@@ -222,7 +249,7 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
     return tyro.cli(
         kind,
         prog=program,
-        description=textwrap.dedent("    " + (kind.__doc__ or "")) + "\n--version prints the version.",
+        description=textwrap.dedent("    " + (kind.__doc__ or "")).rstrip() + "\n\n--version prints the version.",
         args=arguments,
         default=default,
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -263,10 +290,11 @@ def _read_file(kind: type[Any], path: Path) -> dict[str, Any]:
     kinds = _kinds(kind)
     known = [field.name for field in fields(kind) if field.name not in NOT_IN_A_FILE]
     values = {}
-    for key, value in table.items():
+    for typed, value in table.items():
+        key = typed.replace("-", "_")  # as the flag has it, or as the field
         if key not in known:
-            close = difflib.get_close_matches(key.replace("-", "_"), known, n=3) or known
-            raise ConfigError(f"{path}: there is no setting {key!r}; did you mean {' or '.join(close[:3])}?")
+            close = difflib.get_close_matches(key, known, n=3) or known
+            raise ConfigError(f"{path}: there is no setting {typed!r}; did you mean {' or '.join(close[:3])}?")
         if key == "program_arguments" and isinstance(value, dict):
             value = _join_arguments(path, value)
         values[key] = _checked(f"{path}: {key}", value, kinds[key])
@@ -312,3 +340,16 @@ def read_server_key(text: str) -> bytes | None:
             f"server_key is a key of 40 characters, as the broker prints it, or a file NAME.key; {text!r} is neither"
         )
     return load_public_key(text)
+
+
+def check_host(address: str) -> None:
+    """Raise ConfigError if this PC knows no host of the name in `address`; a silent name service is no reason."""
+    host, _ = parse_address(address)
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise ConfigError(
+                f"this PC knows no host named {host!r} ({address}): give the hub's address in numbers, as the broker "
+                "printed it, for example tcp://192.168.1.10:5555"
+            ) from error

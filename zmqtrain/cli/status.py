@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import StatusConfig, read_config, read_server_key
+from zmqtrain.cli.settings import StatusConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node import Node, connect
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: StatusConfig) -> int:
     log_to_stderr(False)
+    check_host(config.hub)
     with connect(
         config.hub,
         "status",

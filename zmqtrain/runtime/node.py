@@ -7,6 +7,7 @@ and the node comes back by itself.  Rule 3: an update is applied when it is poll
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import secrets
@@ -318,6 +319,7 @@ class Node:
         """Say goodbye and end the threads; safe to call twice."""
         if not self._closed:
             self._closed = True
+            atexit.unregister(self.close)
             self._link.close(reason)
             self._worker.close()
 
@@ -451,6 +453,8 @@ def connect(
 ) -> Node:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
+    A script that ends without closing its node says goodbye all the same.
+
     name: for people; the host's name if not given.  server_key: the hub's public CURVE key, where it has one.
     Raises ConfigError for an address that is none, HubUnreachable when no broker answers, JoinRefused.
     """
@@ -463,6 +467,7 @@ def connect(
         return DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
     node = Node(open_channel, peer, name, address, observer)
+    atexit.register(node.close)
     try:
         node.wait_welcome(timeout_seconds)
     except BaseException:

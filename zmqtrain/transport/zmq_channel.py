@@ -15,9 +15,11 @@ Source: ZeroMQ RFC 28 (ROUTER, DEALER), zmq_getsockopt(3) on ZMQ_FD (edge-trigge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,8 +220,23 @@ def _buffer(frame: zmq.Frame) -> Buffer:
 
 
 async def _terminate(context: zmq.Context[zmq.SyncSocket]) -> None:
-    """Wait for what lingers, beside the loop (it takes as long as the sockets' linger)."""
-    await asyncio.to_thread(context.term)
+    """Wait for what lingers, beside the loop (it takes as long as the sockets' linger).
+
+    Not in the loop's executor: at the interpreter's end neither that nor a thread can be started; then in the loop.
+    """
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def terminate() -> None:
+        context.term()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    try:
+        threading.Thread(target=terminate, name="zmqtrain-linger", daemon=True).start()
+    except RuntimeError:
+        context.term()
+    else:
+        await ended.wait()
 
 
 class RouterChannel:
