@@ -299,7 +299,7 @@ def test_a_heartbeat_comes_back_as_it_was_sent():
 def test_a_goodbye_is_the_end_of_a_member():
     hub = live_hub("a", "b")
     (effect,) = hub.receive("a", Goodbye("done"), 0.0)
-    assert effect == Disconnect("a", "goodbye", "said goodbye done")
+    assert effect == Disconnect("a", "goodbye", "said goodbye: done")
     assert hub.gone("a", "", 0.0) == [] and hub.evaluator == "b"
 
 

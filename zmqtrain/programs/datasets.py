@@ -134,7 +134,7 @@ def load_digits() -> Images:
         digits = import_module("sklearn.datasets").load_digits()
     except ImportError as error:
         raise DataError(
-            "the digits come with scikit-learn, which is not installed; type: pip install zmqtrain[datasets] -- or "
+            "the digits come with scikit-learn, which is not installed; type: pip install scikit-learn -- or "
             "train on images of your own: --program-arguments data=FOLDER (a folder in the format of MNIST)"
         ) from error
     images = np.rint(digits.images * (255 / DIGITS_LARGEST)).astype(np.uint8)

@@ -335,7 +335,8 @@ class Hub:
         return effects
 
     def _on_goodbye(self, member: Member, goodbye: Goodbye, now: float) -> list[HubEffect]:
-        return self._lose(member, f"said goodbye {goodbye.reason}".strip(), now, reason="goodbye")
+        text = f"said goodbye: {goodbye.reason}" if goodbye.reason else "said goodbye"
+        return self._lose(member, text, now, reason="goodbye")
 
     def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
         del self.members[member.peer]

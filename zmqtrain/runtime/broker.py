@@ -322,6 +322,10 @@ class Broker:
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 
+    def _count_nodes(self, verb: str) -> str:
+        count = self.hub.nodes
+        return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
+
     def _link(self, peer: PeerId) -> _Link:
         if peer not in self._links:
             model_bytes = 4 * sum(leaf.values for leaf in self.hub.model)
@@ -379,8 +383,11 @@ class Broker:
                 self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
-        level = {"goodbye": logging.INFO, "again": logging.INFO, "observer": logging.DEBUG}.get(reason, logging.WARNING)
-        logger.log(level, "%s left: %s (%d nodes remain)", _name(peer), text, self.hub.nodes)
+        level = {"goodbye": logging.INFO, "observer": logging.DEBUG}.get(reason, logging.WARNING)
+        if reason == "again":
+            logger.info("%s", text)
+        else:
+            logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
         self._credits.forget(peer)
         self._links.pop(peer, None)
         self._grant()
@@ -463,6 +470,8 @@ class Broker:
         if known == version:
             frames = ()
         link = self._link(peer)
+        if not link.following:
+            logger.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
         self._dropped += len(link.outbox.drop_droppable())
         announcement = Snapshot(self._next_transfer(), version, tuple(len(frame) for frame in frames), landed)
         messages: list[Sequence[Buffer]] = [[encode_message(announcement)], *split(announcement.transfer, frames)]

@@ -131,7 +131,7 @@ class Node:
             lambda: self._link.live and (len(self._inbox) > 0 or self._peer.confirmed), SAY_AGAIN_SECONDS
         ):
             waited += SAY_AGAIN_SECONDS
-            logger.info("%s: %s for %.0f s", self.name, self.waiting_for, waited)
+            logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
         self._founding = ()
         first = self._inbox.peek()
         if first is None or first.anchor is None:  # the founder holds version 0; an aggregate that is here is the next

@@ -151,7 +151,8 @@ class DelayedSync:
         """
         until = time.monotonic() + timeout_seconds
         leaves = self._await_landing(self._flatten(params), until)
-        for fragment in range(self.exchange.layout.fragments):
+        # who never made a step has nothing to drain, and an empty round would only move the outer momentum on
+        for fragment in range(self.exchange.layout.fragments if self._step else 0):
             leaves = self._drain(leaves, fragment, until)
         while not self.exchange.everyone_drained() and time.monotonic() < until:
             time.sleep(LANDING_LOOK_SECONDS)
