@@ -506,3 +506,11 @@ def test_the_evaluator_scores_the_shared_parameters_not_its_own():
     exchange.is_evaluator = exchange.lands_at_once = True
     TrainingLoop(Line(), exchange).run(np.ones(2, np.float32))
     assert exchange.scores[0] == ({"loss": 10.0}, 0)
+
+
+def test_a_node_that_made_no_step_drains_nothing():
+    exchange = ScriptedExchange(every=100)
+    sync = DelayedSync(exchange, tree())
+    exchange.lands_at_once = True
+    sync.finish(sync.params)
+    assert not exchange.offers
