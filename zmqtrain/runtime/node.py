@@ -141,7 +141,7 @@ class Node:
 
     @property
     def waiting_for(self) -> str:
-        """What this node waits for now, in a few words; "" for nothing."""
+        """What this node is waiting for, in a few words; "" for nothing."""
         match self._peer.state:
             case PeerState.CONNECTING:
                 return "the broker"
