@@ -45,6 +45,7 @@ from zmqtrain.runtime.broker import Broker
 from zmqtrain.runtime.serve import serve
 from zmqtrain.train.step import LocalStep
 
+import codec_learning
 from report import print_table, write_json
 
 __all__ = ["Task", "Method", "default_tasks", "measure", "main"]
@@ -404,6 +405,8 @@ def tune(bench: Bench, task: Task, methods: Sequence[Method]) -> list[dict[str, 
 
 def main() -> None:
     """Read the command line; measure or tune, print the table, write the JSON."""
+    if sys.argv[1:2] == ["--codecs"]:
+        return codec_learning.main(sys.argv[2:])
     text, images = SHARED_DATA / "tinyshakespeare" / "input.txt", SHARED_DATA / "mnist"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", default=str(text) if text.is_file() else "stdlib", help="a file, or stdlib")
@@ -428,6 +431,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of one node, rounded up to whole units (default: 1536 and 560)")
     parser.add_argument("--step-milliseconds", type=float, help="the least time of a step (default: 25)")
     parser.add_argument("--tune", action="store_true", help="try the rates instead, with seed 0")
+    codecs_help = "given first: compare codecs in one process; the rest of the command line is codec_learning.py's"
+    parser.add_argument("--codecs", action="store_true", help=codecs_help)
     parser.add_argument("--quick", action="store_true", help="toy size: whether it works, not how well")
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--role", choices=("node", "broker"), help=argparse.SUPPRESS)

@@ -32,6 +32,7 @@ SPOKEN_ONLY_IN = {
     "msgpack": ("protocol/framing.py", "runtime/checkpoint.py"),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
     "asyncio": ("transport/*", "runtime/*", "monitor/*"),
+    "numba": ("codecs/fast.py",),
     **dict.fromkeys(["pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"], ()),
 }
 """Outside word: the files that may import it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import math
 import re
-import struct
 import typing
 import zlib
 from collections.abc import Callable, Iterator
@@ -153,26 +152,24 @@ def test_the_example_of_a_head_is_what_is_sent() -> None:
 def test_a_payload_frame_can_be_read_by_the_table() -> None:
     (layout,) = [table for table in tables("offset") if table[0]["field"] == "version"]
     codec = codec_from_spec("int8")
-    counts = (65_536, 100)
-    (frame,) = encode_payload(codec, [np.ones(count, np.float32) for count in counts])
-    formats = {1: "<B", 2: "<H", 4: "<I"}
+    counts = (65_536, 101)
+    (frame,) = encode_payload((codec, codec), [np.ones(count, np.float32) for count in counts])
     header = {
-        row["field"]: struct.unpack_from(formats[int(row["bytes"])], frame, int(row["offset"]))[0]
+        row["field"]: int.from_bytes(frame[int(row["offset"]) :][: int(row["bytes"])], "little")
         for row in layout
         if row["bytes"].isdigit()
     }
-    (lengths_at,) = [int(row["offset"]) for row in layout if row["field"] == "lengths"]
-    buffers = header["buffers"]
-    lengths = struct.unpack_from(f"<{2 * buffers}I", frame, lengths_at)
-    end = lengths_at + 4 * len(lengths)
-    for length in lengths:
-        end = math.ceil(end / 64) * 64 + length
+    (end,) = [int(row["offset"]) for row in layout if row["field"] == "section"]
+    for count in counts:
+        sections, _ = codec.encode(np.ones(count, np.float32), codec.init(count))
+        for section in sections:
+            assert frame[end : end + section.nbytes] == section.tobytes()
+            end += math.ceil(section.nbytes / 4) * 4
     assert end == len(frame)
     assert header == {
-        "version": 1,
-        "buffers": len(codec.encode(np.ones(8, np.float32), codec.init(8))[0]),
+        "version": 2,
         "reserved": 0,
-        "crc": zlib.crc32(codec.name.encode() + frame[:4] + frame[8:]),
+        "crc": zlib.crc32(f"{codec.name};{codec.name}".encode() + frame[:4] + frame[8:]),
         "first": 0,
         "slabs": len(counts),
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.specs import split_argument
 
 __all__ = ["RunSettings"]
 
@@ -26,7 +27,8 @@ class RunSettings:
     delay: int = 4
     """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer."""
     codec: str = "ternary"
-    """How a node's delta is coded on its way up: float32, bf16, int8:block=256 or ternary:block=128."""
+    """How a node's delta is coded on its way up: a spec such as ternary:block=128, topk:density=0.01+int4 or
+    "ternary;<1024=bf16" (docs/codecs.md). "ternary:block=128,fragments=8" sets fragments too."""
     broadcast_codec: str = "ternary"
     """How the aggregate is coded on its way down, with the hub's own feedback: as for codec."""
     fragments: int = 1
@@ -51,6 +53,13 @@ class RunSettings:
     """A node or a hub silent for so long is taken for lost."""
 
     def __post_init__(self) -> None:
+        codec, fragments = split_argument(self.codec, "fragments")
+        if fragments is not None:
+            if self.fragments not in (1, fragments):
+                raise ConfigError(f"codec {self.codec!r} says fragments={fragments}, the setting {self.fragments}")
+            object.__setattr__(self, "codec", codec)
+            object.__setattr__(self, "fragments", fragments)
+
         def at_least(name: str, least: float) -> None:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least:g}, got {getattr(self, name)}")

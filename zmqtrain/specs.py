@@ -7,12 +7,13 @@ Rule 3: a text that cannot be read is a ConfigError that quotes the place and li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import isfinite
 
 from zmqtrain.errors import ConfigError
 
-__all__ = ["Number", "Families", "parse_spec", "format_spec"]
+__all__ = ["Number", "Families", "parse_spec", "format_spec", "split_argument"]
 
 Number = int | float
 
@@ -49,6 +50,21 @@ def format_spec(name: str, arguments: Mapping[str, Number]) -> str:
     """Return the canonical text: `parse_spec` gives back the same name and arguments."""
     written = ",".join(f"{argument}={_write(value)}" for argument, value in arguments.items())
     return f"{name}:{written}" if written else name
+
+
+def split_argument(text: str, argument: str) -> tuple[str, int | None]:
+    """Take one whole-number argument out of a text: return (the text without it, its value or None if it is not there).
+
+    "ternary:block=128,fragments=8" and "fragments" give ("ternary:block=128", 8). Raises ConfigError: no whole number.
+    """
+    found = re.search(rf"[:,]{argument}=([^,;+]*)", text)
+    if found is None:
+        return text, None
+    value = int(_read(text, found[0][1:], found[1], 1))
+    before, after = text[: found.start()], text[found.end() :]
+    if found[0].startswith(":") and after.startswith(","):
+        after = ":" + after[1:]
+    return before + after, value
 
 
 def _read(text: str, piece: str, value: str, default: Number) -> Number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
@@ -33,14 +33,18 @@ def founded(codec="float32", broadcast="float32", outer="sgd:rate=1", fragments=
     return aggregator
 
 
+def codecs_of(aggregator, codec, fragment):
+    return coding_from_spec(codec).of_fragment(aggregator.layout, fragment)
+
+
 def add(aggregator, fragment, seed, codec="float32"):
     u = random_flats(seed, aggregator.settings.fragments, 0.1)[fragment]
-    frames = encode_payload(codec_from_spec(codec), cut(u, aggregator.layout.counts(fragment)))
+    frames = encode_payload(codecs_of(aggregator, codec, fragment), cut(u, aggregator.layout.counts(fragment)))
     publish = Publish(1, 1, 0, fragment, codec, tuple(len(f) for f in frames), 8, 8, 0.5)
     assert sum(publish.sizes) <= aggregator.publish_bound(publish)
     aggregator.check(publish, frames)
     aggregator.accumulate(publish, frames)
-    return decode_payload(codec_from_spec(codec), frames, aggregator.layout.counts(fragment))
+    return decode_payload(codecs_of(aggregator, codec, fragment), frames, aggregator.layout.counts(fragment))
 
 
 def release(aggregator, fragments, live, dense=False):
@@ -49,7 +53,7 @@ def release(aggregator, fragments, live, dense=False):
 
 def step_of(aggregator, released, fragment):
     frames = released.frames[released.fragments.index(fragment)]
-    return decode_payload(codec_from_spec(released.codec), frames, aggregator.layout.counts(fragment))
+    return decode_payload(codecs_of(aggregator, released.codec, fragment), frames, aggregator.layout.counts(fragment))
 
 
 def equal(ours, theirs):
@@ -113,7 +117,7 @@ def test_a_snapshot_is_what_was_published_and_is_made_once_a_version():
 
 def test_a_publish_whose_bytes_were_changed_is_refused_before_any_of_it_counts():
     aggregator = founded()
-    frames = encode_payload(codec_from_spec("float32"), cut(random_flats(1)[0], aggregator.layout.counts(0)))
+    frames = encode_payload(codecs_of(aggregator, "float32", 0), cut(random_flats(1)[0], aggregator.layout.counts(0)))
     frames[-1][-1] ^= 1
     with pytest.raises(CodecError):
         aggregator.check(Publish(1, 1, 0, 0, "float32", (), 8, 8, 0.5), frames)
@@ -125,7 +129,7 @@ def test_a_sum_that_overflows_is_not_used():
     aggregator = founded()
     for _ in range(2):
         huge = [np.full(count, 3e38, np.float32) for count in aggregator.layout.counts(0)]
-        frames = encode_payload(codec_from_spec("float32"), huge)
+        frames = encode_payload(codecs_of(aggregator, "float32", 0), huge)
         aggregator.accumulate(Publish(1, 1, 0, 0, "float32", (), 8, 8, 0.5), frames)
     u = add(aggregator, 1, 1)
     assert release(aggregator, (0, 1), live=1).overflowed == (0,)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload, encode_payload
+from zmqtrain.codecs.payload_jax import DeviceCoder
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Deliver, Snapshot
 from zmqtrain.runtime.delta import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
@@ -16,6 +18,7 @@ from zmqtrain.types import LeafSpec, Offer
 
 MODEL = (LeafSpec("layer/w", (3, 4096), "float32"), LeafSpec("layer/b", (10,), "float32"))
 CODECS = ["float32", "bf16", "int8:block=256", "ternary:block=128"]
+MIXED = "ternary:block=128;*b=bf16"
 
 
 def coder_of(codec="ternary:block=128", fragments=2):
@@ -32,8 +35,13 @@ def offer_of(coder, sequence, fragment, pending, applied=(), dense=False):
     return Offer(sequence, fragment, segments, 8, 8, None, applied, dense)
 
 
+def codecs_of(coder, codec, fragment):
+    return coding_from_spec(codec).of_fragment(coder.layout, fragment)
+
+
 def decoded(coder, encoded):
-    return decode_payload(codec_from_spec(encoded.codec), encoded.frames, coder.layout.counts(encoded.fragment))
+    codecs = codecs_of(coder, encoded.codec, encoded.fragment)
+    return decode_payload(codecs, encoded.frames, coder.layout.counts(encoded.fragment))
 
 
 def flat(parts):
@@ -44,7 +52,7 @@ def aggregate_of(coder, version, fragments, codec="float32"):
     frames = []
     for f in fragments:
         segments = cut(pending_of(coder, f, 50 + f), coder.layout.counts(f))
-        frames.append(encode_payload(codec_from_spec(codec), segments))
+        frames.append(encode_payload(codecs_of(coder, codec, f), segments))
     sizes = tuple(len(frame) for one in frames for frame in one)
     message = Aggregate(version, version, codec, fragments, tuple(len(one) for one in frames), sizes, (), 2)
     return message, [frame for one in frames for frame in one]
@@ -62,7 +70,7 @@ def test_what_is_on_its_way_is_not_sent_again(codec):
     pending, sent = pending_of(coder, 1), np.zeros(sum(coder.layout.counts(1)), np.float32)
     for sequence in range(3):  # several of one fragment in flight
         encoded = coder.encode(offer_of(coder, sequence, 1, pending))
-        want = encode_payload(codec_from_spec(codec), cut(pending - sent, coder.layout.counts(1)))
+        want = encode_payload(codecs_of(coder, codec, 1), cut(pending - sent, coder.layout.counts(1)))
         assert tuple(map(bytes, encoded.frames)) == tuple(map(bytes, want))
         sent += decoded(coder, encoded)
         pending = pending + np.float32(0.25)
@@ -189,3 +197,46 @@ def test_who_is_too_far_behind_takes_one_snapshot_and_what_landed_is_told_with_t
     told += [(update.version, update.landed) for update in iter(inbox.take, None)]
     assert told[:3] == [(1, ()), (2, ()), (3, ())]
     assert told[-1][0] == 5 and sorted(s for _, landed in told for s in landed) == [0, 1]
+
+
+def on_device(parts):
+    return all(isinstance(part, jax.Array) for part in parts)
+
+
+def same(ours, theirs):
+    return [np.asarray(part).tobytes() for part in ours] == [np.asarray(part).tobytes() for part in theirs]
+
+
+@pytest.mark.parametrize("codec", [*CODECS, MIXED])
+def test_a_device_sends_and_reads_the_same_bits_as_the_host(codec):
+    here = DeltaCoder(MODEL, RunSettings(codec=codec, broadcast_codec=codec, fragments=2))
+    there = DeltaCoder(MODEL, RunSettings(codec=codec, broadcast_codec=codec, fragments=2), DeviceCoder())
+    there.warm_up(0)
+    for sequence in range(4):  # the third drains, and the fourth is coded less what that has sent
+        pending = pending_of(here, 1, sequence)
+        ours = here.encode(offer_of(here, sequence, 1, pending, dense=sequence == 2))
+        offer = offer_of(there, sequence, 1, pending, dense=sequence == 2)
+        segments = [jax.numpy.asarray(segment) for segment in offer.segments]
+        theirs = there.encode(Offer(sequence, 1, segments, 8, 8, None, (), offer.dense))
+        assert ours.codec == theirs.codec
+        assert tuple(map(bytes, ours.frames)) == tuple(map(bytes, theirs.frames))
+    for landed in ((0, 1), (2,), (0, 2)):
+        message, frames = aggregate_of(here, 1, (0, 1), codec)
+        mine, its = (coder.decode_aggregate(message, landed, frames) for coder in (here, there))
+        assert all(same(mine.aggregate[f], its.aggregate[f]) for f in (0, 1))
+        assert mine.own.keys() == its.own.keys() == {1} and same(mine.own[1], its.own[1])
+        assert on_device(its.own[1]) == (2 not in landed and codec != "float32")
+        assert on_device(its.aggregate[0]) == (codec != "float32")
+    message, frames, _ = snapshot_of(here)
+    mine, its = (coder.decode_snapshot(message, (0, 1), frames, False) for coder in (here, there))
+    assert same(mine.anchor, its.anchor) and same(mine.own[1], its.own[1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_on_a_device_is_named_by_its_leaf_too(bad):
+    coder = DeltaCoder(MODEL, RunSettings(), DeviceCoder())
+    pending = pending_of(coder, 0)
+    pending[-3:-1] = bad
+    with pytest.raises(NonFiniteDelta, match=r"the delta of layer/b holds 2 values that are not finite \(of 10\)"):
+        coder.encode(offer_of(coder, 0, 0, pending))
+    assert coder.unacked == {}

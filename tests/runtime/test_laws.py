@@ -17,7 +17,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.errors import CodecError
 from zmqtrain.protocol.hub import Hub
@@ -194,7 +194,9 @@ class NumpyNode:
         """What is on its way is no more than what was pending when the offer was made."""
         counts = self.layout.counts(offer.fragment)
         us = [u for u in self.coder.unacked.values() if u.fragment == offer.fragment]
-        total = sum(decode_payload(codec_from_spec(u.codec), u.frames, counts).astype(np.float64) for u in us)
+        codecs = [coding_from_spec(u.codec).of_fragment(self.layout, offer.fragment) for u in us]
+        decoded = [decode_payload(of, u.frames, counts) for of, u in zip(codecs, us, strict=True)]
+        total = sum(one.astype(np.float64) for one in decoded)
         np.testing.assert_allclose(total, np.concatenate(offer.segments), rtol=0, atol=TOLERANCE)
 
     def found(self):
@@ -342,8 +344,9 @@ class World:
 
     def accumulate(self, peer, publish, frames):
         self.aggregator.accumulate(publish, frames)
-        counts = self.aggregator.layout.counts(publish.fragment)
-        u = decode_payload(codec_from_spec(publish.codec), frames, counts).astype(np.float64)
+        layout = self.aggregator.layout
+        codecs = coding_from_spec(publish.codec).of_fragment(layout, publish.fragment)
+        u = decode_payload(codecs, frames, layout.counts(publish.fragment)).astype(np.float64)
         assert (peer, publish.sequence) not in self.ledger, "accumulated twice"
         self.ledger[peer, publish.sequence] = (publish.fragment, u)
         self.sums[publish.fragment] += u

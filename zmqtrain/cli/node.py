@@ -59,7 +59,13 @@ def _run(config: NodeConfig) -> int:
     check_host(config.hub)
     server_key = read_server_key(config.server_key)
     try:
-        with connect(config.hub, config.name or None, server_key, timeout_seconds=config.wait_seconds) as node:
+        with connect(
+            config.hub,
+            config.name or None,
+            server_key,
+            timeout_seconds=config.wait_seconds,
+            codec_on=config.codec_on,
+        ) as node:
             program = load_run_program(node.settings, config.data, config.hub)
             display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}")
             interruption.display = display

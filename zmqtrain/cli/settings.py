@@ -12,7 +12,7 @@ import socket
 import sys
 import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from zmqtrain import __version__
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
@@ -42,9 +42,9 @@ __all__ = [
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)
-SPECS = {
-    "codec": codec_from_spec,
-    "broadcast_codec": codec_from_spec,
+SPECS: Mapping[str, Callable[[str], object]] = {
+    "codec": coding_from_spec,
+    "broadcast_codec": coding_from_spec,
     "release": release_rule_from_spec,
     "outer": outer_from_spec,
 }
@@ -126,6 +126,8 @@ class NodeConfig:
     """How long to wait for the broker's first answer."""
     pace_seconds: float = 0.0
     """Every step takes at least so long: to emulate a slower PC, or to leave the machine to others."""
+    codec_on: Literal["auto", "host", "device"] = "auto"
+    """Where deltas are compressed (to the same bytes): auto: on the device that trains, unless that is a processor."""
     log_file: File = None
     """Write the log to this file as well."""
     config: File = None

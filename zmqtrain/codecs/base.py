@@ -1,45 +1,225 @@
-"""Find a codec by its name: the one list of the family.
+"""Find codecs by their names: the list of the family, and the grammar of a spec.
+
+    model    = chain *( ";" override )               what a run takes: `coding_from_spec`
+    override = ( path-pattern / "<" values ) "=" chain
+    chain    = *( wrapper "+" ) *( stage "+" ) codec  what one array takes: `codec_from_spec`
+    member   = name [ ":" argument "=" number *( "," argument "=" number ) ]
+    `fragments=n` is an argument of every codec: one n-th of the array is sent each time, in turn.
 
 Rule: a codec's `name` is its spec in canonical form, and equal names give the same codec object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from inspect import signature
+from typing import TypeVar
 
-from zmqtrain.codecs.codec import Codec
+from zmqtrain.codecs.chain import chain
+from zmqtrain.codecs.codec import Codec, Stage
+from zmqtrain.codecs.dct import dct
+from zmqtrain.codecs.feedback import error_feedback, momentum_correction
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.levels import int2, sign
+from zmqtrain.codecs.lowrank import lowrank
 from zmqtrain.codecs.plain import bf16, float32
-from zmqtrain.codecs.quantize import int8
+from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
+from zmqtrain.codecs.rotate import fragment
+from zmqtrain.codecs.sparsify import blocktopk, randomk
 from zmqtrain.codecs.ternary import ternary
+from zmqtrain.codecs.topk import topk
 from zmqtrain.errors import ConfigError
-from zmqtrain.specs import Number, format_spec, parse_spec
+from zmqtrain.specs import Number, parse_spec
+from zmqtrain.types import LeafSpec
 
-__all__ = ["FAMILIES", "LARGEST_BLOCK", "Codec", "codec_from_spec"]
+__all__ = [
+    "CODECS",
+    "STAGES",
+    "WRAPPERS",
+    "Codec",
+    "Coding",
+    "by_size",
+    "codec_from_spec",
+    "coding_from_spec",
+    "per_leaf",
+]
 
-LARGEST_BLOCK = 4096
-
-FAMILIES: dict[str, dict[str, Number]] = {
-    "float32": {},
-    "bf16": {},
-    "int8": {"block": 256},
-    "ternary": {"block": 128},
+CODECS: dict[str, Callable[..., Codec]] = {
+    "float32": float32,
+    "bf16": bf16,
+    "int8": int8,
+    "int8s": int8_stochastic,
+    "int4": int4,
+    "int4s": int4_stochastic,
+    "int2": int2,
+    "ternary": ternary,
+    "sign": sign,
+    "lowrank": lowrank,
 }
-"""Each member of the family and the defaults of its arguments."""
+"""What turns values into bytes."""
 
-_MEMBERS: dict[str, Callable[..., Codec]] = {"float32": float32, "bf16": bf16, "int8": int8, "ternary": ternary}
-_made: dict[str, Codec] = {}
+STAGES: dict[str, Callable[..., Stage]] = {"topk": topk, "blocktopk": blocktopk, "randomk": randomk, "dct": dct}
+"""What picks or turns values before a codec takes them."""
+
+WRAPPERS: dict[str, Callable[..., Codec]] = {"feedback": error_feedback, "momentum": momentum_correction}
+"""What keeps a residual around a codec: for gradients. In a run the residual lives in the model, and needs none."""
+
+_MOST_MEMBERS = 8
+
+Made = TypeVar("Made")
 
 
+def _defaults(factory: Callable[..., object]) -> dict[str, Number]:
+    """Return the arguments of a factory that have a default: those that a spec may give."""
+    parameters = signature(factory).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+_FAMILIES = {name: _defaults(factory) for name, factory in (CODECS | STAGES | WRAPPERS).items()}
+_LAST = {name: {**_FAMILIES[name], "fragments": 1} for name in CODECS}
+
+
+@lru_cache(maxsize=1024)
 def codec_from_spec(text: str) -> Codec:
-    """Return the codec of a spec such as "ternary:block=128"; what is left out takes its default.
+    """Return the codec of a spec such as "ternary:block=128" or "topk:density=0.01+int4"; what is left out takes its
+    default.
 
-    Raises ConfigError: an unknown name or argument, or a block that is not in 1..4096; the message lists the choices.
+    Raises ConfigError: an unknown name or argument, an argument out of range, members in an order that makes no codec;
+    the message quotes the place and lists the choices.
     """
-    name, arguments = parse_spec(text, FAMILIES)
-    block = arguments.get("block", 1)
-    if not 1 <= block <= LARGEST_BLOCK:
-        raise ConfigError(f"{text!r}: block={block} is not in 1..{LARGEST_BLOCK}")
-    canonical = format_spec(name, arguments)
-    if canonical not in _made:
-        _made.setdefault(canonical, _MEMBERS[name](**arguments))
-    return _made[canonical]
+    codec = _chain_from_spec(text)
+    return codec if codec.name == text else codec_from_spec(codec.name)
+
+
+def _chain_from_spec(text: str) -> Codec:
+    members = re.split(r"\+(?=[a-z])", text)
+    if len(members) > _MOST_MEMBERS:
+        raise ConfigError(f"{text!r}: a chain of {len(members)} members; at most {_MOST_MEMBERS} make sense")
+    *first, last = members
+    if last.partition(":")[0] in {**STAGES, **WRAPPERS}:
+        raise ConfigError(f"{text!r}: {last!r} stands before a codec: say for instance {last + '+int8'!r}")
+    wrappers: list[tuple[Callable[..., Codec], dict[str, Number]]] = []
+    stages: list[Stage] = []
+    for member in first:
+        name, arguments = _parse(text, member, {key: _FAMILIES[key] for key in STAGES | WRAPPERS}, "+int8")
+        if name in STAGES:
+            stages.append(_make(text, STAGES[name], arguments))
+        elif stages:
+            raise ConfigError(f"{text!r}: {member!r} keeps a residual around all of the chain: it stands before stages")
+        else:
+            wrappers.append((WRAPPERS[name], arguments))
+    name, arguments = _parse(text, last, _LAST, "")
+    fragments = int(arguments.pop("fragments"))
+    codec = chain(*stages, _make(text, CODECS[name], arguments))
+    if fragments != 1:
+        codec = _make(text, fragment, {"codec": codec, "fragments": fragments})
+    for wrapper, arguments in reversed(wrappers):
+        codec = _make(text, wrapper, {"codec": codec, **arguments})
+    return codec
+
+
+def _parse(
+    text: str, member: str, families: Mapping[str, Mapping[str, Number]], rest: str
+) -> tuple[str, dict[str, Number]]:
+    if rest and member.partition(":")[0] in CODECS:
+        raise ConfigError(f"{text!r}: {member!r} is a codec, and stands last; before it: {', '.join(families)}")
+    try:
+        return parse_spec(member, families)
+    except ConfigError as error:
+        raise ConfigError(f"{text!r}: {error}" if member != text else str(error)) from None
+
+
+def _make(text: str, factory: Callable[..., Made], arguments: Mapping[str, object]) -> Made:
+    try:
+        return factory(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{text!r}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Which codec each leaf of a model has: the first override that fits it, or else the default.
+
+    name: the canonical spec.  overrides: (what it fits, its codec): a pattern of the leaf's path as fnmatch reads it
+    ("*bias", "layer0?/*"), or "<1024": leaves of fewer values.
+    """
+
+    default: Codec
+    overrides: tuple[tuple[str, Codec], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The canonical spec: `coding_from_spec(name)` gives an equal coding."""
+        return ";".join([self.default.name, *(f"{fits}={codec.name}" for fits, codec in self.overrides)])
+
+    def of(self, leaf: LeafSpec) -> Codec:
+        """Return the codec of one leaf."""
+        for fits, codec in self.overrides:
+            if leaf.values < int(fits[1:]) if fits.startswith("<") else fnmatchcase(leaf.path, fits):
+                return codec
+        return self.default
+
+    def of_fragment(self, layout: Layout, fragment: int) -> tuple[Codec, ...]:
+        """Return the codec of each segment of a fragment, in order."""
+        return _of_fragment(self, layout, fragment)
+
+
+@lru_cache(maxsize=512)
+def _of_fragment(coding: Coding, layout: Layout, fragment: int) -> tuple[Codec, ...]:
+    return tuple(coding.of(layout.spec[leaf]) for leaf in layout.leaves(fragment))
+
+
+def per_leaf(default: Codec, overrides: Mapping[str, Codec]) -> Coding:
+    """Return the coding of a model by the paths of its leaves: the first pattern that fits counts.
+
+    Raises ConfigError for a pattern that cannot be written in a spec.
+    """
+    for fits in overrides:
+        _check_override(fits)
+    return Coding(default, tuple(overrides.items()))
+
+
+def by_size(codec: Codec, small: Codec, values: int = 1024) -> Coding:
+    """Return the coding of a model whose leaves of fewer than `values` values have the codec `small`."""
+    return per_leaf(codec, {f"<{values}": small})
+
+
+def _check_override(fits: str) -> None:
+    if not fits or any(mark in fits for mark in ";=+"):
+        raise ConfigError(f"{fits!r} is no pattern of a leaf's path, such as '*bias', nor a size, such as '<1024'")
+    if fits.startswith("<") and not (fits[1:].isascii() and fits[1:].isdigit() and int(fits[1:]) > 0):
+        raise ConfigError(f"{fits!r} is no size: say for instance '<1024' for leaves of fewer than 1024 values")
+
+
+@lru_cache(maxsize=256)
+def coding_from_spec(text: str) -> Coding:
+    """Return the coding of a model from a spec such as "ternary;<1024=bf16;*embedding=int8:block=64".
+
+    Raises ConfigError as `codec_from_spec` does, and for a codec that keeps a residual or takes turns with fragments:
+    in a run the residual lives in the model, and `fragments` is a setting of the run.
+    """
+    first, *rest = text.split(";")
+    overrides: dict[str, Codec] = {}
+    for override in rest:
+        fits, equals, spec = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r}: cannot read {override!r}: say for instance '*bias=float32' or '<1024=bf16'")
+        if fits in overrides:
+            raise ConfigError(f"{text!r}: {fits!r} is given twice")
+        _check_override(fits)
+        overrides[fits] = _of_a_run(spec)
+    return per_leaf(_of_a_run(first), overrides)
+
+
+def _of_a_run(spec: str) -> Codec:
+    codec = codec_from_spec(spec)
+    for wrapper in WRAPPERS:
+        if f"{wrapper}:" in codec.name:
+            raise ConfigError(f"{spec!r}: {wrapper} is for gradients; in a run what was not sent stays in the model")
+    if ",fragments=" in codec.name or ":fragments=" in codec.name:
+        raise ConfigError(f"{spec!r}: fragments cannot be a leaf's own; say fragments once, for the whole model")
+    return codec

@@ -1,11 +1,13 @@
 """Say what a codec is, and hold what all members of the family need to keep their word.
 
-Rule 1: the bytes are the same from numpy and from jitted JAX.  So: no float sum (its order differs), no a*b+c in floats
-(XLA fuses it), no division by a float (a GPU approximates it), no arithmetic that could meet a denormal (XLA flushes
-them): reductions are of integers, scales are built from bits.  Every codec has one function written against the array's
-own namespace; numpy has a faster twin beside it, and a law in the tests holds the two equal.
-Rule 2: every array is little-endian; a buffer is checked before it is decoded; decoding writes nowhere but in `out`.
-Rule 3: scratch memory belongs to a thread; nothing that a codec returns lies in it.
+Rule 1: the bytes are the same from numpy and from jitted JAX.  So: no float sum (its order differs) unless every partial
+sum is exact, no a*b+c in floats (XLA fuses it) unless a*b is exact, no division by a float (a GPU approximates it), no
+arithmetic that could meet a denormal (XLA flushes them): reductions are of integers, scales are built from bits.  Every
+codec has one function written against the array's own namespace; numpy has a faster twin beside it, and a law in the
+tests holds the two equal.
+Rule 2: the sizes of all buffers follow from the number of values alone: a receiver knows them before anything comes.
+Rule 3: every array is little-endian; a buffer is checked before it is decoded; decoding writes nowhere but in `out`.
+Rule 4: scratch memory belongs to a thread; nothing that a codec returns lies in it.
 """
 
 from __future__ import annotations
@@ -16,25 +18,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zmqtrain.errors import CodecError, NonFiniteDelta
+from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 from zmqtrain.types import Array, Buffer
 
 __all__ = [
-    "MAX_BUFFERS",
+    "LARGEST_BLOCK",
     "PIECE_VALUES",
+    "SLAB_VALUES",
     "SMALLEST_MAGNITUDE_BITS",
     "Codec",
     "Scratch",
+    "Sections",
+    "Stage",
+    "State",
     "Stateless",
     "block_count",
     "check_scales",
+    "needs_between",
     "needs_finite",
     "needs_slab",
     "read_buffers",
 ]
 
-MAX_BUFFERS = 4
-"""No codec makes more buffers of one slab."""
+SLAB_VALUES = 65_536
+"""The most values that most codecs take at once: 256 KB of float32, a cache's worth; an index in it has 16 bits."""
+
+LARGEST_BLOCK = 4096
+"""The most values that share a scale: sums over a block stay in 31 bits."""
 
 PIECE_VALUES = 65_536
 """How many values the numpy twins treat at a time: 256 KB of float32 and its scratch stay in a core's own cache."""
@@ -47,6 +57,8 @@ _SMALLEST_SCALE_BITS = (127 - 108) << 7
 
 Stateless = tuple[()]
 State = Any
+Sections = tuple[tuple[Any, int], ...]
+"""The dtype and the number of values of each buffer."""
 Encode = Callable[[Array, State], tuple[tuple[Array, ...], State]]
 
 
@@ -54,27 +66,57 @@ class Codec(NamedTuple):
     """How a slab of n float32 values becomes a few buffers, and back.
 
     name: the canonical spec; `codec_from_spec(name)` gives this very codec.
-    init(n): the state for a slab of n values; () where nothing is kept from one encode to the next.
+    init(n): the state for a slab of n values, a pytree of numpy arrays; () where nothing is kept from one encode to the
+      next.
+    layout(n): the dtype and the number of values of each buffer that a slab of n values becomes.
     encode(x, state): x is float32[n], n >= 1, numpy or jax (also under jit) -> (buffers, state). The buffers are arrays
       of x's kind, and may be x itself. Raises CodecError for another dtype or shape and, from numpy only,
       NonFiniteDelta for NaN or infinity.
     decode(buffers, n): raw buffers or numpy arrays -> numpy float32[n]; jax arrays -> a jax array. Raises CodecError
       for wrong lengths.
     check(buffers, n): raises CodecError unless these are buffers that `encode` could have made of n finite values, as
-      far as safety goes: their number, lengths and dtypes, the range of codes, scales and values that are finite.
-    size_bound(n): the most bytes that encode of n values takes, over all its buffers.
+      far as safety goes: their number, lengths and dtypes, the range of codes, indices and scales, values that are
+      finite.
     decode_into(buffers, out, add): decode into out, numpy float32[n]; with `add`, onto what is there. The fastest way;
-      the sum may overflow to infinity where both sides are huge.
+      the sum may overflow to infinity where both sides are huge. The buffers have passed `check`.
+    slab: the most values of one slab.
     Source of the shape: optax's GradientTransformation.
     """
 
     name: str
     init: Callable[[int], State]
+    layout: Callable[[int], Sections]
     encode: Encode
     decode: Callable[[Sequence[Buffer | Array], int], Array]
     check: Callable[[Sequence[Buffer | Array], int], None]
-    size_bound: Callable[[int], int]
     decode_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], bool], None]
+    slab: int = SLAB_VALUES
+
+
+class Stage(NamedTuple):
+    """What is done to n values before a codec takes them: pick some, or turn them; `chain` joins stages and a codec.
+
+    name: the canonical spec.  init(n): as of a Codec.
+    passes(n): how many values m it hands on, m >= 1.
+    layout(n): the buffers it adds of its own: where the values were, or what they were drawn by; may be none.
+    forward(x, state): float32[n] -> (own buffers, values float32[m], state); numpy or jax, also under jit. Raises
+      NonFiniteDelta from numpy only, if it sees NaN or infinity; all values that it drops must be finite then.
+    backward(buffers, values, n): own buffers and float32[m] -> float32[n], zero where nothing was sent.
+    check(buffers, n): raises CodecError unless the own buffers are such that `backward` writes each place in range, and
+      none twice.
+    backward_into(buffers, values, out, add): numpy; as `decode_into` of a Codec.
+    slab: the most values it takes at once.
+    """
+
+    name: str
+    init: Callable[[int], State]
+    passes: Callable[[int], int]
+    layout: Callable[[int], Sections]
+    forward: Callable[[Array, State], tuple[tuple[Array, ...], Array, State]]
+    backward: Callable[[Sequence[Buffer | Array], Array, int], Array]
+    check: Callable[[Sequence[Buffer | Array], int], None]
+    backward_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], np.ndarray[Any, Any], bool], None]
+    slab: int = SLAB_VALUES
 
 
 class Scratch(threading.local):
@@ -100,6 +142,12 @@ class Scratch(threading.local):
 def block_count(count: int, block: int) -> int:
     """Return how many blocks hold `count` values; the last may be shorter."""
     return -(-count // block)
+
+
+def needs_between(codec: str, argument: str, value: float, least: float, most: float) -> None:
+    """Raise ConfigError, naming the codec and its argument, unless least <= value <= most."""
+    if not least <= value <= most:
+        raise ConfigError(f"{codec}: {argument}={value} is not in {least}..{most}")
 
 
 def needs_slab(x: Array, codec: str) -> None:

@@ -1,14 +1,15 @@
 """Lay encoded slabs in frames that can be checked and decoded one by one.
 
-Rule 1: a payload is a list of segments; each is cut in slabs of SLAB_VALUES, numbered through the payload; every slab
-is encoded on its own, and whole slabs in a row fill a frame of at most MAX_FRAME_BYTES.
-Rule 2: the receiver knows the codec and the counts; a frame may only agree. Everything is checked before anything is
-written, and nothing is allocated from a size that a frame declares.
+Rule 1: a payload is a list of segments, each with its codec; a segment is cut in slabs of `codec.slab` values, numbered
+through the payload; every slab is encoded on its own, and whole slabs in a row fill a frame of at most MAX_FRAME_BYTES.
+Rule 2: the codecs and the counts say where every byte of every frame lies: sender and receiver know them beforehand, and
+a frame may only agree. Everything is checked before anything is written, and nothing is allocated from what a frame
+declares.
 
-    frame   = version buffers reserved crc first slabs lengths *( padding section )
-    version = %x01; buffers: per slab, 1..4; reserved = %x00 %x00; crc, first, slabs: 4 bytes each, little-endian
-    lengths = slabs * buffers * 4 bytes: of each section; a section begins at the next multiple of 64
-    crc     : crc32 of the codec's name, the first 4 bytes, and all that follows the crc
+    frame   = version reserved crc first slabs *( section padding )
+    version = %x02; reserved = %x00 %x00 %x00; crc, first, slabs: 4 bytes each, little-endian
+    section : one buffer of one slab, in order, at the next multiple of 4; padding: zeros
+    crc     : crc32 of the codecs' names, the first 4 bytes, and all that follows the crc
 """
 
 from __future__ import annotations
@@ -16,188 +17,238 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.codec import MAX_BUFFERS, Codec
+from zmqtrain.codecs.codec import Codec, State
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.types import MAX_FRAME_BYTES, Array, Buffer
 
 __all__ = [
-    "SLAB_VALUES",
+    "Slab",
+    "FramePlan",
+    "PayloadPlan",
+    "plan_payload",
+    "payload_size",
+    "initial_states",
     "encode_payload",
+    "seal_frame",
     "check_frame",
     "check_payload",
     "decode_frame",
     "decode_payload",
-    "payload_bound",
-    "frames_bound",
 ]
 
-SLAB_VALUES = 65_536
-"""The values of a slab, the last of a segment aside: 256 KB of float32, a cache's worth."""
-
-_VERSION = 1
-_HEADER = struct.Struct("<BBHIII")
-_ALIGNMENT = 64
-_SLAB_OVERHEAD = MAX_BUFFERS * (4 + _ALIGNMENT - 1)
-_FRAME_OVERHEAD = _HEADER.size + _ALIGNMENT - 1
+_VERSION = 2
+_HEADER = struct.Struct("<B3xIII")
+_ALIGNMENT = 4
 
 Vector = NDArray[np.float32]
 
 
-def encode_payload(codec: Codec, segments: Sequence[Array]) -> tuple[bytearray, ...]:
-    """Encode 1-D float32 segments (numpy, or what numpy can view) into frames; no values, no frames.
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One slab: values start..end of the flat vector of all segments; the place of each buffer in its frame."""
 
-    Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
-    """
-    frames: list[bytearray] = []
-    held: list[tuple[memoryview, ...]] = []
-    held_bytes, slab = 0, 0
-    for index, segment in enumerate(segments):
-        values = np.asarray(segment)
-        if values.ndim != 1:
-            raise CodecError(f"segment {index} has the shape {values.shape}; a segment is flat")
-        for start in range(0, values.size, SLAB_VALUES):
-            piece = values[start : start + SLAB_VALUES]
-            try:
-                buffers, _ = codec.encode(piece, codec.init(piece.size))
-            except NonFiniteDelta as error:
-                raise NonFiniteDelta(f"segment {index} of {len(segments)}: {error}") from None
-            except CodecError as error:
-                raise CodecError(f"segment {index} of {len(segments)}: {error}") from None
-            sections = tuple(np.ascontiguousarray(buffer).view(np.uint8).data for buffer in buffers)
-            size = sum(_align(section.nbytes) for section in sections)
-            table = _HEADER.size + 4 * (len(held) + 1) * len(sections)
-            if held and _align(table) + held_bytes + size > MAX_FRAME_BYTES:
-                frames.append(_build(codec, slab - len(held), held))
-                held, held_bytes = [], 0
-            held.append(sections)
-            held_bytes += size
-            slab += 1
-    if held:
-        frames.append(_build(codec, slab - len(held), held))
-    return tuple(frames)
+    codec: Codec
+    segment: int
+    start: int
+    end: int
+    sections: tuple[slice, ...]
+
+    @property
+    def values(self) -> int:
+        """The number of values."""
+        return self.end - self.start
 
 
-def _build(codec: Codec, first: int, slabs: Sequence[Sequence[memoryview]]) -> bytearray:
-    sections = [section for slab in slabs for section in slab]
-    lengths = [section.nbytes for section in sections]
-    offsets, total = _offsets(lengths)
-    frame = bytearray(total)
-    struct.pack_into(f"<{len(lengths)}I", frame, _HEADER.size, *lengths)
-    view = memoryview(frame)
-    for offset, section in zip(offsets, sections, strict=True):
-        view[offset : offset + section.nbytes] = section
-    _HEADER.pack_into(frame, 0, _VERSION, len(slabs[0]), 0, 0, first, len(slabs))
-    struct.pack_into("<I", frame, 4, _checksum(codec, view))
-    return frame
+@dataclass(frozen=True, slots=True)
+class FramePlan:
+    """One frame: the numbers of its slabs and its bytes, header included."""
+
+    slabs: range
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadPlan:
+    """Where every byte of a payload lies."""
+
+    slabs: tuple[Slab, ...]
+    frames: tuple[FramePlan, ...]
+    seed: int
+    """Where the checksum begins: the crc32 of the codecs' names."""
+    of_first: dict[int, FramePlan]
+    """The frame by the number of its first slab."""
+
+
+@lru_cache(maxsize=256)
+def plan_payload(codecs: tuple[Codec, ...], counts: tuple[int, ...]) -> PayloadPlan:
+    """Return where every byte of a payload lies. codecs, counts: of each segment; a segment may be empty."""
+    slabs: list[Slab] = []
+    frames: list[FramePlan] = []
+    first, size, start = 0, _HEADER.size, 0
+    for segment, (codec, count) in enumerate(zip(codecs, counts, strict=True)):
+        for begin in range(start, start + count, codec.slab):
+            end = min(begin + codec.slab, start + count)
+            lengths = [np.dtype(dtype).itemsize * values for dtype, values in codec.layout(end - begin)]
+            if slabs[first:] and size + sum(map(_align, lengths)) > MAX_FRAME_BYTES:
+                frames.append(FramePlan(range(first, len(slabs)), size))
+                first, size = len(slabs), _HEADER.size
+            sections = []
+            for length in lengths:
+                sections.append(slice(size, size + length))
+                size += _align(length)
+            slabs.append(Slab(codec, segment, begin, end, tuple(sections)))
+        start += count
+    if slabs:
+        frames.append(FramePlan(range(first, len(slabs)), size))
+    seed = zlib.crc32(";".join(codec.name for codec in codecs).encode())
+    return PayloadPlan(tuple(slabs), tuple(frames), seed, {frame.slabs.start: frame for frame in frames})
 
 
 def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each section begins, and where the last one ends."""
-    offsets, end = [], _HEADER.size + 4 * len(lengths)
-    for length in lengths:
-        offsets.append(_align(end))
-        end = offsets[-1] + length
-    return offsets, end
+def payload_size(codecs: Sequence[Codec], counts: Sequence[int]) -> int:
+    """Return how many bytes a payload has, over all its frames: not one more or less."""
+    return sum(frame.size for frame in plan_payload(tuple(codecs), tuple(counts)).frames)
 
 
-def _checksum(codec: Codec, frame: memoryview) -> int:
-    return zlib.crc32(frame[8:], zlib.crc32(frame[:4], zlib.crc32(codec.name.encode())))
+def initial_states(codecs: Sequence[Codec], counts: Sequence[int]) -> list[State]:
+    """Return the state of every slab, as `encode_payload` keeps it."""
+    return [slab.codec.init(slab.values) for slab in plan_payload(tuple(codecs), tuple(counts)).slabs]
 
 
-@lru_cache(maxsize=64)
-def _slabs(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (start, end) of every slab in the flat vector of all segments."""
-    slabs, start = [], 0
-    for count in counts:
-        end = start + count
-        slabs += [(begin, min(begin + SLAB_VALUES, end)) for begin in range(start, end, SLAB_VALUES)]
-        start = end
-    return tuple(slabs)
+def encode_payload(
+    codecs: Sequence[Codec], segments: Sequence[Array], states: list[State] | None = None
+) -> tuple[bytearray, ...]:
+    """Encode 1-D float32 segments (numpy, or what numpy can view), each with its codec, into frames; no values, no frames.
+
+    states: as from `initial_states`, changed in place once all is encoded; without them every slab begins afresh.
+    Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
+    """
+    arrays = [np.asarray(segment) for segment in segments]
+    for index, values in enumerate(arrays):
+        if values.ndim != 1:
+            raise CodecError(f"segment {index} has the shape {values.shape}; a segment is flat")
+    counts = tuple(values.size for values in arrays)
+    plan = plan_payload(tuple(codecs), counts)
+    before = initial_states(codecs, counts) if states is None else states
+    starts = np.cumsum((0, *counts))
+    after: list[State] = []
+    frames = []
+    for frame_plan in plan.frames:
+        frame = bytearray(frame_plan.size)
+        view = memoryview(frame)
+        for number in frame_plan.slabs:
+            slab = plan.slabs[number]
+            offset = int(starts[slab.segment])
+            piece = arrays[slab.segment][slab.start - offset : slab.end - offset]
+            try:
+                buffers, state = slab.codec.encode(piece, before[number])
+            except NonFiniteDelta as error:
+                raise NonFiniteDelta(f"segment {slab.segment} of {len(arrays)}: {error}") from None
+            except CodecError as error:
+                raise CodecError(f"segment {slab.segment} of {len(arrays)}: {error}") from None
+            for section, buffer in zip(slab.sections, buffers, strict=True):
+                view[section] = np.ascontiguousarray(buffer).view(np.uint8).data
+            after.append(state)
+        seal_frame(plan, frame_plan, frame)
+        frames.append(frame)
+    if states is not None:
+        states[:] = after
+    return tuple(frames)
 
 
-def _open(frame: Buffer) -> tuple[memoryview, int, int, list[memoryview]]:
-    """Return (all bytes, first slab, buffers a slab, sections); raise CodecError unless the frame holds together."""
+def seal_frame(plan: PayloadPlan, frame_plan: FramePlan, frame: bytearray) -> None:
+    """Write the header of a frame whose sections are in place."""
+    _HEADER.pack_into(frame, 0, _VERSION, 0, frame_plan.slabs.start, len(frame_plan.slabs))
+    struct.pack_into("<I", frame, 4, _checksum(plan, memoryview(frame)))
+
+
+def _checksum(plan: PayloadPlan, frame: memoryview) -> int:
+    return zlib.crc32(frame[8:], zlib.crc32(frame[:4], plan.seed))
+
+
+def _open(plan: PayloadPlan, frame: Buffer) -> tuple[memoryview, FramePlan]:
+    """Return (all bytes, what they are); raise CodecError unless the payload has a frame of this place and size."""
     try:
         view = memoryview(frame).cast("B")
     except (TypeError, ValueError) as error:
         raise CodecError(f"a frame cannot be read: {error}") from None
-    if not _HEADER.size <= view.nbytes <= MAX_FRAME_BYTES:
-        raise CodecError(f"a frame has {view.nbytes} bytes, not {_HEADER.size} to {MAX_FRAME_BYTES}")
-    version, buffers, reserved, _, first, slabs = _HEADER.unpack_from(view)
-    if version != _VERSION or reserved:
+    if view.nbytes < _HEADER.size:
+        raise CodecError(f"a frame has {view.nbytes} bytes, fewer than its header's {_HEADER.size}")
+    version, _, first, slabs = _HEADER.unpack_from(view)
+    if version != _VERSION or any(view[1:4]):
         raise CodecError(f"a frame is of version {version}, this program reads version {_VERSION}")
-    if not 1 <= buffers <= MAX_BUFFERS or slabs < 1:
-        raise CodecError(f"a frame declares {slabs} slabs of {buffers} buffers")
-    if _HEADER.size + 4 * slabs * buffers > view.nbytes:
-        raise CodecError(f"a frame of {view.nbytes} bytes cannot hold {slabs} slabs of {buffers} buffers")
-    lengths = struct.unpack_from(f"<{slabs * buffers}I", view, _HEADER.size)
-    offsets, end = _offsets(lengths)
-    if end != view.nbytes:
-        raise CodecError(f"a frame of {view.nbytes} bytes declares sections up to byte {end}")
-    sections = [view[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
-    return view, first, buffers, sections
+    known = plan.of_first.get(first)
+    if known is None or len(known.slabs) != slabs:
+        raise CodecError(f"a frame declares {slabs} slabs from {first}: the payload of {len(plan.slabs)} has no such")
+    if view.nbytes != known.size:
+        raise CodecError(f"a frame has {view.nbytes} bytes, not {known.size}")
+    return view, known
 
 
-def check_frame(codec: Codec, frame: Buffer, counts: Sequence[int]) -> range:
+def check_frame(codecs: Sequence[Codec], frame: Buffer, counts: Sequence[int]) -> range:
     """Return which slabs one frame holds; raise CodecError unless all of them can be decoded into `counts` values."""
-    plan = _slabs(tuple(counts))
-    view, first, buffers, sections = _open(frame)
-    last = first + len(sections) // buffers
-    if last > len(plan):
-        raise CodecError(f"a frame holds the slabs {first}..{last - 1}, the payload has {len(plan)}")
-    if _HEADER.unpack_from(view)[3] != _checksum(codec, view):
-        raise CodecError(f"the checksum of the slabs {first}..{last - 1} is wrong for {codec.name}: bytes were changed")
-    for slab in range(first, last):
-        start, end = plan[slab]
-        position = (slab - first) * buffers
+    plan = plan_payload(tuple(codecs), tuple(counts))
+    view, known = _open(plan, frame)
+    if _HEADER.unpack_from(view)[1] != _checksum(plan, view):
+        last = known.slabs.stop - 1
+        raise CodecError(f"the checksum of the slabs {known.slabs.start}..{last} is wrong: bytes or codecs differ")
+    for number in known.slabs:
+        slab = plan.slabs[number]
         try:
-            codec.check(sections[position : position + buffers], end - start)
+            slab.codec.check(_sections(view, slab), slab.values)
         except CodecError as error:
-            raise CodecError(f"slab {slab} of {len(plan)}: {error}") from None
-    return range(first, last)
+            raise CodecError(f"slab {number} of {len(plan.slabs)}: {error}") from None
+    return known.slabs
 
 
-def check_payload(codec: Codec, frames: Sequence[Buffer], counts: Sequence[int]) -> None:
+def _sections(view: memoryview, slab: Slab) -> list[memoryview]:
+    return [view[section] for section in slab.sections]
+
+
+def check_payload(codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> None:
     """Raise CodecError unless the frames, in any order, hold every slab of `counts` exactly once, fit to decode.
 
-    counts: the values of each segment. Cost: one crc32 and a look at each code, without a copy.
+    codecs, counts: of each segment. Cost: one crc32 and a look at each code, without a copy.
     """
-    slabs = len(_slabs(tuple(counts)))
-    if len(frames) > slabs:
-        raise CodecError(f"{len(frames)} frames for a payload of {slabs} slabs")
-    held = sorted((check_frame(codec, frame, counts) for frame in frames), key=lambda part: part.start)
+    plan = plan_payload(tuple(codecs), tuple(counts))
+    if len(frames) > len(plan.frames):
+        raise CodecError(f"{len(frames)} frames for a payload of {len(plan.frames)}")
+    held = sorted((check_frame(codecs, frame, counts) for frame in frames), key=lambda part: part.start)
+    slabs = len(plan.slabs)
     for before, after in pairwise([range(0), *held, range(slabs, slabs)]):
         if before.stop != after.start:
             fault = "missing" if before.stop < after.start else "given twice"
             raise CodecError(f"slab {min(before.stop, after.start)} of {slabs} is {fault}")
 
 
-def decode_frame(codec: Codec, frame: Buffer, out: Vector, counts: Sequence[int], *, add: bool = False) -> range:
+def decode_frame(
+    codecs: Sequence[Codec], frame: Buffer, out: Vector, counts: Sequence[int], *, add: bool = False
+) -> range:
     """Decode a frame that `check_frame` has passed into its place in `out`, float32[sum(counts)]; return its slabs.
 
     With `add` onto what is there: the sum of huge values may overflow to infinity. Raises CodecError.
     """
-    plan = _slabs(tuple(counts))
-    _, first, buffers, sections = _open(frame)
-    held = range(first, first + len(sections) // buffers)
+    plan = plan_payload(tuple(codecs), tuple(counts))
+    view, known = _open(plan, frame)
     with np.errstate(over="ignore"):
-        for position, (start, end) in enumerate(plan[held.start : held.stop]):
-            codec.decode_into(sections[position * buffers : (position + 1) * buffers], out[start:end], add)
-    return held
+        for number in known.slabs:
+            slab = plan.slabs[number]
+            slab.codec.decode_into(_sections(view, slab), out[slab.start : slab.end], add)
+    return known.slabs
 
 
 def decode_payload(
-    codec: Codec,
+    codecs: Sequence[Codec],
     frames: Sequence[Buffer],
     counts: Sequence[int],
     out: Vector | None = None,
@@ -215,24 +266,7 @@ def decode_payload(
     if out.dtype != np.float32 or out.shape != (total,) or not out.flags.c_contiguous or not out.flags.writeable:
         raise CodecError(f"out must be a writeable, contiguous float32[{total}], not {out.dtype}{list(out.shape)}")
     if not checked:
-        check_payload(codec, frames, counts)
+        check_payload(codecs, frames, counts)
     for frame in frames:
-        decode_frame(codec, frame, out, counts, add=add)
+        decode_frame(codecs, frame, out, counts, add=add)
     return out
-
-
-def payload_bound(codec: Codec, counts: Sequence[int]) -> int:
-    """Return the most bytes that `encode_payload` makes of these counts: a larger declared size is refused unread."""
-    return _content_bound(codec, counts) + frames_bound(codec, counts) * _FRAME_OVERHEAD
-
-
-def frames_bound(codec: Codec, counts: Sequence[int]) -> int:
-    """Return the most frames that `encode_payload` makes of these counts."""
-    if not _slabs(tuple(counts)):
-        return 0
-    largest = codec.size_bound(min(max(counts), SLAB_VALUES)) + _SLAB_OVERHEAD
-    return _content_bound(codec, counts) // (MAX_FRAME_BYTES - _FRAME_OVERHEAD - largest) + 1
-
-
-def _content_bound(codec: Codec, counts: Sequence[int]) -> int:
-    return sum(codec.size_bound(end - start) + _SLAB_OVERHEAD for start, end in _slabs(tuple(counts)))

@@ -46,7 +46,7 @@ def float32() -> Codec:
         if _largest_bits(values) >= 0x7F800000:
             raise NonFiniteDelta(f"float32: NaN or infinity in a slab of {count} values")
 
-    return Codec("float32", lambda count: (), encode, decode, check, lambda count: 4 * count, decode_into)
+    return Codec("float32", lambda count: (), lambda count: ((np.float32, count),), encode, decode, check, decode_into)
 
 
 def bf16() -> Codec:
@@ -86,7 +86,7 @@ def bf16() -> Codec:
         if np.maximum.reduce(magnitudes) > _LARGEST_BF16:
             raise NonFiniteDelta(f"bf16: NaN or infinity in a slab of {count} values")
 
-    return Codec("bf16", lambda count: (), encode, decode, check, lambda count: 2 * count, decode_into)
+    return Codec("bf16", lambda count: (), lambda count: ((np.uint16, count),), encode, decode, check, decode_into)
 
 
 def _largest_bits(x: np.ndarray[Any, Any]) -> int:

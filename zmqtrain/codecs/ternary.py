@@ -13,19 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
+    LARGEST_BLOCK,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
     Codec,
     Scratch,
+    Sections,
     Stateless,
     block_count,
     check_scales,
+    needs_between,
     needs_finite,
     needs_slab,
     read_buffers,
 )
-from zmqtrain.codecs.quantize import scale_blocks
+from zmqtrain.codecs.quantize import write_blocks
 from zmqtrain.errors import CodecError
 from zmqtrain.types import Array, Buffer
 
@@ -48,9 +52,10 @@ def ternary(block: int = 128) -> Codec:
     A block under 2^-100 becomes zero. Block at most 4096 (sums stay in 31 bits). 1/5 byte a value and 2 bytes a block.
     """
     name = f"ternary:block={block}"
+    needs_between(name, "block", block, 1, LARGEST_BLOCK)
 
-    def layout(count: int) -> list[tuple[Any, int]]:
-        return [(np.uint8, block_count(count, _DIGITS)), (np.uint16, block_count(count, block))]
+    def layout(count: int) -> Sections:
+        return (np.uint8, block_count(count, _DIGITS)), (np.uint16, block_count(count, block))
 
     def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
         needs_slab(x, name)
@@ -66,16 +71,7 @@ def ternary(block: int = 128) -> Codec:
 
     def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
         packed, scales = read_buffers(buffers, layout(out.size), name)
-        scales = (scales.astype(np.uint32) << 16).view(np.float32)
-        digits = _unpack_numpy(packed)
-        step = PIECE_VALUES // block * block
-        for start in range(0, out.size, step):
-            target = out[start : start + step]
-            values = _scratch.take("values", target.size, np.float32) if add else target
-            np.copyto(values, digits[start : start + target.size])
-            scale_blocks(values, scales[start // block :], block)
-            if add:
-                np.add(target, values, out=target)
+        write_blocks(_unpack_numpy(packed)[: out.size], scales, out, block, add)
 
     def check(buffers: Sequence[Buffer | Array], count: int) -> None:
         packed, scales = read_buffers(buffers, layout(count), name)
@@ -83,10 +79,7 @@ def ternary(block: int = 128) -> Codec:
         if np.maximum.reduce(packed) > _LARGEST_BYTE:
             raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
 
-    def size_bound(count: int) -> int:
-        return block_count(count, _DIGITS) + 2 * block_count(count, block)
-
-    return Codec(name, lambda count: (), encode, decode, check, size_bound, decode_into)
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
 
 
 def _encode(x: Array, block: int) -> tuple[Array, Array]:
@@ -145,10 +138,23 @@ def _decode(packed: Array, scales: Array, count: int, block: int) -> Array:
 
 
 def _encode_numpy(x: np.ndarray[Any, Any], block: int) -> tuple[Array, Array]:
-    x = np.ascontiguousarray(x)
+    x = np.require(x, requirements=["C", "A"])
     width = block_count(x.size, _DIGITS)
     digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(block_count(x.size, block), np.uint16)
     digits[x.size :] = 1
+    if kernels := fast.kernels(x.size):
+        needs_finite(kernels.ternary(x, x.view(np.int32), block, digits[: x.size], scales), x.size)
+    else:
+        _all_digits_numpy(x, block, digits, scales)
+    planes = digits.reshape(_DIGITS, width)
+    packed = np.multiply(planes[_DIGITS - 1], 3)
+    for digit in range(_DIGITS - 2, 0, -1):
+        np.add(packed, planes[digit], out=packed)
+        np.multiply(packed, 3, out=packed)
+    return np.add(packed, planes[0], out=packed), scales
+
+
+def _all_digits_numpy(x: np.ndarray[Any, Any], block: int, digits: np.ndarray[Any, Any], scales: Array) -> None:
     whole, step = x.size // block * block, PIECE_VALUES // block * block
     for start in range(0, whole, step):
         end = min(start + step, whole)
@@ -158,12 +164,6 @@ def _encode_numpy(x: np.ndarray[Any, Any], block: int) -> tuple[Array, Array]:
         needs_finite(int(magnitudes.max()), x.size)
         tail, scales[whole // block :] = _digits(np, x[whole:], block)
         digits[whole : x.size] = tail[: x.size - whole]
-    planes = digits.reshape(_DIGITS, width)
-    packed = np.multiply(planes[_DIGITS - 1], 3)
-    for digit in range(_DIGITS - 2, 0, -1):
-        np.add(packed, planes[digit], out=packed)
-        np.multiply(packed, 3, out=packed)
-    return np.add(packed, planes[0], out=packed), scales
 
 
 def _digits_numpy(x: np.ndarray[Any, Any], block: int, digits: np.ndarray[Any, Any], slab: int) -> Array:

@@ -14,12 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.base import Codec, codec_from_spec
+from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
+from zmqtrain.codecs.codec import SLAB_VALUES, State
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.payload import SLAB_VALUES, check_payload, decode_payload, encode_payload, payload_bound
+from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states, payload_size
 from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol.messages import Publish, Reduce
-from zmqtrain.runtime.delta import DENSE, cut, decode_snapshot, encode_snapshot, snapshot_counts
+from zmqtrain.runtime.delta import (
+    DENSE,
+    cut,
+    decode_snapshot,
+    encode_snapshot,
+    snapshot_codecs,
+    snapshot_counts,
+)
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.outer import outer_from_spec
@@ -50,12 +58,13 @@ class Aggregator:
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
-        self.codec, self.broadcast_codec = codec_from_spec(settings.codec), codec_from_spec(settings.broadcast_codec)
+        self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.outer = outer_from_spec(settings.outer)
         self.version: Version = -1
         self.parameters: list[Vector] = []
         self.published: list[Vector] = []
         self._sums: list[Vector] = []
+        self._states: list[list[State]] = []
         self._outer_state: list[Mapping[str, Vector]] = []
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
 
@@ -64,16 +73,16 @@ class Aggregator:
         self.layout = Layout(model, self.settings.fragments)
 
     def publish_bound(self, publish: Publish) -> int:
-        """Return the most bytes that a publish may have."""
-        return payload_bound(codec_from_spec(publish.codec), self.layout.counts(publish.fragment))
+        """Return the bytes that a publish must have, and its most."""
+        return payload_size(self._codecs(publish), self.layout.counts(publish.fragment))
 
     def snapshot_bound(self) -> int:
-        """Return the most bytes that a snapshot may have."""
-        return payload_bound(codec_from_spec(DENSE), snapshot_counts(self.layout))
+        """Return the bytes that a snapshot must have, and its most."""
+        return payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
 
     def check_snapshot(self, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless a founder's parameters can be used."""
-        check_payload(codec_from_spec(DENSE), frames, snapshot_counts(self.layout))
+        check_payload(snapshot_codecs(self.layout), frames, snapshot_counts(self.layout))
 
     def found(self, frames: Sequence[Buffer]) -> None:
         """Take the founder's parameters as version 0."""
@@ -83,42 +92,51 @@ class Aggregator:
         self.parameters = [flat.copy() for flat in flats]
         self.published = [flat.copy() for flat in flats]
         self._sums = [np.zeros_like(flat) for flat in flats]
+        self._states = [
+            initial_states(self.broadcast_coding.of_fragment(self.layout, f), self.layout.counts(f))
+            for f in range(len(flats))
+        ]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self.version = version
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
-        check_payload(codec_from_spec(publish.codec), frames, self.layout.counts(publish.fragment))
+        check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
 
     def accumulate(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Add a checked publish to the sum of the round."""
         counts = self.layout.counts(publish.fragment)
         total = self._sums[publish.fragment]
-        decode_payload(codec_from_spec(publish.codec), frames, counts, out=total, add=True, checked=True)
+        decode_payload(self._codecs(publish), frames, counts, out=total, add=True, checked=True)
+
+    def _codecs(self, publish: Publish) -> tuple[Codec, ...]:
+        return coding_from_spec(publish.codec).of_fragment(self.layout, publish.fragment)
 
     def release(self, reduce: Reduce) -> Released:
         """Close the round and return what every peer is to be sent."""
-        codec = codec_from_spec(DENSE) if reduce.dense else self.broadcast_codec
+        coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
         overflowed = tuple(fragment for fragment in reduce.fragments if not np.isfinite(self._sums[fragment]).all())
         for fragment in overflowed:
             self._sums[fragment].fill(0)
-        frames = tuple(self._release(fragment, reduce.live, codec) for fragment in reduce.fragments)
+        frames = tuple(self._release(fragment, reduce.live, coding) for fragment in reduce.fragments)
         self.version = reduce.version
-        return Released(self.version, codec.name, reduce.fragments, frames, overflowed)
+        return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
 
-    def _release(self, fragment: int, live: int, codec: Codec) -> tuple[Buffer, ...]:
+    def _release(self, fragment: int, live: int, coding: Coding) -> tuple[Buffer, ...]:
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
+        codecs = coding.of_fragment(self.layout, fragment)
+        states = self._states[fragment] if coding is self.broadcast_coding else None
         for start in range(0, total.size, SLAB_VALUES):  # one pass over the memory; the sum becomes what is unpublished
             part = slice(start, start + SLAB_VALUES)
             mean = mean_over_live(total[part], live, out=total[part])
             parameters[part] += self.outer.update(mean, {name: array[part] for name, array in state.items()})
             np.subtract(parameters[part], published[part], out=total[part])
         try:
-            frames = tuple(encode_payload(codec, cut(total, counts)))
+            frames = encode_payload(codecs, cut(total, counts), states)
         finally:
             total.fill(0)
-        decode_payload(codec, frames, counts, out=published, add=True, checked=True)
+        decode_payload(codecs, frames, counts, out=published, add=True, checked=True)
         return frames
 
     def snapshot(self) -> tuple[Version, tuple[Buffer, ...]]:
@@ -135,10 +153,10 @@ class Aggregator:
         """
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
-        codec = codec_from_spec(released.codec)
+        coding = coding_from_spec(released.codec)
         for fragment, frames in zip(released.fragments, released.frames, strict=True):
             counts = self.layout.counts(fragment)
-            step = decode_payload(codec, frames, counts)
+            step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts)
             self.published[fragment] += step
             self.parameters[fragment][:] = self.published[fragment]
         self.version = released.version

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import (
     ChannelClosed,
     ChannelFull,
@@ -83,8 +83,8 @@ def canonical(settings: RunSettings) -> RunSettings:
     release_rule_from_spec(settings.release)
     return replace(
         settings,
-        codec=codec_from_spec(settings.codec).name,
-        broadcast_codec=codec_from_spec(settings.broadcast_codec).name,
+        codec=coding_from_spec(settings.codec).name,
+        broadcast_codec=coding_from_spec(settings.broadcast_codec).name,
         outer=outer_from_spec(settings.outer).name,
     )
 

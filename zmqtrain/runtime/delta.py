@@ -3,25 +3,39 @@
     params = anchor + pending;  a publish sends u = C(pending - unacked)
 
 Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, just as it was sent.
+Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
+decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.base import Codec, codec_from_spec
+from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spec
+from zmqtrain.codecs.codec import State
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload
+from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states
 from zmqtrain.errors import NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Buffer, ModelSpec, Offer, Update
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update
 
-__all__ = ["DENSE", "Encoded", "DeltaCoder", "cut", "encode_snapshot", "decode_snapshot", "snapshot_counts"]
+__all__ = [
+    "DENSE",
+    "Encoded",
+    "OnDevice",
+    "DeltaCoder",
+    "cut",
+    "encode_snapshot",
+    "decode_snapshot",
+    "snapshot_codecs",
+    "snapshot_counts",
+]
 
 DENSE = "float32"
 """The codec of snapshots, and of the exchanges that drain what is pending."""
@@ -40,60 +54,130 @@ def snapshot_counts(layout: Layout) -> list[int]:
     return [count for fragment in range(layout.fragments) for count in layout.counts(fragment)]
 
 
+def snapshot_codecs(layout: Layout) -> tuple[Codec, ...]:
+    """Return the codec of each segment of a snapshot."""
+    return (codec_from_spec(DENSE),) * len(snapshot_counts(layout))
+
+
 def encode_snapshot(layout: Layout, flats: Sequence[Vector]) -> tuple[Buffer, ...]:
     """Encode a whole model (one flat float32 vector per fragment) exactly."""
     segments = [piece for f, flat in enumerate(flats) for piece in cut(flat, layout.counts(f))]
-    return tuple(encode_payload(codec_from_spec(DENSE), segments))
+    return encode_payload(snapshot_codecs(layout), segments)
 
 
 def decode_snapshot(layout: Layout, frames: Sequence[Buffer]) -> list[Vector]:
     """Read what `encode_snapshot` wrote. Raises CodecError."""
-    flat = decode_payload(codec_from_spec(DENSE), frames, snapshot_counts(layout))
+    flat = decode_payload(snapshot_codecs(layout), frames, snapshot_counts(layout))
     return cut(flat, [sum(layout.counts(fragment)) for fragment in range(layout.fragments)])
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One u, compressed: the codec's name and the frames, as they are sent."""
+    """One u, compressed: the name of its coding and the frames, as they are sent."""
 
     fragment: int
     codec: str
     frames: tuple[Buffer, ...]
 
 
-class DeltaCoder:
-    """Encode offers and decode what comes back, for one model under one run's settings."""
+class OnDevice(Protocol):
+    """What a `DeltaCoder` asks of an accelerator: see `zmqtrain.codecs.payload_jax.DeviceCoder`, which is one."""
 
-    def __init__(self, model: ModelSpec, settings: RunSettings) -> None:
+    bytes_fetched: int
+    bytes_put: int
+
+    def initial_states(self, codecs: Sequence[Codec], counts: Sequence[int]) -> list[State]:
+        """Return the states of all slabs, as `encode` keeps them."""
+
+    def encode(
+        self,
+        codecs: Sequence[Codec],
+        segments: Sequence[Array],
+        on_the_way: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]] = (),
+        states: list[State] | None = None,
+    ) -> tuple[bytearray, ...]:
+        """Encode segments, less what of them is on its way, into frames: those of `encode_payload`."""
+
+    def decode(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> list[Any]:
+        """Check a payload and return its segments, on the device."""
+
+    def decode_sum(
+        self, payloads: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]], counts: Sequence[int]
+    ) -> list[Any]:
+        """Return the sum, in order, of payloads that were checked, as segments on the device."""
+
+    def warm_up(self, codecs: Sequence[Codec], counts: Sequence[int], *, encodes: bool = True) -> None:
+        """Have all that such segments need compiled; encodes: not only read, but made."""
+
+
+class DeltaCoder:
+    """Encode offers and decode what comes back, for one model under one run's settings.
+
+    device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
+    and stays: so do the states of the codecs.
+    """
+
+    def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None) -> None:
         self.model = model
         self.layout = Layout(model, settings.fragments)
-        self.codec = codec_from_spec(settings.codec)
+        self.coding = coding_from_spec(settings.codec)
+        self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
+        self.device = device
         self.unacked: dict[int, Encoded] = {}
+        self._states: dict[int, list[State]] = {}
+
+    def warm_up(self, fragment: int) -> None:
+        """Have all that the exchanges of one fragment need compiled, where there is something to compile."""
+        if self.device is not None:
+            counts = self.layout.counts(fragment)
+            for coding in dict.fromkeys((self.coding, self.broadcast_coding)):
+                if coding.name != DENSE:
+                    codecs = coding.of_fragment(self.layout, fragment)
+                    self.device.warm_up(codecs, counts, encodes=coding == self.coding)
 
     def encode(self, offer: Offer) -> Encoded:
         """Return u = C(pending - unacked) for one offer and keep it. Raises NonFiniteDelta naming the leaf."""
         for sequence in offer.applied:
             self.unacked.pop(sequence, None)
-        codec = codec_from_spec(DENSE) if offer.dense else self.codec
-        counts = self.layout.counts(offer.fragment)
-        segments = [np.asarray(segment) for segment in offer.segments]
+        coding = coding_from_spec(DENSE) if offer.dense else self.coding
         on_the_way = [u for u in self.unacked.values() if u.fragment == offer.fragment]
+        encode = self._encode_here if self._goes_here(coding.name) else self._encode_on_device
+        try:
+            frames = encode(coding, offer, on_the_way)
+        except NonFiniteDelta:
+            for index, segment in zip(self.layout.leaves(offer.fragment), offer.segments, strict=True):
+                values = np.asarray(segment)
+                if bad := int(values.size - np.isfinite(values).sum()):
+                    path = self.model[index].path
+                    text = f"the delta of {path} holds {bad} values that are not finite (of {values.size})"
+                    raise NonFiniteDelta(text, path) from None
+            raise
+        encoded = Encoded(offer.fragment, coding.name, frames)
+        self.unacked[offer.sequence] = encoded
+        return encoded
+
+    def _goes_here(self, codec: str) -> bool:
+        return self.device is None or codec == DENSE
+
+    def _encode_here(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+        segments = [np.asarray(segment) for segment in offer.segments]
         if on_the_way:
             sent = cut(self._sum(on_the_way), counts)
             segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
-        try:
-            frames = tuple(encode_payload(codec, segments))
-        except NonFiniteDelta:
-            for index, segment in zip(self.layout.leaves(offer.fragment), segments, strict=True):
-                bad = int(segment.size - np.isfinite(segment).sum())
-                if bad:
-                    path = self.model[index].path
-                    text = f"the delta of {path} holds {bad} values that are not finite (of {segment.size})"
-                    raise NonFiniteDelta(text, path) from None
-            raise
-        encoded = Encoded(offer.fragment, codec.name, frames)
-        self.unacked[offer.sequence] = encoded
-        return encoded
+        if offer.dense:
+            return encode_payload(codecs, segments)
+        if offer.fragment not in self._states:
+            self._states[offer.fragment] = initial_states(codecs, counts)
+        return encode_payload(codecs, segments, self._states[offer.fragment])
+
+    def _encode_on_device(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        assert self.device is not None
+        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+        if offer.fragment not in self._states:
+            self._states[offer.fragment] = self.device.initial_states(codecs, counts)
+        sent = [(self._codecs(u), u.frames) for u in on_the_way]
+        return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
 
     def withdraw(self, sequence: int) -> None:
         """Take note that a u will not land: what it carried is in `pending` and is offered again."""
@@ -101,11 +185,10 @@ class DeltaCoder:
 
     def decode_aggregate(self, aggregate: Aggregate, landed: Sequence[int], frames: Sequence[Buffer]) -> Update:
         """Decode an aggregate, and this node's part in it. Raises CodecError."""
-        codec = codec_from_spec(aggregate.codec)
-        parts: dict[int, Sequence[Vector]] = {}
+        parts: dict[int, Sequence[Array]] = {}
         first = 0
         for fragment, count in zip(aggregate.fragments, aggregate.frames, strict=True):
-            parts[fragment] = self._decode(codec, fragment, frames[first : first + count])
+            parts[fragment] = self._decode(aggregate.codec, fragment, frames[first : first + count])
             first += count
         return Update(aggregate.version, parts, self._own(landed), tuple(landed))
 
@@ -119,23 +202,34 @@ class DeltaCoder:
             self.unacked.clear()
         return Update(snapshot.version, {}, own, tuple(landed), self.layout.join(flats), reset)
 
-    def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Vector]]:
+    def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:
         own: dict[int, list[Encoded]] = {}
         for sequence in landed:
             if sequence in self.unacked:
                 own.setdefault(self.unacked[sequence].fragment, []).append(self.unacked[sequence])
-        return {fragment: cut(self._sum(us), self.layout.counts(fragment)) for fragment, us in own.items()}
+        return {fragment: self._segments(us, self.layout.counts(fragment)) for fragment, us in own.items()}
+
+    def _segments(self, encoded: Sequence[Encoded], counts: Sequence[int]) -> Sequence[Array]:
+        if self.device is None or any(self._goes_here(u.codec) for u in encoded):
+            return cut(self._sum(encoded), counts)
+        return self.device.decode_sum([(self._codecs(u), u.frames) for u in encoded], counts)
+
+    def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
+        return coding_from_spec(encoded.codec).of_fragment(self.layout, encoded.fragment)
 
     def _sum(self, encoded: Sequence[Encoded]) -> Vector:
         counts = self.layout.counts(encoded[0].fragment)
         total: Vector | None = None
         for u in encoded:
             add = total is not None
-            total = decode_payload(codec_from_spec(u.codec), u.frames, counts, out=total, add=add, checked=True)
+            total = decode_payload(self._codecs(u), u.frames, counts, out=total, add=add, checked=True)
         assert total is not None
         return total
 
-    def _decode(self, codec: Codec, fragment: int, frames: Sequence[Buffer]) -> Sequence[Vector]:
+    def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
         counts = self.layout.counts(fragment)
-        check_payload(codec, frames, counts)
-        return cut(decode_payload(codec, frames, counts, checked=True), counts)
+        codecs = coding_from_spec(codec).of_fragment(self.layout, fragment)
+        if self.device is not None and not self._goes_here(codec):
+            return self.device.decode(codecs, frames, counts)
+        check_payload(codecs, frames, counts)
+        return cut(decode_payload(codecs, frames, counts, checked=True), counts)

@@ -3,6 +3,7 @@
 Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what passes
 between them is never written again.  Rule 2: whatever happens to the broker, offers are refused, training goes on,
 and the node comes back by itself.  Rule 3: an update is applied when it is polled; until then its u is on its way.
+Rule 4: where parameters live on an accelerator, deltas are coded there; who has not imported jax is not made to.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import logging
 import math
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from zmqtrain.errors import (
     AggregateTimeout,
@@ -28,7 +31,7 @@ from zmqtrain.errors import (
 )
 from zmqtrain.protocol.messages import Aggregate, Deliver, Report, Roster, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.delta import DeltaCoder, OnDevice, encode_snapshot
 from zmqtrain.runtime.inbox import Inbox
 from zmqtrain.runtime.link import HubLink
 from zmqtrain.runtime.mailbox import Mailbox, Worker
@@ -49,13 +52,16 @@ from zmqtrain.types import (
     Version,
 )
 
-__all__ = ["UnitSource", "Node", "connect"]
+__all__ = ["CodecOn", "UnitSource", "Node", "connect"]
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch", covariant=True)
 
 SAY_AGAIN_SECONDS = 5.0
+
+CodecOn = Literal["auto", "host", "device"]
+"""Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
 
 
 class UnitSource(Protocol[Batch]):
@@ -69,13 +75,19 @@ class Node:
     """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
 
     open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
-    Use `connect` for the usual one.
+    codec_on: where deltas are compressed; the bytes are the same.  Use `connect` for the usual one.
     """
 
     def __init__(
-        self, open_channel: Callable[[], Channel], peer: PeerId, name: str, address: str, observer: bool = False
+        self,
+        open_channel: Callable[[], Channel],
+        peer: PeerId,
+        name: str,
+        address: str,
+        observer: bool = False,
+        codec_on: CodecOn = "auto",
     ) -> None:
-        self.name, self.address, self.peer_id = name, address, peer
+        self.name, self.address, self.peer_id, self.codec_on = name, address, peer, codec_on
         self._peer = Peer(peer, name, observer)
         self._link = HubLink(open_channel, self._peer, address, self)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
@@ -86,6 +98,7 @@ class Node:
         self._closed = False
         self._coder: DeltaCoder | None = None
         self._founding: Sequence[Any] = ()
+        self._settled = False
         # of the training thread
         self._sequence = 0
         self._applied_version: Version = -1
@@ -124,7 +137,7 @@ class Node:
 
         Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
         """
-        self._coder, self._founding = DeltaCoder(model, self.wait_welcome()), leaves
+        self._coder, self._founding = DeltaCoder(model, self.wait_welcome(), self._device_coder()), leaves
         self._link.call(lambda: self._link.carry_out(self._peer.join(model, time.monotonic())))
         waited = 0.0
         while not self._wait(
@@ -133,6 +146,8 @@ class Node:
             waited += SAY_AGAIN_SECONDS
             logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
         self._founding = ()
+        if self._coder.device is not None:  # while the caller compiles its own
+            self._worker.submit(lambda: self._warm_up(0))
         first = self._inbox.peek()
         if first is None or first.anchor is None:  # the founder holds version 0; an aggregate that is here is the next
             self._applied_version = 0
@@ -172,6 +187,11 @@ class Node:
     def run(self) -> str:
         """The id of the run."""
         return self._peer.run
+
+    @property
+    def device_coder(self) -> OnDevice | None:
+        """What compresses on the device, and counts the bytes that leave it; None where the processor does."""
+        return None if self._coder is None else self._coder.device
 
     @property
     def is_evaluator(self) -> bool:
@@ -218,7 +238,8 @@ class Node:
             return None
         offer = Offer(self._sequence, fragment, segments, samples, steps, score, tuple(self._applied), dense)
         base = self._applied_version
-        if not self._worker.submit(lambda: self._encode(offer, base)):
+        taken = [offer]  # from there: the segments need not stay until the next job
+        if not self._worker.submit(lambda: self._encode(taken.pop(), base)):
             return None
         self._sequence += 1
         self._applied.clear()
@@ -398,6 +419,8 @@ class Node:
 
     def _encode(self, offer: Offer, base: Version) -> None:
         assert self._coder is not None
+        if not self._settled:
+            self._settle(self._coder, offer)
         began = time.thread_time()
         try:
             encoded = self._coder.encode(offer)
@@ -409,7 +432,30 @@ class Node:
             raise NonFiniteDelta(text, error.leaf) from None
         self._encode_seconds += time.thread_time() - began
         score = math.nan if offer.score is None else float(offer.score)
+        offer = replace(offer, segments=())  # their memory is the device's, and free from here on
         self._link.call(lambda: self._link.publish(offer, base, encoded, score))
+
+    def _device_coder(self) -> OnDevice | None:
+        """Return the coder of jax's device if parameters live there, as far as can be known before the first offer."""
+        jax = sys.modules.get("jax")  # who has not imported it has no parameters on a device
+        if self.codec_on == "device" or (self.codec_on == "auto" and jax and jax.default_backend() != "cpu"):
+            from zmqtrain.codecs.payload_jax import DeviceCoder
+
+            return DeviceCoder()
+        return None
+
+    def _settle(self, coder: DeltaCoder, offer: Offer) -> None:
+        """Decide for good where deltas are coded: "auto" goes by where the first offer's segments are."""
+        self._settled = True
+        if self.codec_on == "auto":
+            coder.device = (coder.device or self._device_coder()) if _on_accelerator(offer.segments) else None
+
+    def _warm_up(self, fragment: int) -> None:
+        """Compile for one fragment, and the next ones after what has come meanwhile."""
+        assert self._coder is not None
+        if fragment < self._coder.layout.fragments:
+            self._coder.warm_up(fragment)
+            self._worker.submit(lambda: self._warm_up(fragment + 1))
 
     def _encode_founding(self) -> None:
         assert self._coder is not None
@@ -443,6 +489,14 @@ class Node:
             self.on_failed(ZmqTrainError(f"the codec thread of {self.name} failed: {error!r}"))
 
 
+def _on_accelerator(segments: Sequence[Array]) -> bool:
+    """True if these are jax arrays, all on one device that is not a processor; what is spread goes by the host."""
+    if not all(hasattr(segment, "devices") for segment in segments):
+        return False
+    devices = {device for segment in segments for device in segment.devices()}
+    return len(devices) == 1 and devices.pop().platform != "cpu"
+
+
 def connect(
     address: str,
     name: str | None = None,
@@ -450,23 +504,28 @@ def connect(
     keys: CurveKeys | None = None,
     observer: bool = False,
     timeout_seconds: float = 10.0,
+    codec_on: CodecOn = "auto",
 ) -> Node:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
     A script that ends without closing its node says goodbye all the same.
 
     name: for people; the host's name if not given.  server_key: the hub's public CURVE key, where it has one.
-    Raises ConfigError for an address that is none, HubUnreachable when no broker answers, JoinRefused.
+    codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
+    Raises ConfigError for an address that is none and for another choice, HubUnreachable when no broker answers,
+    JoinRefused.
     """
     name = name or socket.gethostname().partition(".")[0] or "node"
     if not name.isprintable() or len(name) > 64 or "#" in name:
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
+    if codec_on not in get_args(CodecOn):
+        raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
     peer = PeerId(f"{name}#{secrets.token_hex(4)}")
 
     def open_channel() -> Channel:
         return DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
-    node = Node(open_channel, peer, name, address, observer)
+    node = Node(open_channel, peer, name, address, observer, codec_on)
     atexit.register(node.close)
     try:
         node.wait_welcome(timeout_seconds)

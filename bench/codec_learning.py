@@ -1,0 +1,610 @@
+"""Measure which codecs and exchange settings learn as well as synchronous training, and for how many bytes.
+
+    over_sync_% = 100 x (held-out loss / that of synchronous data parallel with the same samples and seed - 1)
+    compression = bytes of synchronous data parallel in float32 (4 a parameter, each step, each way) / bytes of a node
+
+Rule 1: a run is `federation.py`'s: nodes and hub in one process, by the one equation.  All methods share the initial
+parameters, the data units, the schedule and the held-out set of a seed.  The last exchange is dense; its bytes count.
+Rule 2: `warm` starts every method at one checkpoint, which the synchronous method reached, with a fresh optimizer, the
+data that follows and a third of the rate.
+Rule 3: a finished run is a line of JSON in a file of results; a run whose line is there, in any of the files given, is
+not made again.  What a run is called makes no difference to that, its settings do.  So a sweep can be cut and resumed.
+Rule 4: one run, one core: pin the process (`--core 0`), start one per core, each with `--part` and results of its own.
+
+A row is written `name=592x|codec=ternary|every=32|delay=16|outer=nesterov:rate=0.8,momentum=0.5|rate=1`: what is left
+out takes its default; broadcast_codec is the codec's if left out; every=1@0,4@0.25,16@0.5 says k from each fraction of
+the run on; rate is a factor to the task's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from zmqtrain import Program, load_program
+from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.strategies.outer import outer_from_spec
+
+from federation import ExchangeSettings, Federation, LocalSteps, cosine_scales, draw_batches, join_batches
+from report import print_table
+
+__all__ = ["CodecTask", "Method", "Setup", "METHODS", "TASKS", "parse_row", "run_method", "summarise", "draw", "main"]
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+PROGRESS_SECONDS = 10.0
+REFERENCE_CHUNK = 64
+WARM_RATE = 1 / 3
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#2b8cbe", "#000000")
+LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.033
+"""Of a name in the plot, in shares of the axes; the colours are those of Okabe and Ito, the light ones darkened."""
+
+Scores = dict[str, float]
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecTask:
+    """What is learned. rates: the base rate by inner optimizer; warm_steps: of the checkpoint that `warm` starts at.
+
+    on_device: how `LocalSteps` loops.  steps: of one node.
+    """
+
+    name: str
+    program: str
+    arguments: Mapping[str, int]
+    rates: Mapping[str, float]
+    steps: int
+    warm_steps: int
+    on_device: bool
+
+
+TASKS = (
+    CodecTask(
+        name="lm",
+        program="text",
+        arguments={"layers": 2, "width": 64, "context": 64, "batch": 2, "batches_per_unit": 8},
+        rates={"adamw": 2e-3, "muon": 4e-3},
+        steps=4096,
+        warm_steps=4096,
+        on_device=True,
+    ),
+    CodecTask(
+        name="lm4",
+        program="text",
+        arguments={"layers": 4, "width": 128, "context": 64, "batch": 8, "batches_per_unit": 8},
+        rates={"adamw": 2e-3, "muon": 3e-3},
+        steps=4096,
+        warm_steps=4096,
+        on_device=True,
+    ),
+    CodecTask(
+        name="mnist",
+        program="image",
+        arguments={"width": 16, "batch": 16, "batches_per_unit": 4},
+        rates={"adamw": 8e-3},
+        steps=560,
+        warm_steps=280,
+        on_device=False,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How it is learned. rate: a factor to the task's base rate; kind: of the references, or of a federation."""
+
+    name: str
+    kind: Literal["federation", "synchronous", "one node"] = "federation"
+    rate: float = 1.0
+    exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that makes a difference to the run: what a line of results is told by."""
+        exchange = {one.name: getattr(self.exchange, one.name) for one in fields(self.exchange)}
+        if self.kind != "federation":
+            exchange = dict.fromkeys(exchange)
+        elif isinstance(self.exchange.every, tuple):
+            exchange["every"] = [list(period) for period in self.exchange.every]
+        return {"kind": self.kind, "rate_factor": self.rate, **exchange}
+
+
+def parse_row(text: str) -> Method:
+    """Read a row such as "name=592x|codec=ternary|every=32". Raises ValueError or ConfigError."""
+    given: dict[str, str] = {}
+    for piece in text.split("|"):
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if not equals or key in given:
+            raise ValueError(f"{text!r}: cannot read {piece!r}; a row is written key=value|key=value, each key once")
+        given[key] = value
+    name, kind = given.pop("name", text), given.pop("kind", "federation")
+    rate = float(given.pop("rate", "1"))
+    if kind not in ("federation", "synchronous", "one node"):
+        raise ValueError(f"{text!r}: kind must be federation, synchronous or one node")
+    readers: dict[str, Callable[[str], Any]] = {
+        "codec": lambda value: coding_from_spec(value).name,
+        "broadcast_codec": lambda value: coding_from_spec(value).name,
+        "every": _read_every,
+        "delay": int,
+        "fragments": int,
+        "outer": lambda value: outer_from_spec(value).name,
+        "average_second_moments": int,
+    }
+    if unknown := given.keys() - readers.keys():
+        raise ValueError(f"{text!r}: unknown {', '.join(unknown)}; a row takes name, kind, rate, {', '.join(readers)}")
+    given.setdefault("codec", "ternary")
+    given.setdefault("broadcast_codec", given["codec"])
+    given.setdefault("outer", "sgd:rate=1")
+    exchange = ExchangeSettings(**{key: readers[key](value) for key, value in given.items()})
+    return Method(name=name, kind=kind, rate=rate, exchange=exchange)  # type: ignore[arg-type]
+
+
+def _read_every(text: str) -> int | tuple[tuple[float, int], ...]:
+    if "@" not in text:
+        return int(text)
+    periods = (piece.partition("@") for piece in text.split(","))
+    return tuple((float(fraction), int(k)) for k, _, fraction in periods)
+
+
+METHODS = tuple(
+    parse_row(row)
+    for row in (
+        "name=synchronous|kind=synchronous",
+        "name=one node|kind=one node",
+        "name=float32 k=8|codec=float32|every=8",
+        "name=bf16 k=8|codec=bf16|every=8",
+        "name=int8 k=8|codec=int8|every=8",
+        "name=ternary k=1|codec=ternary|every=1|delay=0",
+        "name=ternary k=2|codec=ternary|every=2",
+        "name=ternary k=2 x2|codec=ternary|every=2|rate=2",
+        "name=ternary k=8|codec=ternary|every=8",
+        "name=ternary k=32|codec=ternary|every=32|outer=nesterov:rate=0.8,momentum=0.5",
+        "name=1/8 ternary k=4|codec=ternary|every=4|fragments=8|delay=1",
+        "name=ternary k 4..32|codec=ternary|every=4@0,8@0.25,16@0.5,32@0.75",
+        "name=ternary k=8 moments|codec=ternary|every=8|average_second_moments=4",
+    )
+)
+
+
+# ---------------------------------------------------------------------- one run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What all methods of a comparison share; `base_rate` of None is the task's own."""
+
+    task: CodecTask
+    inner: str = "adamw"
+    start: Literal["scratch", "warm"] = "scratch"
+    schedule: Literal["cosine", "constant"] = "cosine"
+    nodes: int = 4
+    base_rate: float | None = None
+    text: str = "stdlib"
+    images: str = "digits"
+
+    @property
+    def rate(self) -> float:
+        """The rate that a method's factor multiplies."""
+        base = self.task.rates[self.inner] if self.base_rate is None else self.base_rate
+        return base * (WARM_RATE if self.start == "warm" else 1.0)
+
+    def program(self, seed: int) -> Program:
+        """Return the program at rate 1, with a seed for the order of the data."""
+        is_text = self.task.program == "text"
+        source = {"data": self.text, "inner_optimizer": self.inner} if is_text else {"data": self.images}
+        return load_program(self.task.program, {**source, **self.task.arguments, "rate": 1.0, "seed": seed})
+
+    def describe(self, seed: int) -> Line:
+        """Return what a line of results says of the setup."""
+        return {
+            "task": self.task.name,
+            "inner": self.inner,
+            "start": self.start,
+            "schedule": self.schedule,
+            "nodes": self.nodes,
+            "steps": self.task.steps,
+            "warm_steps": self.task.warm_steps if self.start == "warm" else 0,
+            "data": Path(self.text if self.task.program == "text" else self.images).name,
+            "arguments": dict(self.task.arguments),
+            "seed": seed,
+        }
+
+
+class Watch:
+    """Says on standard error how far a run is, every ten seconds."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self._said = title, time.perf_counter()
+
+    def __call__(self, step: int, loss: jax.Array) -> None:
+        """Take note of a step and its loss."""
+        if time.perf_counter() - self._said >= PROGRESS_SECONDS:
+            print(f"  {self.title}: step {step}, loss {float(loss):.4f}", file=sys.stderr, flush=True)
+            self._said = time.perf_counter()
+
+
+_steps: dict[str, LocalSteps] = {}
+
+
+def _compiled(setup: Setup) -> LocalSteps:
+    """Return the local step: one for all seeds, rates, starts and lengths, so that it is compiled once."""
+    key = json.dumps([setup.task.name, setup.task.arguments, setup.inner, setup.text, setup.images])
+    if key not in _steps:
+        _steps[key] = LocalSteps(setup.program(0), setup.task.on_device)
+    return _steps[key]
+
+
+def run_method(setup: Setup, method: Method, seed: int, checkpoints: Path | None = None) -> Line:
+    """Train once; return the line of results."""
+    began = time.perf_counter()
+    program, local = setup.program(seed), _compiled(setup)
+    steps, rate = setup.task.steps, setup.rate * method.rate
+    params, first_unit = program.init(seed), 0
+    if setup.start == "warm":
+        params = _checkpoint(setup, seed, checkpoints)
+        first_unit = setup.nodes * setup.task.warm_steps // setup.task.arguments["batches_per_unit"]
+    batches = draw_batches(program, setup.nodes, steps, first_unit)
+    scales = cosine_scales(rate, steps, setup.schedule)
+    watch = Watch(f"{setup.task.name} {setup.inner} {setup.start}, {method.name}, seed {seed}")
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    trained = time.perf_counter()
+    if method.kind == "federation":
+        federation = Federation(local, method.exchange, params, setup.nodes)
+        params = federation.run(batches, scales, watch)
+        up, down = federation.bytes_up, federation.bytes_down
+    else:
+        together = method.kind == "synchronous"
+        params = _train_alone(local, params, join_batches(batches) if together else batches[0], scales, watch)
+        up = down = 4 * parameters * steps if together else 0
+    scores = program.evaluate(params)
+    return {
+        **setup.describe(seed),
+        "method": method.name,
+        **method.settings,
+        "rate": rate,
+        **scores,
+        "parameters": parameters,
+        "bytes_up": up,
+        "bytes_down": down,
+        "compression": 2 * 4 * parameters * steps / (up + down) if up else None,
+        "train_seconds": round(time.perf_counter() - trained, 2),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def _train_alone(local: LocalSteps, params: Any, batches: Any, scales: Any, watch: Watch) -> Any:
+    state, loaded = local.init(params), local.load(batches)
+    for first in range(0, len(scales), REFERENCE_CHUNK):
+        last = min(first + REFERENCE_CHUNK, len(scales))
+        state, loss = local.advance(state, loaded, scales, first, last)
+        loss.block_until_ready()
+        watch(last, loss)
+    return state.params
+
+
+_checkpoints: dict[str, Any] = {}
+
+
+def _checkpoint(setup: Setup, seed: int, folder: Path | None) -> Any:
+    """Return the parameters that the synchronous method reaches from scratch, from memory, a file, or by training."""
+    base = replace(setup, start="scratch", base_rate=None)
+    facts = base.describe(seed) | {"steps": setup.task.warm_steps, "rate": base.rate}
+    arguments = "-".join(f"{key}{value}" for key, value in facts.pop("arguments").items())
+    key = "_".join([*(str(value) for value in facts.values()), arguments])
+    if key not in _checkpoints:
+        program = setup.program(seed)
+        fresh = program.init(seed)
+        file = folder / f"{key}.npz" if folder is not None else None
+        if file is not None and file.is_file():
+            with np.load(file) as arrays:
+                leaves = [arrays[f"arr_{number}"] for number in range(len(arrays.files))]
+        else:
+            steps = setup.task.warm_steps
+            batches = join_batches(draw_batches(program, setup.nodes, steps))
+            scales = cosine_scales(base.rate, steps, setup.schedule)
+            title = f"{setup.task.name} {setup.inner}, checkpoint, seed {seed}"
+            params = _train_alone(_compiled(setup), fresh, batches, scales, Watch(title))
+            print(f"{title}: {_in_words(program.evaluate(params))}", file=sys.stderr, flush=True)
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+            if file is not None:
+                _save(file, leaves)
+        _checkpoints[key] = jax.tree.unflatten(jax.tree.structure(fresh), leaves)
+    return _checkpoints[key]
+
+
+def _save(file: Path, leaves: Sequence[np.ndarray[Any, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{os.getpid()}-{file.name}")
+    with beside.open("wb") as opened:
+        np.savez(opened, *leaves)
+    beside.replace(file)
+
+
+def _in_words(scores: Scores) -> str:
+    return ", ".join(f"{key} {value:.4f}" for key, value in scores.items())
+
+
+# ---------------------------------------------------------------------- many runs
+
+_DEFAULTS = {one.name: one.default for one in fields(ExchangeSettings)}
+RUN = ("task", "inner", "start", "schedule", "nodes", "steps", "warm_steps", "data", "arguments", "seed")
+SETTINGS = ("kind", "rate", *(one.name for one in fields(ExchangeSettings)))
+"""The keys of a line that tell one run from another: the comparison it belongs to and the seed, and the method."""
+
+
+def _identity(line: Line, keys: Sequence[str]) -> str:
+    """Return the values of the keys as text; a setting that the line does not have yet takes its default."""
+    settings = _DEFAULTS if line["kind"] == "federation" else dict.fromkeys(_DEFAULTS)
+    complete = {**settings, **line, "rate": float(f"{line['rate']:.6g}")}
+    return json.dumps([complete[key] for key in keys], sort_keys=True)
+
+
+def _identity_of_job(setup: Setup, method: Method, seed: int) -> str:
+    line = {**setup.describe(seed), **method.settings, "rate": setup.rate * method.rate}
+    return _identity(line, RUN + SETTINGS)
+
+
+def read_lines(files: Sequence[Path]) -> list[Line]:
+    """Return the lines of all files that exist, each run once; a last line that was cut off is passed over."""
+    lines: dict[str, Line] = {}
+    for file in files:
+        for text in file.read_text().splitlines() if file.is_file() else ():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            lines.setdefault(_identity(line, RUN + SETTINGS), line)
+    return list(lines.values())
+
+
+def sweep(jobs: Sequence[tuple[Setup, Method, int]], files: Sequence[Path], checkpoints: Path | None) -> Iterator[Line]:
+    """Make each run whose line is in none of the files, append its line to the first, and yield it."""
+    for number, (setup, method, seed) in enumerate(jobs, start=1):
+        done = {_identity(line, RUN + SETTINGS) for line in read_lines(files)}
+        if _identity_of_job(setup, method, seed) in done:
+            continue
+        line = run_method(setup, method, seed, checkpoints)
+        if files:
+            files[0].parent.mkdir(parents=True, exist_ok=True)
+            with files[0].open("a") as opened:
+                opened.write(json.dumps(line) + "\n")
+        spent = f"{line['compression']:.0f}x" if line["compression"] else "no bytes"
+        where = f"{setup.task.name} {setup.inner} {setup.start} seed {seed}"
+        print(
+            f"[{number}/{len(jobs)}] {where}, {method.name}, rate {line['rate']:.3g}: loss {line['loss']:.4f}, "
+            f"{spent}, {line['seconds']:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        yield line
+
+
+def summarise(lines: Sequence[Line]) -> list[Line]:
+    """Return one row per comparison and method: means and deviations over the seeds, by falling bytes.
+
+    over_sync_%: paired by seed with the synchronous method at the best of its rates (among those with most seeds).
+    """
+    shared = tuple(key for key in RUN if key != "seed")
+    comparisons: dict[str, dict[str, list[Line]]] = {}
+    for line in lines:
+        of_method = comparisons.setdefault(_identity(line, shared), {})
+        of_method.setdefault(_identity(line, SETTINGS), []).append(line)
+    rows = []
+    for methods in comparisons.values():
+        references = [runs for runs in methods.values() if runs[0]["kind"] == "synchronous"]
+        best = min(references, key=lambda runs: (-len(runs), _mean(runs, "loss")), default=[])
+        synchronous = {line["seed"]: line["loss"] for line in best}
+        rows += sorted((_summary(runs, synchronous) for runs in methods.values()), key=_by_bytes)
+    return rows
+
+
+def _summary(runs: Sequence[Line], synchronous: Mapping[int, float]) -> Line:
+    first = runs[0]
+    over = [100 * (line["loss"] / synchronous[line["seed"]] - 1) for line in runs if line["seed"] in synchronous]
+    accuracies = [line["accuracy"] for line in runs if "accuracy" in line]
+    return {
+        "task": first["task"],
+        "inner": first["inner"],
+        "start": first["start"],
+        "steps": first["steps"],
+        "method": first["method"],
+        "rate": first["rate"],
+        "seeds": len(runs),
+        "loss": _mean(runs, "loss"),
+        "sd": _deviation([line["loss"] for line in runs]),
+        "over_sync_%": statistics.fmean(over) if over else None,
+        "over_sync_sd": _deviation(over),
+        "accuracy_%": statistics.fmean(accuracies) if accuracies else None,
+        "up_mb": _mean(runs, "bytes_up") / 1e6,
+        "down_mb": _mean(runs, "bytes_down") / 1e6,
+        "compression": first["compression"],
+        "seconds": _mean(runs, "seconds"),
+    }
+
+
+def _by_bytes(row: Line) -> tuple[float, float]:
+    return (row["compression"] or 0.0, row["rate"])
+
+
+def _mean(lines: Sequence[Line], key: str) -> float:
+    return statistics.fmean(line[key] for line in lines)
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+# ---------------------------------------------------------------------- the plot
+
+
+def draw(rows: Sequence[Line], file: Path) -> None:
+    """Draw loss over synchronous against compression, one panel per task, start and inner optimizer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Line]] = {}
+    for row in rows:
+        if row["compression"] and row["over_sync_%"] is not None and math.isfinite(row["over_sync_%"]):
+            title = f"{row['task']}, {row['inner']}, {row['start']}, {row['steps']} steps"
+            panels.setdefault(title, []).append(row)
+    columns = min(2, max(1, len(panels)))
+    height = max(1, -(-len(panels) // columns))
+    figure, axes = pyplot.subplots(height, columns, figsize=(8 * columns, 5.5 * height), squeeze=False)
+    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
+        _draw_panel(axis, title, points)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.remove()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, title: str, points: Sequence[Line]) -> None:
+    """Draw the points, each with its name at the nearest free place to its right."""
+    axis.axhline(0, color="0.5", linewidth=1)
+    axis.axhline(1, color="0.5", linewidth=1, linestyle=":")
+    places = [(math.log10(row["compression"]), row["over_sync_%"]) for row in points]
+    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*places, strict=True))
+    width, height = max(0.5, right - left), max(0.5, high - low)
+    spots: list[tuple[float, float]] = []
+    for number, (row, (x, y)) in enumerate(sorted(zip(points, places, strict=True), key=lambda pair: pair[1][1])):
+        colour, deviation = COLOURS[number % len(COLOURS)], row["over_sync_sd"] or 0
+        axis.errorbar(x, y, yerr=deviation, fmt="o", color=colour, markersize=5, capsize=2, linewidth=1)
+        free = (step * sign * LABEL_HEIGHT for step in range(1000) for sign in (1, -1))
+        shift = next(shift for shift in free if _is_free((x / width, y / height + shift), spots))
+        spots.append((x / width, y / height + shift))
+        label, spot = f"{row['method']} ({row['rate']:.2g})", (x + 0.015 * width, y + shift * height)
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.4}
+        axis.annotate(label, (x, y), spot, color=colour, fontsize=7, va="center", arrowprops=line if shift else None)
+    labels = [place * height for _, place in spots]
+    axis.set_xlim(left - 0.05 * width, right + 0.4 * width)
+    axis.set_ylim(min(low, *labels) - 0.05 * height, max(high, *labels) + 0.05 * height)
+    ticks = [tick for tick in range(math.floor(left), math.ceil(right + 0.4 * width) + 1)]
+    axis.set_xticks(ticks, [f"{10**tick:,}x" if tick >= 0 else f"1/{10**-tick}x" for tick in ticks])
+    axis.set_xticks([tick + math.log10(digit) for tick in ticks for digit in range(2, 10)], minor=True)
+    axis.set_xlim(left - 0.05 * width, right + 0.4 * width)
+    axis.set_title(title)
+    axis.set_xlabel("compression: bytes of float32 data parallel over bytes sent and received")
+    axis.set_ylabel("held-out loss over synchronous, %")
+    axis.grid(alpha=0.2, which="both")
+
+
+def _is_free(place: tuple[float, float], spots: Sequence[tuple[float, float]]) -> bool:
+    return all(abs(place[0] - x) >= LABEL_WIDTH or abs(place[1] - y) >= 0.99 * LABEL_HEIGHT for x, y in spots)
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line; make the runs that are asked for and not made yet, print the table, draw the plot."""
+    options = _parser().parse_args(arguments)
+    if options.core is not None:
+        os.sched_setaffinity(0, {options.core})  # before XLA makes its threads: as many as it may use cores
+    if options.cache is not None:
+        _keep_compiled(options.cache)
+    files = [Path(file) for file in options.results]
+    made = [] if options.table or options.plot else list(sweep(_jobs(options), files, options.checkpoints))
+    rows = summarise(read_lines(files) if files else made)
+    print_table([row for row in rows if options.task is None or row["task"] in options.task])
+    if options.plot is not None:
+        draw(rows, options.plot)
+
+
+def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
+    methods = [method for method in METHODS if method.name in (options.method or ())]
+    methods += [parse_row(row) for row in options.row or ()]
+    if not methods:
+        methods = list(METHODS)
+    if options.tune is not None:
+        methods = [replace(method, rate=method.rate * factor) for method in methods for factor in options.tune]
+    jobs = []
+    for task in TASKS:
+        if task.name not in (options.task or ["lm"]):
+            continue
+        task = replace(
+            task,
+            steps=options.steps or task.steps,
+            warm_steps=options.warm_steps or task.warm_steps,
+            arguments={**task.arguments, **dict(options.argument or ())},
+        )
+        for inner in [inner for inner in options.inner if inner in task.rates]:
+            for start in options.start:
+                setup = Setup(
+                    task=task,
+                    inner=inner,
+                    start=start,
+                    schedule=options.schedule,
+                    nodes=options.nodes,
+                    base_rate=options.rate,
+                    text=options.text,
+                    images=options.images,
+                )
+                jobs += [(setup, method, seed) for seed in _seeds(options.seeds) for method in methods]
+    number, parts = (int(part) for part in options.part.split("/"))
+    return jobs[number::parts]
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(seed) for seed in text.split(",")] if "," in text else list(range(int(text)))
+
+
+def _argument(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    return name, int(value)
+
+
+def _keep_compiled(folder: Path) -> None:
+    keep: Callable[[str, object], None] = jax.config.update
+    keep("jax_compilation_cache_dir", str(folder))
+    keep("jax_persistent_cache_min_compile_time_secs", 0.2)
+    keep("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    text, images = SHARED_DATA / "tinyshakespeare" / "input.txt", SHARED_DATA / "mnist"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", choices=[task.name for task in TASKS], help="what to learn (default: lm)")
+    parser.add_argument("--inner", nargs="+", choices=("adamw", "muon"), default=["adamw"], help="inner optimizer")
+    parser.add_argument("--start", nargs="+", choices=("scratch", "warm"), default=["scratch"], help="of the runs")
+    names = ", ".join(method.name for method in METHODS)
+    parser.add_argument("--method", nargs="+", choices=[m.name for m in METHODS], metavar="METHOD", help=f"of {names}")
+    parser.add_argument("--row", action="append", help="a method of your own, as above; may be given more than once")
+    parser.add_argument("--seeds", default="3", help="how many, from 0, or a list as 3,5 or 4, (default %(default)s)")
+    parser.add_argument("--rate", type=float, help="base rate instead of the task's")
+    parser.add_argument("--tune", nargs="+", type=float, help="try each method with these factors to its rate")
+    parser.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="(default %(default)s)")
+    parser.add_argument("--steps", type=int, help="of one node, instead of the task's")
+    parser.add_argument("--warm-steps", type=int, help="of the checkpoint, instead of the task's")
+    parser.add_argument(
+        "--argument", nargs="+", type=_argument, help="of the program, as batch=4, instead of the task's"
+    )
+    parser.add_argument("--nodes", type=int, default=4, help="(default %(default)s)")
+    parser.add_argument("--results", nargs="+", default=[], help="files of lines; all are read, the first is written")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th of the runs, from the i-th on")
+    parser.add_argument("--checkpoints", type=Path, help="keep the checkpoints of warm starts in this folder")
+    parser.add_argument("--cache", type=Path, help="keep what is compiled in this folder")
+    parser.add_argument("--core", type=int, help="pin this process to a core")
+    parser.add_argument("--table", action="store_true", help="only print the table of the files")
+    parser.add_argument("--plot", type=Path, help="only print the table and draw the files to this picture")
+    parser.add_argument("--text", default=str(text) if text.is_file() else "stdlib", help="a file, or stdlib")
+    parser.add_argument("--images", default=str(images) if images.is_dir() else "digits", help="a folder, or digits")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

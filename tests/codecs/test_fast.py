@@ -1,0 +1,158 @@
+"""The law of machine code: the same bytes with numba and without, and nothing asked of those who have none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zmqtrain.codecs import fast
+from zmqtrain.codecs.levels import int2, sign
+from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
+from zmqtrain.codecs.ternary import ternary
+from zmqtrain.errors import NonFiniteDelta
+
+CODECS = [int8(), int8(7), int8_stochastic(), int8_stochastic(7), int4(), int4(5), int4_stochastic(5)]
+CODECS += [ternary(), ternary(7), ternary(300), ternary(4096), sign(), int2()]
+LARGEST = np.finfo(np.float32).max
+
+every_codec = pytest.mark.parametrize("codec", [pytest.param(codec, id=codec.name) for codec in CODECS])
+
+
+@pytest.fixture(autouse=True)
+def back_to_the_start():
+    yield
+    fast.use(None)
+
+
+def raw(buffers):
+    return [np.asarray(buffer).tobytes() for buffer in buffers]
+
+
+def all_of(codec, x, with_numba):
+    """Everything a codec makes of x: its buffers, x decoded, and x decoded onto x."""
+    fast.use(with_numba)
+    buffers, _ = codec.encode(x, ())
+    total = np.array(x)
+    with np.errstate(over="ignore"):
+        codec.decode_into(raw(buffers), total, True)
+    return raw([*buffers, codec.decode(raw(buffers), x.size), total])
+
+
+@st.composite
+def slabs(draw):
+    """Slabs of every nature: normal values, halves, denormals, signed zeros, anything finite in float32."""
+    size = draw(st.integers(1, 1000))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["normal", "bits", "levels", "denormal", "edges"]))
+    if kind == "bits":
+        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
+        return np.where(np.isfinite(x), x, np.float32(-0.0))
+    if kind == "levels":
+        return (rng.integers(-15, 16, size) / np.float32(2)).astype(np.float32)
+    if kind == "denormal":
+        return rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
+    if kind == "edges":
+        return rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
+    return rng.standard_normal(size).astype(np.float32) * np.float32(2.0 ** draw(st.integers(-110, 110)))
+
+
+@every_codec
+@settings(max_examples=100, deadline=None)
+@given(x=slabs())
+@example(x=np.full(257, LARGEST, np.float32))
+@example(x=np.full(8192, -LARGEST, np.float32))
+@example(x=np.array([2.0**-100] + 128 * [1e-40], np.float32))
+@example(x=np.array([LARGEST, 1.0, -1e-38, -0.0, 0.5], np.float32))
+def test_the_bytes_and_the_values_are_the_same_with_numba_and_without(codec, x):
+    assert all_of(codec, x, True) == all_of(codec, x, False)
+
+
+@every_codec
+def test_large_strided_and_unaligned_slabs_are_the_same_too(codec):
+    x = np.random.default_rng(0).standard_normal(150_003).astype(np.float32)
+    odd = np.frombuffer(b"-" + x.tobytes(), np.float32, offset=1)
+    for view in (x, x[::2], odd):
+        assert all_of(codec, view, True) == all_of(codec, view, False)
+    fast.use(True)
+    buffers, _ = codec.encode(x, ())
+    wide = np.zeros(2 * x.size, np.float32)
+    codec.decode_into(buffers, wide[::2], True)
+    assert raw([wide[::2]]) == raw([codec.decode(buffers, x.size)]) and not wide[1::2].any()
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_slab_that_is_not_finite_is_refused_wherever_it_is(codec, bad):
+    fast.use(True)
+    for position in (0, 299, 300, 601):
+        x = np.ones(602, np.float32)
+        x[position] = bad
+        with pytest.raises(NonFiniteDelta, match="602 values"):
+            codec.encode(x, ())
+
+
+def test_many_threads_use_the_machine_code_at_once():
+    slab = np.random.default_rng(6).standard_normal((8, 65_536)).astype(np.float32)
+    work = [(codec, row) for codec in (int8(), int4(), ternary()) for row in slab]
+    alone = [all_of(codec, row, True) for codec, row in work]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda item: all_of(*item, True), work)) == alone
+
+
+def test_only_large_slabs_use_it_unless_one_chooses():
+    assert fast.kernels(fast.LARGE_SLAB - 1) is None
+    assert fast.kernels(fast.LARGE_SLAB) is not None
+    fast.use(True)
+    assert fast.kernels(1) is not None
+    fast.use(False)
+    assert fast.kernels(fast.LARGE_SLAB) is None
+
+
+def run(program):
+    result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+PROGRAM = """
+import hashlib, sys
+import numpy as np
+import zmqtrain
+from zmqtrain.codecs.quantize import int8
+def digest(count):
+    x = np.arange(count, dtype=np.float32)
+    buffers = int8().encode(x, ())[0]
+    return hashlib.sha256(b"".join(map(bytes, (*buffers, int8().decode(buffers, count))))).hexdigest()
+digest(1000)
+assert "numba" not in sys.modules
+print(digest(65536), "numba" in sys.modules)
+"""
+
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] == 'numba':
+            raise ModuleNotFoundError(f'{name} is not installed here', name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_numba_is_imported_at_the_first_large_slab_and_where_there_is_none_the_bytes_are_the_same():
+    having, imported = run(PROGRAM).split()
+    lacking, found = run(BLOCKER + PROGRAM).split()
+    assert (imported, found) == ("True", "False")
+    assert having == lacking
+
+
+def test_who_asks_for_numba_where_there_is_none_is_told():
+    refused = (
+        "from zmqtrain.codecs import fast\ntry:\n    fast.use(True)\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "numba is not installed" in run(BLOCKER + refused)

@@ -1,0 +1,402 @@
+"""What is kept is exactly what is said, the same everywhere; what is dropped is smaller, and never lost."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zmqtrain.codecs.chain import chain
+from zmqtrain.codecs.index import pack_places
+from zmqtrain.codecs.plain import bf16, float32
+from zmqtrain.codecs.quantize import int8
+from zmqtrain.codecs.sparsify import blocktopk, magnitude_keys, randomk
+from zmqtrain.codecs.topk import topk
+from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+
+SIZES = [1, 5, 7, 128, 257, 600]
+COMPILED_SIZES = [1, 7, 600]
+LARGEST = np.finfo(np.float32).max
+STAGES = {
+    stage.name: stage
+    for stage in (topk(0.01), topk(0.2), topk(0.6), topk(1), randomk(0.01), randomk(0.3), blocktopk(2), blocktopk(32))
+}
+LARGEST_FIRST = [name for name in STAGES if not name.startswith("randomk")]
+CHAINS = {
+    codec.name: codec
+    for codec in (
+        chain(topk(0.01), int8()),
+        chain(topk(0.05), float32()),
+        chain(randomk(0.1), int8(16)),
+        chain(blocktopk(2), bf16()),
+    )
+}
+
+every_stage = pytest.mark.parametrize("name", STAGES)
+every_chain = pytest.mark.parametrize("name", CHAINS)
+
+
+@cache
+def jitted_stage(name, count):
+    """Return forward and backward in one, so that each size is compiled once: (buffers, values, state), decoded."""
+    stage = STAGES[name]
+
+    def both(x, state):
+        buffers, values, state = stage.forward(x, state)
+        return (buffers, values, state), stage.backward(buffers, values, count)
+
+    return jax.jit(both)
+
+
+@cache
+def jitted_chain(name, count):
+    codec = CHAINS[name]
+
+    def both(x, state):
+        buffers, state = codec.encode(x, state)
+        return buffers, codec.decode(buffers, count)
+
+    return jax.jit(both)
+
+
+def raw(*arrays):
+    return [np.asarray(array).tobytes() for array in arrays]
+
+
+def places_of(stage, buffers, count):
+    """Where a stage writes: its backward of ones."""
+    return np.flatnonzero(stage.backward(buffers, np.ones(stage.passes(count), np.float32), count))
+
+
+@st.composite
+def slabs(draw, sizes=SIZES):
+    """Slabs of every nature: normal values, lone giants, denormals, signed zeros, many equals, anything finite."""
+    size = draw(st.sampled_from(sizes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["normal", "bits", "sparse", "levels", "denormal", "edges"]))
+    if kind == "bits":
+        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
+        x = np.where(np.isfinite(x), x, np.float32(-0.0))
+    elif kind == "levels":
+        x = rng.integers(-3, 4, size).astype(np.float32)
+    elif kind == "denormal":
+        x = rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
+    elif kind == "edges":
+        x = rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
+    else:
+        x = rng.standard_normal(size).astype(np.float32)
+        x[rng.random(size) < 0.5 * (kind == "sparse")] = 0
+        x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
+        x *= np.float32(2.0 ** draw(st.integers(-95, 95)))
+    return x
+
+
+@every_stage
+@settings(max_examples=25, deadline=None)
+@given(x=slabs(COMPILED_SIZES))
+@example(x=np.full(600, -LARGEST, np.float32))
+@example(x=np.zeros(600, np.float32))
+@example(x=np.full(600, 1e-45, np.float32))
+def test_numpy_and_jitted_jax_keep_the_same_places_and_values(name, x):
+    stage = STAGES[name]
+    ours, values, state = stage.forward(x, stage.init(x.size))
+    (theirs, their_values, their_state), decoded = jitted_stage(name, x.size)(x, stage.init(x.size))
+    assert raw(*ours, values) == raw(*theirs, their_values)
+    assert raw(*jax.tree.leaves(state)) == raw(*jax.tree.leaves(their_state))
+    assert tuple((buffer.dtype, buffer.size) for buffer in ours) == stage.layout(x.size)
+    assert values.dtype == np.float32 and values.size == stage.passes(x.size)
+    stage.check(raw(*ours), x.size)
+    back = stage.backward(raw(*ours), values, x.size)
+    assert raw(back) == raw(decoded)
+    places = places_of(stage, ours, x.size)
+    assert places.size == values.size and raw(back[places], values) == raw(x[places], x[places])
+
+
+@every_stage
+def test_rows_under_vmap_are_treated_like_each_alone(name):
+    stage = STAGES[name]
+    rows = np.random.default_rng(2).standard_normal((3, 600)).astype(np.float32)
+    rows[1] = np.round(rows[1])
+    both = jax.jit(jax.vmap(jitted_stage(name, 600), in_axes=(0, None)))
+    (buffers, values, _), decoded = both(rows, stage.init(600))
+    for row, x in enumerate(rows):
+        ours, our_values, _ = stage.forward(x, stage.init(600))
+        assert raw(*ours, our_values) == raw(*(buffer[row] for buffer in buffers), values[row])
+        assert raw(stage.backward(ours, our_values, 600)) == raw(decoded[row])
+
+
+@every_chain
+@settings(max_examples=25, deadline=None)
+@given(x=slabs([5, 300]))
+@example(x=np.full(300, LARGEST, np.float32))
+def test_a_chain_gives_the_same_bytes_everywhere_and_adds_just_what_it_decodes(name, x):
+    codec = CHAINS[name]
+    buffers, _ = codec.encode(x, codec.init(x.size))
+    theirs, their_values = jitted_chain(name, x.size)(x, codec.init(x.size))
+    assert raw(*buffers) == raw(*theirs)
+    codec.check(raw(*buffers), x.size)
+    decoded = codec.decode(raw(*buffers), x.size)
+    assert raw(decoded) == raw(their_values) and np.isfinite(decoded).all()
+    before = np.random.default_rng(0).standard_normal(x.size).astype(np.float32)
+    replaced, added = before.copy(), before.copy()
+    codec.decode_into(raw(*buffers), replaced, False)
+    codec.decode_into(raw(*buffers), added, True)
+    assert raw(replaced, added) == raw(decoded, before + decoded)
+
+
+@pytest.mark.parametrize("name", LARGEST_FIRST)
+@settings(max_examples=40, deadline=None)
+@given(x=slabs())
+def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
+    stage = STAGES[name]
+    block = 256 if name.startswith("blocktopk") else x.size
+    expected = []
+    for start in range(0, x.size, block):
+        keys = magnitude_keys(x[start : start + block])
+        keep = min(32 if "32" in name else 2, keys.size) if block == 256 else stage.passes(x.size)
+        expected += sorted(start + np.argsort(-keys, kind="stable")[:keep])
+    buffers, _, _ = stage.forward(x, ())
+    np.testing.assert_array_equal(places_of(stage, buffers, x.size), expected)
+
+
+@pytest.mark.parametrize("name", LARGEST_FIRST)
+@settings(max_examples=40, deadline=None)
+@given(x=slabs())
+def test_what_is_dropped_is_within_the_stated_bound_and_always_less_than_all(name, x):
+    stage = STAGES[name]
+    block = 256 if name.startswith("blocktopk") else x.size
+    buffers, _, _ = stage.forward(x, ())
+    kept = np.zeros(x.size, bool)
+    kept[places_of(stage, buffers, x.size)] = True
+    for start in range(0, x.size, block):
+        magnitudes, here = np.abs(x[start : start + block].astype(np.float64)), kept[start : start + block]
+        smallest, dropped = magnitudes[here].min(), magnitudes[~here]
+        assert (dropped <= max(smallest * (1 + 2.0**-7), 2.0**-126)).all()
+        if (largest := magnitudes.max()) >= 2.0**-126:
+            assert np.linalg.norm(dropped / largest) < np.linalg.norm(magnitudes / largest)
+
+
+@pytest.mark.parametrize("maker", [topk, randomk])
+@pytest.mark.parametrize(
+    ("density", "count", "kept"),
+    [(0.01, 65_536, 656), (0.07, 100, 7), (0.01, 100, 1), (0.01, 1, 1), (1e-5, 65_536, 1), (1, 300, 300), (0.1, 30, 3)],
+)
+def test_how_many_are_kept_is_exact_in_the_decimals_of_the_density(maker, density, count, kept):
+    assert maker(density).passes(count) == kept
+
+
+def test_any_guess_left_by_other_slabs_finds_the_same_values():
+    """One stage, one thread: slabs that share nothing in scale, sparsity or length, each like alone and like jax."""
+    stage, forward = topk(0.01), jax.jit(topk(0.01).forward)
+    rng = np.random.default_rng(4)
+    normal = rng.standard_normal(65_536).astype(np.float32)
+    few = np.where(rng.random(65_536) < 0.002, normal, np.float32(0))
+    striped = np.where(np.arange(65_536) % 17 == 3, normal * 100, normal)  # the sample meets none of the large ones
+    for x in (
+        normal,
+        normal * 1e-30,
+        normal * 1e30,
+        few,
+        striped,
+        np.zeros_like(normal),
+        normal,
+        -normal,
+    ):
+        buffers, values, _ = stage.forward(x, ())
+        theirs, their_values, _ = forward(x, ())
+        assert raw(*buffers, values) == raw(*theirs, their_values)
+
+
+@pytest.mark.parametrize("maker", [topk, randomk])
+def test_a_whole_slab_of_any_density_is_the_same_from_numpy_and_from_jax(maker):
+    x = np.random.default_rng(5).laplace(size=65_536).astype(np.float32)
+    for density in (0.05, 1.0):
+        stage = maker(density)
+        ours, theirs = (encode(x, stage.init(x.size)) for encode in (stage.forward, jax.jit(stage.forward)))
+        assert raw(*ours[0], ours[1]) == raw(*theirs[0], theirs[1])
+        places = places_of(stage, ours[0], x.size)
+        np.testing.assert_array_equal(x[places], ours[1])
+
+
+def test_of_a_whole_slab_of_equals_the_first_are_kept():
+    tied = np.full(65_536, 2, np.float32)
+    for encode in (topk(0.01).forward, jax.jit(topk(0.01).forward)):
+        (index,), values, _ = encode(tied, ())
+        assert raw(index) == raw(pack_places(np.arange(656), 65_536)) and values.shape == (656,)
+
+
+def test_randomk_draws_one_place_of_each_stretch_and_anew_each_time():
+    stage, count = randomk(0.1), 1003
+    kept, state, hits = stage.passes(count), stage.init(count), np.zeros(count)
+    x = np.arange(1, count + 1, dtype=np.float32)
+    for expected in range(2000):
+        (counter,), values, state = stage.forward(x, state)
+        assert counter.tolist() == [expected] and state.tolist() == [expected + 1]
+        places = (values - 1).astype(int)
+        hits[places] += 1
+        assert ((places >= np.arange(kept) * count // kept) & (places < np.arange(1, kept + 1) * count // kept)).all()
+    lengths = np.diff(np.arange(kept + 1) * count // kept)
+    share = hits / 2000 * np.repeat(lengths, lengths)
+    assert share.min() > 0.7 and share.max() < 1.3 and abs(share.mean() - 1) < 0.01
+    last = stage.forward(x, np.array([2**32 - 1], np.uint32))
+    assert last[0][0].tolist() == [2**32 - 1] and last[2].tolist() == [0]
+
+
+@every_stage
+@pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
+def test_a_delta_that_is_not_finite_is_refused_wherever_it_is(name, bits):
+    for position in (0, 299, 300, 601):
+        x = np.ones(602, np.float32)
+        x.view(np.uint32)[position] = bits
+        with pytest.raises(NonFiniteDelta, match="602 values"):
+            STAGES[name].forward(x, STAGES[name].init(602))
+
+
+@every_stage
+@pytest.mark.parametrize(
+    "wrong", [np.ones(5, np.int32), np.ones(5, np.float64), np.ones((2, 3), np.float32), np.ones(0, np.float32), [1.0]]
+)
+def test_only_flat_float32_is_taken(name, wrong):
+    with pytest.raises(CodecError, match=r"float32\[n\]"):
+        STAGES[name].forward(wrong, ())
+
+
+@every_stage
+def test_more_than_a_slab_is_refused(name):
+    with pytest.raises(CodecError, match="at most 65536 values"):
+        STAGES[name].forward(np.ones(65_537, np.float32), STAGES[name].init(1))
+
+
+@every_stage
+def test_a_strided_view_is_treated_like_its_copy(name):
+    stage, x = STAGES[name], np.random.default_rng(0).standard_normal(1400).astype(np.float32)[::2]
+    ours, copied = (stage.forward(slab, stage.init(700)) for slab in (x, x.copy()))
+    assert raw(*ours[0], ours[1]) == raw(*copied[0], copied[1])
+
+
+@every_chain
+def test_zeros_and_denormals_are_sent_as_zeros(name):
+    codec = CHAINS[name]
+    for size in SIZES:
+        for value in (0.0, -0.0, 1e-45) if "int8" in name else (0.0,):
+            buffers, _ = codec.encode(np.full(size, value, np.float32), codec.init(size))
+            codec.check(buffers, size)
+            assert not codec.decode(buffers, size).any()
+
+
+@every_chain
+def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(name):
+    codec = CHAINS[name]
+    good = raw(*codec.encode(np.ones(300, np.float32), codec.init(300))[0])
+    lies = [good[:-1], [*good, b""], []]
+    for position, buffer in enumerate(good):
+        for other in (buffer[:-1], buffer + b"\0", b""):
+            lies.append([*good[:position], other, *good[position + 1 :]])
+    for lie in lies:
+        out = np.full(300, 7, np.float32)
+        with pytest.raises(CodecError):
+            codec.check(lie, 300)
+        with pytest.raises(CodecError):
+            codec.decode(lie, 300)
+        with pytest.raises(CodecError):
+            codec.decode_into(lie, out, True)
+        assert (out == 7).all()
+
+
+@every_stage
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_check_lets_through_writes_each_place_once_and_in_range(name, data):
+    stage, size = STAGES[name], data.draw(st.sampled_from([1, 5, 12, 259]))
+    good = raw(*stage.forward(np.ones(size, np.float32), stage.init(size))[0])
+    lie = [data.draw(st.binary(min_size=len(buffer), max_size=len(buffer)) | st.just(buffer)) for buffer in good]
+    try:
+        stage.check(lie, size)
+    except CodecError:
+        return
+    total = np.zeros(size, np.float32)
+    stage.backward_into(lie, np.ones(stage.passes(size), np.float32), total, True)
+    assert set(total.tolist()) <= {0.0, 1.0} and total.sum() == stage.passes(size)
+
+
+@pytest.mark.parametrize(
+    "places", [[3, 3, 0, 1], [5, 3, 0, 1], [3, 5, 1, 0], [3, 5, 2, 2], [3, 5, 0, 4], [3, 5, 1, 255]]
+)
+def test_places_of_a_block_that_no_encoder_makes_are_refused(places):
+    stage = blocktopk(2)
+    stage.check([bytes([3, 5, 0, 3])], 260)
+    with pytest.raises(CodecError, match="blocktopk:keep=2"):
+        stage.check([bytes(places)], 260)
+
+
+def test_an_index_that_no_encoder_makes_is_refused_by_the_name_of_the_stage():
+    stage = topk(0.01)
+    assert stage.layout(100) == ((np.uint8, 1),)
+    stage.check([bytes([35 | 1 << 7])], 100)
+    with pytest.raises(CodecError, match=r"topk:density=0\.01: the places"):
+        stage.check([bytes([36 | 1 << 7])], 100)
+
+
+@every_chain
+def test_sent_and_residual_sum_to_what_was_computed(name):
+    """Error feedback over 1,000 rounds: nothing is lost, and the residual stays within what the density allows."""
+    codec, rng, size = CHAINS[name], np.random.default_rng(3), 515
+    state, computed, sent, residual = codec.init(size), np.zeros(size), np.zeros(size), np.zeros(size, np.float32)
+    for _ in range(1000):
+        x = rng.standard_normal(size).astype(np.float32)
+        wanted = x + residual
+        buffers, state = codec.encode(wanted, state)
+        decoded = codec.decode(buffers, size)
+        residual = wanted - decoded
+        computed += x
+        sent += decoded
+    np.testing.assert_allclose(sent + residual, computed, atol=1000 * 64 * 2.0**-23)
+    assert np.abs(residual).max() < 60
+
+
+def test_many_threads_keep_the_same_at_once():
+    slab = np.random.default_rng(6).standard_normal((12, 65_536)).astype(np.float32)
+    slab *= np.float32(10) ** np.arange(12, dtype=np.float32)[:, None]
+    work = [(name, row) for name in CHAINS for row in range(12)]
+
+    def encode(item):
+        codec = CHAINS[item[0]]
+        buffers, _ = codec.encode(slab[item[1]], codec.init(65_536))
+        total = np.zeros(65_536, np.float32)
+        codec.decode_into(buffers, total, True)
+        return raw(*buffers, total)
+
+    alone = [encode(item) for item in work]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(encode, work)) == alone
+
+
+def test_names_are_canonical():
+    assert [topk().name, randomk(1e-5).name, topk(1).name] == [
+        "topk:density=0.01",
+        "randomk:density=1e-05",
+        "topk:density=1",
+    ]
+    assert blocktopk().name == "blocktopk:keep=2"
+    assert chain(topk(), int8()).name == "topk:density=0.01+int8:block=256"
+
+
+@pytest.mark.parametrize(
+    ("maker", "argument", "place"),
+    [
+        (topk, 0.0, "topk: density=0.0 is not in"),
+        (topk, 1.01, "density=1.01"),
+        (topk, float("nan"), "density=nan"),
+        (randomk, -0.1, "randomk: density=-0.1"),
+        (blocktopk, 0, r"blocktopk: keep=0 is not in 1\.\.32"),
+        (blocktopk, 33, "keep=33"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_with_its_name(maker, argument, place):
+    with pytest.raises(ConfigError, match=place):
+        maker(argument)

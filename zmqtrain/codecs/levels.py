@@ -1,0 +1,300 @@
+"""Send signs, and how large they are on average: sign has one magnitude a block, int2 has two.
+
+Rule 1: a magnitude that is sent is the mean of those it stands for, as bfloat16: the least squared error there is.
+Rule 2: |x| is first rounded to whole units, 1/2048 of the block's largest power of two, by one exact multiplication: a
+sum over a block is then a sum of whole numbers that even float32 holds exactly, in any order.
+Rule 3: bits are packed so that vectors are: sign by numpy.packbits, int2 four codes in a byte, value i with i + m, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zmqtrain.codecs.codec import (
+    LARGEST_BLOCK,
+    PIECE_VALUES,
+    SMALLEST_MAGNITUDE_BITS,
+    Codec,
+    Scratch,
+    Sections,
+    Stateless,
+    block_count,
+    needs_between,
+    needs_finite,
+    needs_slab,
+    read_buffers,
+)
+from zmqtrain.codecs.quantize import decode_blocks, scale_blocks, write_blocks
+from zmqtrain.errors import CodecError
+from zmqtrain.specs import format_spec
+from zmqtrain.types import Array, Buffer
+
+__all__ = ["sign", "int2"]
+
+Numpy = np.ndarray[Any, Any]
+
+_scratch = Scratch()
+_MAGNITUDE = 0x7FFFFFFF
+_UNIT_EXPONENT = 127 + 11 + 127
+"""2^(265 - biased exponent) is the factor that brings a block's largest magnitude to 2048..4096."""
+_FAR = 1.23
+"""Values over this times the mean magnitude are far: 1.23 is best for Gaussian values, in blocks of 32 to 256."""
+_LARGEST_SCALE_BITS = 0x7F7F
+_SMALLEST_SCALE_BITS = (127 - 124) << 7
+"""The bfloat16 bits of 2^-124: a mean is at least 1/4096 unit, a unit at least 2^-111."""
+_INVERSES = (1 / np.maximum(np.arange(LARGEST_BLOCK + 1), 1)).astype(np.float32)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int8)
+_SIGNS = (1 - 2 * _BITS).view(np.int64)[:, 0]
+"""The eight signs that a byte stands for, each an int8, as one int64."""
+
+
+def sign(block: int = 512) -> Codec:
+    """Send the sign bit of each value, and each block's mean magnitude.
+
+    The bits lie as numpy.packbits(bitorder="little") lays them, 1 where the value is negative (or -0.0), 0 after the
+    last. Over a block of n values with the mean magnitude m, the squared norm of the error is at most that of x less
+    0.7 n m^2 (0.36 of it for Gaussian values, 0.60 in norm): error feedback converges. A block under 2^-100 becomes
+    zero. 1 bit a value and 2 bytes a block.
+    Source: Seide et al. 2014, 1-bit stochastic gradient descent; Karimireddy et al. 2019, Error feedback fixes signSGD.
+    """
+    name = format_spec("sign", {"block": block})
+    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+
+    def layout(count: int) -> Sections:
+        return (np.uint8, block_count(count, 8)), (np.uint16, block_count(count, block))
+
+    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
+        needs_slab(x, name)
+        return (_encode_signs_numpy if isinstance(x, np.ndarray) else _encode_signs)(x, block), state
+
+    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
+        packed, scales = read_buffers(buffers, layout(count), name)
+        if not isinstance(packed, np.ndarray):
+            bits = packed.__array_namespace__().unpackbits(packed, count=count, bitorder="little")
+            return decode_blocks(1 - 2 * bits.astype(np.int8), scales, block)
+        out = np.empty(count, np.float32)
+        decode_into((packed, scales), out, False)
+        return out
+
+    def decode_into(buffers: Sequence[Buffer | Array], out: Numpy, add: bool) -> None:
+        packed, scales = read_buffers(buffers, layout(out.size), name)
+        codes = _scratch.take("codes", 8 * packed.size, np.int8)
+        np.take(_SIGNS, packed, out=codes.view(np.int64), mode="clip")
+        write_blocks(codes[: out.size], scales, out, block, add)
+
+    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+        packed, scales = read_buffers(buffers, layout(count), name)
+        _check_scales(scales, name)
+        if count % 8 and packed[-1] >> count % 8:
+            raise CodecError(f"{name}: a bit after the last value is not 0")
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+
+
+def int2(block: int = 64) -> Codec:
+    """Send of each value its sign and whether it is far, and of each block the mean magnitude of the near and the far.
+
+    Far is what is over 1.23 times the block's mean magnitude; where nothing is far, both means are the same. Bit 0 of a
+    code says negative (or -0.0), bit 1 far; byte i holds the codes of the values i, i + m, i + 2m, i + 3m from its low
+    bits up, m = a quarter of n, rounded up; 0 where there is no such value. Over a block that is not zero the norm of
+    the error is less than that of x (about 0.34 of it for Gaussian values): error feedback converges. A block under
+    2^-100 becomes zero. 1/4 byte a value and 4 bytes a block.
+    Source: Max 1960, Quantizing for minimum distortion: the levels are the means; his threshold for Gaussian values and
+    fixed levels is 1.23 times the mean magnitude.
+    """
+    name = format_spec("int2", {"block": block})
+    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+
+    def layout(count: int) -> Sections:
+        blocks = block_count(count, block)
+        return (np.uint8, block_count(count, 4)), (np.uint16, blocks), (np.uint16, blocks)
+
+    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
+        needs_slab(x, name)
+        return (_encode_pairs_numpy if isinstance(x, np.ndarray) else _encode_pairs)(x, block), state
+
+    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
+        packed, near, far = read_buffers(buffers, layout(count), name)
+        if not isinstance(packed, np.ndarray):
+            return _decode_pairs(packed, near, far, count, block)
+        out = np.empty(count, np.float32)
+        decode_into((packed, near, far), out, False)
+        return out
+
+    def decode_into(buffers: Sequence[Buffer | Array], out: Numpy, add: bool) -> None:
+        packed, near, far = read_buffers(buffers, layout(out.size), name)
+        _write_pairs(packed, near, far, out, block, add)
+
+    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+        packed, near, far = read_buffers(buffers, layout(count), name)
+        _check_scales(near, name)
+        _check_scales(far, name)
+        if (near > far).any():
+            raise CodecError(f"{name}: a block's near mean is larger than its far one")
+        width = packed.size
+        if any(packed[place % width] >> 2 * (place // width) & 3 for place in range(count, 4 * width)):
+            raise CodecError(f"{name}: a code after the last value is not 0")
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+
+
+def _check_scales(scales: Numpy, codec: str) -> None:
+    odd = (scales > _LARGEST_SCALE_BITS) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
+    if odd.any():
+        raise CodecError(f"{codec}: scale {int(odd.argmax())} is negative, not finite or out of range")
+
+
+def _members(count: int, block: int) -> Numpy:
+    """Return how many values each block has, int32."""
+    members = np.full(block_count(count, block), block, np.int32)
+    members[-1] = count - (members.size - 1) * block
+    return members
+
+
+def _units(x: Array, block: int) -> tuple[Array, Array]:
+    """Return (magnitudes, whole numbers up to 4096: float32[blocks, block], zeros after the last value; the exponents
+    of the blocks' largest magnitudes, biased: int32[blocks], 0 for a block that is sent as zeros)."""
+    xp, count, blocks = x.__array_namespace__(), x.shape[0], block_count(x.shape[0], block)
+    padded = xp.concatenate([x, xp.zeros(blocks * block - count, dtype=xp.float32)]).reshape(blocks, block)
+    factors, exponents = _factors(xp, xp.max(padded.view(xp.int32) & _MAGNITUDE, axis=1))
+    return xp.rint(xp.abs(padded) * factors[:, None]), exponents
+
+
+def _units_numpy(x: Numpy, block: int, slab: int) -> tuple[Numpy, Numpy]:
+    """As `_units`, of a piece of a slab of so many values; the units lie in scratch."""
+    blocks = block_count(x.size, block)
+    units = _scratch.take("units", blocks * block, np.float32)
+    np.abs(x, out=units[: x.size])
+    units[x.size :] = 0
+    largest = np.maximum.reduceat(units.view(np.int32), np.arange(0, units.size, block))
+    needs_finite(int(largest.max()), slab)
+    factors, exponents = _factors(np, largest)
+    scale_blocks(units, factors, block)
+    return np.rint(units, out=units).reshape(blocks, block), exponents
+
+
+def _factors(xp: Any, largest: Array) -> tuple[Array, Array]:
+    exponents = xp.where(largest >= SMALLEST_MAGNITUDE_BITS, largest >> 23, 0)
+    return xp.where(exponents > 0, (_UNIT_EXPONENT - exponents) << 23, 0).view(xp.float32), exponents
+
+
+def _means(xp: Any, sums: Array, inverses: Array, exponents: Array) -> Array:
+    """Return sums * inverses as bfloat16 in uint16; sums: whole units, float32[blocks]; inverses: 1 / members."""
+    bits = (sums * inverses).view(xp.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    scaled = xp.minimum(rounded + ((exponents - (127 + 11)) << 7), _LARGEST_SCALE_BITS)
+    return xp.where((exponents > 0) & (sums > 0), scaled, 0).astype(xp.uint16)
+
+
+def _sum(xp: Any, whole: Array) -> Array:
+    return xp.sum(whole.astype(xp.int32), axis=1, dtype=xp.int32).astype(xp.float32)
+
+
+def _encode_signs(x: Array, block: int) -> tuple[Array, Array]:
+    xp = x.__array_namespace__()
+    units, exponents = _units(x, block)
+    inverses = xp.asarray(_INVERSES[_members(x.shape[0], block)])
+    packed = xp.packbits(x.view(xp.int32) < 0, bitorder="little")
+    return packed, _means(xp, _sum(xp, units), inverses, exponents)
+
+
+def _encode_signs_numpy(x: Numpy, block: int) -> tuple[Numpy, Numpy]:
+    x = np.require(x, requirements=["C", "A"])
+    inverses = _INVERSES[_members(x.size, block)]
+    scales = np.empty(inverses.size, np.uint16)
+    step = PIECE_VALUES // block * block
+    for start in range(0, x.size, step):
+        units, exponents = _units_numpy(x[start : start + step], block, x.size)
+        blocks = slice(start // block, start // block + exponents.size)
+        scales[blocks] = _means(np, np.einsum("ij->i", units), inverses[blocks], exponents)
+    negative = np.less(x.view(np.int32), 0, out=_scratch.take("negative", x.size, np.bool_))
+    return np.packbits(negative, bitorder="little"), scales
+
+
+def _encode_pairs(x: Array, block: int) -> tuple[Array, Array, Array]:
+    xp, count = x.__array_namespace__(), x.shape[0]
+    units, exponents = _units(x, block)
+    members, sums = _members(count, block), _sum(xp, units)
+    is_far = units > (sums * xp.asarray(_FAR * _INVERSES[members]))[:, None]
+    far_sums, far_members = _sum(xp, xp.where(is_far, units, 0)), xp.sum(is_far, axis=1, dtype=xp.int32)
+    near, far = _two_means(xp, sums, far_sums, xp.asarray(members), far_members, exponents)
+    codes = (is_far.reshape(-1)[:count].astype(xp.uint8) << 1) | (x.view(xp.int32) < 0).astype(xp.uint8)
+    planes = xp.concatenate([codes, xp.zeros(-count % 4, dtype=xp.uint8)]).reshape(4, -1)
+    return planes[0] | planes[1] << 2 | planes[2] << 4 | planes[3] << 6, near, far
+
+
+def _two_means(xp: Any, sums: Array, far_sums: Array, members: Array, far_members: Array, exponents: Array) -> Any:
+    table = xp.asarray(_INVERSES)
+    near = _means(xp, sums - far_sums, table[members - far_members], exponents)
+    far = _means(xp, far_sums, table[far_members], exponents)
+    return near, xp.where(far_members > 0, far, near)
+
+
+def _encode_pairs_numpy(x: Numpy, block: int) -> tuple[Numpy, Numpy, Numpy]:
+    x = np.require(x, requirements=["C", "A"])
+    members, width = _members(x.size, block), block_count(x.size, 4)
+    near, far = np.empty(members.size, np.uint16), np.empty(members.size, np.uint16)
+    codes = _scratch.take("codes", 4 * width, np.uint8)
+    codes[x.size :] = 0
+    step = PIECE_VALUES // block * block
+    for start in range(0, x.size, step):
+        piece, target = x[start : start + step], codes[start : min(start + step, x.size)]
+        units, exponents = _units_numpy(piece, block, x.size)
+        blocks = slice(start // block, start // block + exponents.size)
+        sums = np.einsum("ij->i", units)
+        is_far = _scratch.take("far", units.size, np.bool_)
+        np.greater(units, (sums * (_FAR * _INVERSES[members[blocks]]))[:, None], out=is_far.reshape(units.shape))
+        ones = _scratch.take("ones", units.size, np.float32).reshape(units.shape)
+        np.copyto(ones, is_far.reshape(units.shape))
+        far_sums, far_members = np.einsum("ij,ij->i", ones, units), np.einsum("ij->i", ones).astype(np.int32)
+        near[blocks], far[blocks] = _two_means(np, sums, far_sums, members[blocks], far_members, exponents)
+        flags = is_far.view(np.uint8)[: piece.size]
+        np.less(piece.view(np.int32), 0, out=target.view(np.bool_))
+        np.add(target, flags, out=target)
+        np.add(target, flags, out=target)
+    planes = codes.reshape(4, width)
+    packed = np.multiply(planes[3], 4)
+    for plane in (2, 1):
+        np.add(packed, planes[plane], out=packed)
+        np.multiply(packed, 4, out=packed)
+    return np.add(packed, planes[0], out=packed), near, far
+
+
+def _decode_pairs(packed: Array, near: Array, far: Array, count: int, block: int) -> Array:
+    xp, blocks = packed.__array_namespace__(), near.shape[0]
+    codes = xp.concatenate([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6])[:count]
+    codes = xp.concatenate([codes, xp.zeros(blocks * block - count, dtype=xp.uint8)]).reshape(blocks, block)
+    bits = xp.where(codes > 1, far[:, None], near[:, None]).astype(xp.uint32) << 16
+    return (bits | codes.astype(xp.uint32) << 31).view(xp.float32).reshape(-1)[:count]
+
+
+def _write_pairs(packed: Numpy, near: Numpy, far: Numpy, out: Numpy, block: int, add: bool) -> None:
+    """As `_decode_pairs`, in 16 bits up to the last step."""
+    codes = _scratch.take("codes", 4 * packed.size, np.uint8)
+    for plane, target in enumerate(codes.reshape(4, packed.size)):
+        np.right_shift(packed, 2 * plane, out=target)
+    np.bitwise_and(codes, 3, out=codes)
+    steps, step = far - near, PIECE_VALUES // block * block
+    for start in range(0, out.size, step):
+        target = out[start : start + step]
+        blocks = slice(start // block, start // block + block_count(target.size, block))
+        rows = (block_count(target.size, block), block)
+        bits = _scratch.take("bits", rows[0] * block, np.uint16)
+        bits[target.size :] = 0
+        np.copyto(bits[: target.size], codes[start : start + target.size])
+        signs = np.left_shift(bits, 15, out=_scratch.take("signs", bits.size, np.uint16))
+        np.right_shift(bits, 1, out=bits)
+        levels = bits.reshape(rows)
+        np.multiply(levels, steps[blocks, None], out=levels)
+        np.add(levels, near[blocks, None], out=levels)
+        np.bitwise_or(bits, signs, out=bits)
+        values = _scratch.take("values", target.size, np.uint32)
+        np.copyto(values, bits[: target.size])
+        np.left_shift(values, 16, out=values)
+        if add:
+            np.add(target, values.view(np.float32), out=target)
+        else:
+            np.copyto(target, values.view(np.float32))
