@@ -75,7 +75,7 @@ TASKS = (
         name="lm",
         program="text",
         arguments={"layers": 2, "width": 64, "context": 64, "batch": 2, "batches_per_unit": 8},
-        rates={"adamw": 2e-3, "muon": 4e-3},
+        rates={"adamw": 2e-3, "muon": 8e-3},
         steps=4096,
         warm_steps=4096,
         on_device=True,
@@ -84,7 +84,7 @@ TASKS = (
         name="lm4",
         program="text",
         arguments={"layers": 4, "width": 128, "context": 64, "batch": 8, "batches_per_unit": 8},
-        rates={"adamw": 2e-3, "muon": 3e-3},
+        rates={"adamw": 2e-3, "muon": 6e-3},
         steps=4096,
         warm_steps=4096,
         on_device=True,
@@ -93,7 +93,7 @@ TASKS = (
         name="mnist",
         program="image",
         arguments={"width": 16, "batch": 16, "batches_per_unit": 4},
-        rates={"adamw": 8e-3},
+        rates={"adamw": 4e-3},
         steps=560,
         warm_steps=280,
         on_device=False,
@@ -158,23 +158,48 @@ def _read_every(text: str) -> int | tuple[tuple[float, int], ...]:
     return tuple((float(fraction), int(k)) for k, _, fraction in periods)
 
 
+_AT_8 = "every=8|delay=2|outer=nesterov:rate=1,momentum=0.5"
+
+REFERENCES = (
+    "name=synchronous|kind=synchronous",
+    "name=synchronous, twice the rate|kind=synchronous|rate=2",
+    "name=one node|kind=one node",
+)
+CODECS = (
+    "float32",
+    "bf16",
+    "int8",
+    "int8s",
+    "int4",
+    "int4s",
+    "int2",
+    "ternary",
+    "sign",
+    "topk:density=0.05+sign",
+    "topk:density=0.05+int4",
+    "topk:density=0.01+int8",
+    "blocktopk:keep=12+int4",
+    "randomk:density=0.05+int4",
+    "dct+topk:density=0.05+int4",
+    "lowrank:rank=4",
+)
+"""One of each kind, all at k = 8, d = 2: what the codec costs, nothing else moved."""
+
+LADDER = (
+    "name=ternary k=2|codec=ternary|every=2|delay=1|rate=3",
+    "name=ternary k=2, nesterov|codec=ternary|every=2|delay=1|outer=nesterov:rate=1,momentum=0.3",
+    "name=ternary k=32|codec=ternary|every=32|delay=2|outer=nesterov:rate=1,momentum=0.5",
+    "name=ternary k 16..64|codec=ternary|every=16@0,32@0.35,64@0.6|delay=2|outer=nesterov:rate=1,momentum=0.5",
+    "name=1/8 ternary k=4|codec=ternary|every=4|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
+    "name=top-2 % sign k=1|codec=topk:density=0.02+sign|every=1|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
+    "name=top-1 % sign k=2|codec=topk:density=0.01+sign|every=2|delay=1|rate=2|outer=nesterov:rate=1,momentum=0.3",
+    "name=ternary k=8, moments|codec=ternary|average_second_moments=8|" + _AT_8,
+)
+"""From few bytes to fewest: every setting at the best of the rates and outer steps that were tried on one seed."""
+
 METHODS = tuple(
     parse_row(row)
-    for row in (
-        "name=synchronous|kind=synchronous",
-        "name=one node|kind=one node",
-        "name=float32 k=8|codec=float32|every=8",
-        "name=bf16 k=8|codec=bf16|every=8",
-        "name=int8 k=8|codec=int8|every=8",
-        "name=ternary k=1|codec=ternary|every=1|delay=0",
-        "name=ternary k=2|codec=ternary|every=2",
-        "name=ternary k=2 x2|codec=ternary|every=2|rate=2",
-        "name=ternary k=8|codec=ternary|every=8",
-        "name=ternary k=32|codec=ternary|every=32|outer=nesterov:rate=0.8,momentum=0.5",
-        "name=1/8 ternary k=4|codec=ternary|every=4|fragments=8|delay=1",
-        "name=ternary k 4..32|codec=ternary|every=4@0,8@0.25,16@0.5,32@0.75",
-        "name=ternary k=8 moments|codec=ternary|every=8|average_second_moments=4",
-    )
+    for row in (*REFERENCES, *(f"name={codec}|codec={codec}|{_AT_8}" for codec in CODECS), *LADDER)
 )
 
 

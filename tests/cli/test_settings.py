@@ -116,7 +116,7 @@ def test_the_network_is_not_listened_on_without_keys_or_an_explicit_word() -> No
         (BrokerConfig, ["--insecure", "--every", "0"], "every must be at least 1"),
         (BrokerConfig, ["--insecure", "--checkpoint-seconds", "0"], "checkpoint_seconds must be at least"),
         (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
-        (BrokerConfig, ["--insecure", "--broadcast-codec", "terniary"], "broadcast_codec = 'terniary'.*ternary:block"),
+        (BrokerConfig, ["--insecure", "--broadcast-codec", "terniary"], "broadcast_codec = 'terniary'.*ternary"),
         (BrokerConfig, ["--insecure", "--release", "most"], "release = 'most'.*quorum"),
         (LocalConfig, ["--outer", "adam"], "outer = 'adam'.*nesterov"),
         (NodeConfig, ["hub"], "tcp://HOST:PORT"),

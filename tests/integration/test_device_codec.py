@@ -52,6 +52,17 @@ def test_a_node_whose_parameters_are_on_a_processor_compresses_there_if_left_the
     assert set(coders.values()) == {None}
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_left_the_choice_a_node_decides_by_its_first_offer_whatever_it_took_for_granted_when_it_joined(
+    monkeypatch, there
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(runtime_node, "_on_accelerator", lambda segments: there)
+    _, coders = strict_run(monkeypatch, {"pc-1": "auto", "pc-2": "host"}, delay=1)
+    assert (coders["pc-1"] is not None) == there and coders["pc-2"] is None
+    assert not there or coders["pc-1"].bytes_fetched > 0
+
+
 class Accelerator:
     """A jax device, as far as a node looks at it."""
 

@@ -79,8 +79,9 @@ def _defaults(factory: Callable[..., object]) -> dict[str, Number]:
     return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
-_FAMILIES = {name: _defaults(factory) for name, factory in (CODECS | STAGES | WRAPPERS).items()}
-_LAST = {name: {**_FAMILIES[name], "fragments": 1} for name in CODECS}
+_BEFORE = {name: _defaults(factory) for name, factory in (STAGES | WRAPPERS).items()}
+_LAST = {name: {**_defaults(factory), "fragments": 1} for name, factory in CODECS.items()}
+"""The arguments of each member and their defaults: of what stands before the codec, and of the codec."""
 
 
 @lru_cache(maxsize=1024)
@@ -100,19 +101,19 @@ def _chain_from_spec(text: str) -> Codec:
     if len(members) > _MOST_MEMBERS:
         raise ConfigError(f"{text!r}: a chain of {len(members)} members; at most {_MOST_MEMBERS} make sense")
     *first, last = members
-    if last.partition(":")[0] in {**STAGES, **WRAPPERS}:
-        raise ConfigError(f"{text!r}: {last!r} stands before a codec: say for instance {last + '+int8'!r}")
+    for member in members:
+        _check_name(text, member, member is last)
     wrappers: list[tuple[Callable[..., Codec], dict[str, Number]]] = []
     stages: list[Stage] = []
     for member in first:
-        name, arguments = _parse(text, member, {key: _FAMILIES[key] for key in STAGES | WRAPPERS}, "+int8")
+        name, arguments = _parse(text, member, _BEFORE)
         if name in STAGES:
             stages.append(_make(text, STAGES[name], arguments))
         elif stages:
             raise ConfigError(f"{text!r}: {member!r} keeps a residual around all of the chain: it stands before stages")
         else:
             wrappers.append((WRAPPERS[name], arguments))
-    name, arguments = _parse(text, last, _LAST, "")
+    name, arguments = _parse(text, last, _LAST)
     fragments = int(arguments.pop("fragments"))
     codec = chain(*stages, _make(text, CODECS[name], arguments))
     if fragments != 1:
@@ -122,11 +123,18 @@ def _chain_from_spec(text: str) -> Codec:
     return codec
 
 
-def _parse(
-    text: str, member: str, families: Mapping[str, Mapping[str, Number]], rest: str
-) -> tuple[str, dict[str, Number]]:
-    if rest and member.partition(":")[0] in CODECS:
-        raise ConfigError(f"{text!r}: {member!r} is a codec, and stands last; before it: {', '.join(families)}")
+def _check_name(text: str, member: str, last: bool) -> None:
+    name = member.partition(":")[0]
+    if last and name in _BEFORE:
+        raise ConfigError(f"{text!r}: {member!r} stands before a codec: say for instance {member + '+int8'!r}")
+    if not last and name in CODECS:
+        raise ConfigError(f"{text!r}: {member!r} is a codec, and stands last; before it: {', '.join(_BEFORE)}")
+    if name not in (CODECS if last else _BEFORE):
+        choices = f"a codec is one of {', '.join(CODECS)}; before it may stand {', '.join(_BEFORE)}"
+        raise ConfigError(f"{text!r}: there is no {name!r}; {choices}")
+
+
+def _parse(text: str, member: str, families: Mapping[str, Mapping[str, Number]]) -> tuple[str, dict[str, Number]]:
     try:
         return parse_spec(member, families)
     except ConfigError as error:

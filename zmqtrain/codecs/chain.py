@@ -1,7 +1,8 @@
 """Join stages and a codec into one codec: pick or turn the values first, then code what is left.
 
-Rule: a chain's buffers are those of its stages in order, then those of the codec; every stage sees what the one before
-it passed on.  Source of the shape: optax.chain.
+Rule 1: a chain's buffers are those of its stages in order, then those of the codec; every stage sees what the one
+before it passed on.  Rule 2: a codec's slab limits what a stage passes on to it, not what the stage takes.
+Source of the shape: optax.chain.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ from zmqtrain.types import Array, Buffer
 
 __all__ = ["chain"]
 
+_LONGEST_SLAB = 1 << 18
+"""The most values of a chain's slab, unless the codec's own is longer: a megabyte of float32."""
+
+_MOST_BYTES = 900_000
+"""The most bytes of an encoded slab: it fits in a frame, with room for the header and the sections' padding."""
+
 
 def chain(*parts: Stage | Codec) -> Codec:
     """Return the codec that puts a slab through each stage and then through the codec, which stands last.
 
-    Its error is what the stages drop, plus the codec's error on what they pass on. Raises TypeError unless all but the
-    last part are stages, and the last is a codec.
+    Its error is what the stages drop, plus the codec's error on what they pass on. Its slab is the longest stage.slab /
+    2^i of which no more is passed on than the codec's slab, that has at most 2^18 values (or as many as the codec's),
+    and that is at most 900,000 bytes when encoded. Raises TypeError unless all but the last part are stages, and the
+    last is a codec.
     """
     *stages, codec = parts
     if not isinstance(codec, Codec) or not all(isinstance(stage, Stage) for stage in stages):
@@ -66,4 +75,18 @@ def _join(stage: Stage, codec: Codec) -> Codec:
         codec.decode_into(coded, values, False)
         stage.backward_into(own, values, out, add)
 
-    return Codec(name, init, layout, encode, decode, check, decode_into, min(stage.slab, codec.slab))
+    return Codec(name, init, layout, encode, decode, check, decode_into, _slab(stage, codec))
+
+
+def _slab(stage: Stage, codec: Codec) -> int:
+    slab = stage.slab
+    while slab > 1 and not _fits(slab, stage, codec):
+        slab //= 2
+    return slab
+
+
+def _fits(slab: int, stage: Stage, codec: Codec) -> bool:
+    if slab > max(_LONGEST_SLAB, codec.slab) or (passed := stage.passes(slab)) > codec.slab:
+        return False
+    sections = (*stage.layout(slab), *codec.layout(passed))
+    return sum(np.dtype(dtype).itemsize * count for dtype, count in sections) <= _MOST_BYTES

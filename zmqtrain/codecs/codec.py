@@ -1,10 +1,10 @@
 """Say what a codec is, and hold what all members of the family need to keep their word.
 
-Rule 1: the bytes are the same from numpy and from jitted JAX.  So: no float sum (its order differs) unless every partial
-sum is exact, no a*b+c in floats (XLA fuses it) unless a*b is exact, no division by a float (a GPU approximates it), no
-arithmetic that could meet a denormal (XLA flushes them): reductions are of integers, scales are built from bits.  Every
-codec has one function written against the array's own namespace; numpy has a faster twin beside it, and a law in the
-tests holds the two equal.
+Rule 1: the bytes are the same from numpy and from jitted JAX.  So: no float sum (its order differs) unless every
+partial sum is exact, no a*b+c in floats (XLA fuses it) unless a*b is exact, no division by a float (a GPU approximates
+it), no arithmetic that could meet a denormal (XLA flushes them): reductions are of integers, scales are built from
+bits.  Every codec has one function written against the array's own namespace; numpy has a faster twin beside it, and a
+law in the tests holds the two equal.
 Rule 2: the sizes of all buffers follow from the number of values alone: a receiver knows them before anything comes.
 Rule 3: every array is little-endian; a buffer is checked before it is decoded; decoding writes nowhere but in `out`.
 Rule 4: scratch memory belongs to a thread; nothing that a codec returns lies in it.

@@ -39,11 +39,14 @@ class Kernels(NamedTuple):
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
     ternary(x, its bits as int32, block, digits, scales): as `_all_digits_numpy` of ternary.py; returns the same.
+    reach(bits as int32, threshold, places as intp): as `_places_from` of topk.py: writes where the magnitude's bits are
+      `threshold` or more, ascending; returns how many there are.
     """
 
     quantize: Callable[..., int]
     write: Callable[..., None]
     ternary: Callable[..., int]
+    reach: Callable[..., int]
 
 
 _lock = threading.Lock()
@@ -112,7 +115,8 @@ def _compile(numba: Any) -> Kernels:
     ]
     write = numba.void(given(numba.int8), given(numba.float32), made(numba.float32), numba.int64, numba.boolean)
     ternary = numba.int64(x, bits, numba.int64, made(numba.uint8), scales)
-    return Kernels(jit(quantize, _quantize), jit(write, _write), jit(ternary, _ternary))
+    reach = numba.int64(bits, numba.int32, made(numba.intp))
+    return Kernels(jit(quantize, _quantize), jit(write, _write), jit(ternary, _ternary), jit(reach, _reach))
 
 
 # What follows is compiled. Integers have 64 bits unless they are cast; loops over slices become vectors, but not where
@@ -199,3 +203,18 @@ def _ternary(x: Any, bits: Any, block: int, digits: Any, scales: Any) -> int:
         rounded = (mean + 0x7FFF + ((mean >> 16) & 1)) >> 16
         scales[number] = min(rounded + ((exponent - (127 + 8 + 9)) << 7), 0x7F7F) if alive else 0
     return worst
+
+
+def _reach(bits: Any, threshold: int, places: Any) -> int:
+    count = 0
+    for start in range(0, bits.size, 32):
+        patterns = bits[start : start + 32]
+        largest = np.int32(0)
+        for i in range(patterns.size):
+            largest = max(largest, np.int32(patterns[i] & _MAGNITUDE))
+        if largest >= threshold:
+            for i in range(patterns.size):
+                if np.int32(patterns[i] & _MAGNITUDE) >= threshold:
+                    places[count] = start + i
+                    count += 1
+    return count

@@ -1,10 +1,10 @@
 """Write which k of n places were picked, in the fewest bytes that (n, k) alone can promise.
 
-Rule 1: the form and its size follow from n and k, the smallest of three: 16 bits a place; a bitmap of n bits;
-Elias-Fano, which splits a place into its low bits, packed, and its high part, in unary: at most 2 + log2(n/k) bits a
-place, about half a bit more than the entropy of a random pick.  Rule 2: bits fill a byte from its least significant
-one; what is left of the last byte is zero.  Rule 3: `check_places` lets through only what `pack_places` makes: one set
-of places has one set of bytes.
+Rule 1: the form and its size follow from n and k, the smallest of three: 16 bits a place, where they are enough; a
+bitmap of n bits; Elias-Fano, which splits a place into its low bits, packed, and its high part, in unary: at most
+2 + log2(n/k) bits a place, about half a bit more than the entropy of a random pick.  Rule 2: bits fill a byte from its
+least significant one; what is left of the last byte is zero.  Rule 3: `check_places` lets through only what
+`pack_places` makes: one set of places has one set of bytes.
 Source: Elias, Efficient storage and retrieval by content and address of static files, JACM 1974; Fano, MIT Project MAC
 memorandum 61, 1971; the choice of the low bits: Vigna, Quasi-succinct indices, WSDM 2013, sec. 3.
 """
@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zmqtrain.codecs.codec import SLAB_VALUES
 from zmqtrain.errors import CodecError
 from zmqtrain.types import Array
 
-__all__ = ["Form", "check_places", "index_form", "pack_places", "rank_search", "unpack_places"]
+__all__ = ["MOST_PLACES", "Form", "check_places", "index_form", "pack_places", "rank_search", "unpack_places"]
+
+MOST_PLACES = 1 << 18
+"""The most values among which some are picked: every number here stays far under 31 bits."""
+
+_LOCAL_PLACES = 1 << 16
 
 
 class Form(NamedTuple):
@@ -40,17 +44,15 @@ class Form(NamedTuple):
 def index_form(count: int, kept: int) -> Form:
     """Return the form in which `kept` places out of `count` are written.
 
-    Raises CodecError unless 1 <= kept <= count <= 65,536.
+    Raises CodecError unless 1 <= kept <= count <= 262,144.
     """
-    if not 1 <= kept <= count <= SLAB_VALUES:
-        raise CodecError(f"cannot index {kept} places out of {count}: 1 <= places <= values <= {SLAB_VALUES}")
+    if not 1 <= kept <= count <= MOST_PLACES:
+        raise CodecError(f"cannot index {kept} places out of {count}: 1 <= places <= values <= {MOST_PLACES}")
     low = (count // kept).bit_length() - 1
     split = kept * low + kept + ((count - 1) >> low)
-    forms = (
-        Form("local", 0, 16 * kept, 2 * kept),
-        Form("bitmap", 0, count, (count + 7) // 8),
-        Form("elias-fano", low, split, (split + 7) // 8),
-    )
+    forms = [Form("bitmap", 0, count, (count + 7) // 8), Form("elias-fano", low, split, (split + 7) // 8)]
+    if count <= _LOCAL_PLACES:
+        forms.insert(0, Form("local", 0, 16 * kept, 2 * kept))
     return min(forms, key=lambda form: form.size)
 
 
@@ -69,9 +71,12 @@ def pack_places(places: Array, count: int) -> Array:
     high = (places >> form.low) + xp.arange(kept, dtype=places.dtype)
     if isinstance(places, np.ndarray):
         bits = np.zeros(form.bits, np.uint8)
-        halves = places.astype("<u2").view(np.uint8).reshape(kept, 2)
         lows = bits[: kept * form.low].reshape(kept, form.low)
-        lows[...] = np.unpackbits(halves, axis=1, count=form.low, bitorder="little")
+        if form.low <= 8:
+            np.take(_bits_of_bytes(form.low), places & ((1 << form.low) - 1), axis=0, out=lows, mode="clip")
+        else:
+            parts = places.astype("<u4").view(np.uint8).reshape(kept, 4)
+            lows[...] = np.unpackbits(parts, axis=1, count=form.low, bitorder="little")
         bits[high + kept * form.low] = 1
         return np.packbits(bits, bitorder="little")
     lows = ((places[:, None] >> xp.arange(form.low, dtype=places.dtype)) & 1).reshape(-1).astype(xp.uint8)
@@ -94,7 +99,7 @@ def unpack_places(buffer: Array, count: int, kept: int) -> Array:
     high = (high - xp.arange(kept, dtype=xp.int32)) << form.low
     lows = bits[: kept * form.low].reshape(kept, form.low)
     if isinstance(buffer, np.ndarray):
-        weights = np.exp2(np.arange(form.low, dtype=np.float32))  # a float product is the fastest, and exact: 16 bits
+        weights = np.exp2(np.arange(form.low, dtype=np.float32))  # a float product is the fastest, and exact: 18 bits
         return high | (lows.astype(np.float32) @ weights).astype(np.int32)
     return high + xp.sum(lows.astype(xp.int32) << xp.arange(form.low, dtype=xp.int32), axis=1, dtype=xp.int32)
 
@@ -122,6 +127,12 @@ def rank_search(ranks: Array, kept: int) -> Array:
     xp = ranks.__array_namespace__()
     wanted = xp.arange(1, kept + 1, dtype=ranks.dtype)
     return xp.searchsorted(ranks, wanted, method="scan_unrolled").astype(xp.int32)
+
+
+@lru_cache(maxsize=16)
+def _bits_of_bytes(low: int) -> np.ndarray[Any, Any]:
+    """Return the `low` bits of each number that has no more, uint8[2^low, low]: to look them up is the fastest."""
+    return (np.arange(1 << low)[:, None] >> np.arange(low) & 1).astype(np.uint8)
 
 
 def _ones(xp: Any, places: Array, count: int) -> Array:

@@ -2,9 +2,9 @@
 
 Rule 1: a payload is a list of segments, each with its codec; a segment is cut in slabs of `codec.slab` values, numbered
 through the payload; every slab is encoded on its own, and whole slabs in a row fill a frame of at most MAX_FRAME_BYTES.
-Rule 2: the codecs and the counts say where every byte of every frame lies: sender and receiver know them beforehand, and
-a frame may only agree. Everything is checked before anything is written, and nothing is allocated from what a frame
-declares.
+Rule 2: the codecs and the counts say where every byte of every frame lies: sender and receiver know them beforehand,
+and a frame may only agree. Everything is checked before anything is written, and nothing is allocated from what a
+frame declares.
 
     frame   = version reserved crc first slabs *( section padding )
     version = %x02; reserved = %x00 %x00 %x00; crc, first, slabs: 4 bytes each, little-endian
@@ -128,9 +128,9 @@ def initial_states(codecs: Sequence[Codec], counts: Sequence[int]) -> list[State
 def encode_payload(
     codecs: Sequence[Codec], segments: Sequence[Array], states: list[State] | None = None
 ) -> tuple[bytearray, ...]:
-    """Encode 1-D float32 segments (numpy, or what numpy can view), each with its codec, into frames; no values, no frames.
+    """Encode 1-D float32 segments (numpy, or what numpy can view), each with its codec, into frames.
 
-    states: as from `initial_states`, changed in place once all is encoded; without them every slab begins afresh.
+    No values, no frames.  states: as from `initial_states`, changed in place once all is encoded; without them every slab begins afresh.
     Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
     """
     arrays = [np.asarray(segment) for segment in segments]

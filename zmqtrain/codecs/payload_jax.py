@@ -6,7 +6,7 @@ group is one vmapped encode, so that a model of 150 leaves has some ten to compi
 Rule 3: the bytes cross in one array, group after group and section after section (*packed*); the host, which has to
 copy them into frames anyway, puts each section in its place: on the device that would be to join a thousand pieces.
 Rule 4: what a codec has decoded is added or subtracted by another compiled function than the one that decoded it: XLA
-would fuse a product and a sum, and round once where numpy rounds twice.  (On a processor, XLA takes denormals for zeros:
+would fuse a product and a sum, and round once where numpy rounds twice.  (On a processor XLA takes denormals for zeros:
 a difference under 2^-126 is zero there, which only a codec that sends floats as they are could tell from numpy's.)
 """
 

@@ -27,7 +27,6 @@ from zmqtrain.codecs.codec import (
     needs_slab,
     read_buffers,
 )
-from zmqtrain.codecs.index import index_form
 from zmqtrain.errors import CodecError
 from zmqtrain.specs import format_spec
 from zmqtrain.types import Array, Buffer
@@ -81,7 +80,7 @@ def randomk(density: float = 0.01) -> Stage:
         return _drawn(counter, count, kept(count))
 
     def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        index_form(count, kept(count))
+        _needs_count(count, name, SLAB_VALUES)
         read_buffers(buffers, layout(count), name)
 
     return picking_stage(name, kept, layout, forward, read, check)._replace(init=lambda count: np.zeros(1, np.uint32))
@@ -167,11 +166,15 @@ def needs_density(member: str, density: float) -> tuple[str, Callable[[int], int
     return format_spec(member, {"density": float(density)}), lambda count: -(-numerator * count // denominator)
 
 
-def needs_short_slab(x: Array, name: str) -> None:
-    """Raise CodecError unless x is float32[n] with 1 <= n <= 65,536."""
+def needs_short_slab(x: Array, name: str, most: int = SLAB_VALUES) -> None:
+    """Raise CodecError unless x is float32[n] with 1 <= n <= most."""
     needs_slab(x, name)
-    if x.shape[0] > SLAB_VALUES:
-        raise CodecError(f"{name} takes at most {SLAB_VALUES} values at once, not {x.shape[0]}")
+    _needs_count(x.shape[0], name, most)
+
+
+def _needs_count(count: int, name: str, most: int) -> None:
+    if not 1 <= count <= most:
+        raise CodecError(f"{name} takes 1 to {most} values at once, not {count}")
 
 
 def magnitude_keys(x: Array) -> Array:
