@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,15 @@ class Linear:
         return {"loss": float(self.loss(params, next(self.batches(10_000))))}
 
 
-def federate(exchange: ExchangeSettings, adam: bool = False) -> Federation:
-    program = Linear(adam)
-    return Federation(LocalSteps(program, on_device=True), exchange, program.init(0), NODES)
+@cache
+def local_steps(adam: bool, rate: float = 1.0) -> LocalSteps:
+    """The same for all tests, so that each step is compiled once."""
+    return LocalSteps(Linear(adam, rate), on_device=True)
+
+
+def federate(exchange: ExchangeSettings, adam: bool = False, nodes: int = NODES) -> Federation:
+    local = local_steps(adam)
+    return Federation(local, exchange, local.program.init(0), nodes)
 
 
 def flat(params: Any) -> np.ndarray:
@@ -118,8 +125,8 @@ def test_settings_that_make_no_plan_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_what_the_nodes_computed_is_what_landed_and_what_is_pending() -> None:
-    fragments = 3
-    federation = federate(ExchangeSettings(codec="ternary", broadcast_codec="ternary", fragments=fragments))
+    fragments = 2
+    federation = federate(ExchangeSettings(codec="ternary", broadcast_codec="int8", fragments=fragments))
     batches = [federation.local.load(of_node) for of_node in draw_batches(federation.local.program, NODES, STEPS)]
     scales = np.full(STEPS, 0.05, np.float32)
     layout, anchor = federation.layout, shared_of(federation)
@@ -281,8 +288,8 @@ def test_the_product_in_strict_mode_ends_with_the_same_loss() -> None:
         evaluate_seconds=0.0,
     )
     losses = train_with_the_product(run, 4e-3)
-    program = Linear(adam=True)
-    federation = Federation(LocalSteps(program, on_device=True), exchange, program.init(0), 2)
+    federation = federate(exchange, adam=True, nodes=2)
+    program = federation.local.program
     params = federation.run(draw_batches(program, 2, STEPS), cosine_scales(4e-3, STEPS, "constant"))
     begun, ended = (program.evaluate(some)["loss"] for some in (program.init(0), params))
     assert ended < 0.95 * begun

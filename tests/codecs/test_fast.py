@@ -12,13 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs import fast
+from zmqtrain.codecs.chain import chain
 from zmqtrain.codecs.levels import int2, sign
+from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.codecs.ternary import ternary
+from zmqtrain.codecs.topk import topk
 from zmqtrain.errors import NonFiniteDelta
 
 CODECS = [int8(), int8(7), int8_stochastic(), int8_stochastic(7), int4(), int4(5), int4_stochastic(5)]
 CODECS += [ternary(), ternary(7), ternary(300), ternary(4096), sign(), int2()]
+CODECS += [chain(topk(0.01), int8()), chain(topk(0.25), float32())]
 LARGEST = np.finfo(np.float32).max
 
 every_codec = pytest.mark.parametrize("codec", [pytest.param(codec, id=codec.name) for codec in CODECS])
@@ -37,7 +41,7 @@ def raw(buffers):
 def all_of(codec, x, with_numba):
     """Everything a codec makes of x: its buffers, x decoded, and x decoded onto x."""
     fast.use(with_numba)
-    buffers, _ = codec.encode(x, ())
+    buffers, _ = codec.encode(x, codec.init(x.size))
     total = np.array(x)
     with np.errstate(over="ignore"):
         codec.decode_into(raw(buffers), total, True)
@@ -80,7 +84,7 @@ def test_large_strided_and_unaligned_slabs_are_the_same_too(codec):
     for view in (x, x[::2], odd):
         assert all_of(codec, view, True) == all_of(codec, view, False)
     fast.use(True)
-    buffers, _ = codec.encode(x, ())
+    buffers, _ = codec.encode(x, codec.init(x.size))
     wide = np.zeros(2 * x.size, np.float32)
     codec.decode_into(buffers, wide[::2], True)
     assert raw([wide[::2]]) == raw([codec.decode(buffers, x.size)]) and not wide[1::2].any()
@@ -94,12 +98,12 @@ def test_a_slab_that_is_not_finite_is_refused_wherever_it_is(codec, bad):
         x = np.ones(602, np.float32)
         x[position] = bad
         with pytest.raises(NonFiniteDelta, match="602 values"):
-            codec.encode(x, ())
+            codec.encode(x, codec.init(602))
 
 
 def test_many_threads_use_the_machine_code_at_once():
     slab = np.random.default_rng(6).standard_normal((8, 65_536)).astype(np.float32)
-    work = [(codec, row) for codec in (int8(), int4(), ternary()) for row in slab]
+    work = [(codec, row) for codec in (int8(), int4(), ternary(), chain(topk(), int8())) for row in slab]
     alone = [all_of(codec, row, True) for codec, row in work]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda item: all_of(*item, True), work)) == alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from math import comb, log2
+from math import ceil, comb, log2
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ SHAPES = [
     (65_536, 1),
     (65_536, 2),
     (65_536, 66),
+    (65_537, 1),
+    (262_144, 1),
+    (262_144, 2622),
 ]
 every_shape = pytest.mark.parametrize(("count", "kept"), SHAPES)
 
@@ -91,21 +94,24 @@ def test_the_smallest_form_is_chosen():
     assert index_form(65_536, 1)[::3] == ("local", 2)
     assert index_form(100, 40)[::3] == ("bitmap", 13)
     assert index_form(65_536, 656).kind == "elias-fano"
+    assert index_form(262_144, 1)[::3] == ("elias-fano", 3)  # where sixteen bits are not enough
     for count in (1, 5, 100, 5000, 65_536):
         for kept in {1, 2, count // 100, count // 7, count // 2, count} - {0}:
             if kept <= count:
                 assert index_form(count, kept).size <= min(2 * kept, (count + 7) // 8)
 
 
-@pytest.mark.parametrize(("kept", "most"), [(656, 8.6), (66, 12.0), (3277, 6.35)])
-def test_an_index_takes_little_more_than_the_entropy_of_a_random_pick(kept, most):
-    bits = 8 * index_form(65_536, kept).size / kept
+@pytest.mark.parametrize("slab", [65_536, 262_144])
+@pytest.mark.parametrize(("share", "most"), [(0.01, 8.6), (0.001, 12.0), (0.05, 6.35)])
+def test_an_index_takes_little_more_than_the_entropy_of_a_random_pick(slab, share, most):
+    kept = ceil(share * slab)
+    bits = 8 * index_form(slab, kept).size / kept
     assert bits <= most
-    assert bits <= log2(comb(65_536, kept)) / kept + 0.7
+    assert bits <= log2(comb(slab, kept)) / kept + 0.7
 
 
-@pytest.mark.parametrize(("count", "kept"), [(0, 0), (5, 0), (5, 6), (65_537, 1), (5, -1)])
-def test_more_places_than_values_or_than_sixteen_bits_hold_are_refused(count, kept):
+@pytest.mark.parametrize(("count", "kept"), [(0, 0), (5, 0), (5, 6), (262_145, 1), (5, -1)])
+def test_more_places_than_values_or_among_more_values_than_a_slab_has_are_refused(count, kept):
     with pytest.raises(CodecError, match="cannot index"):
         index_form(count, kept)
 

@@ -15,7 +15,7 @@ from zmqtrain.codecs import lowrank as module
 from zmqtrain.codecs.lowrank import lowrank
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
-MEMBERS = [(4, 0), (1, 0), (6, 100)]
+MEMBERS = [(4, 0), (1, 0), (3, 100)]
 SIZES = [1, 129, 600]
 LARGEST = np.finfo(np.float32).max
 
@@ -50,10 +50,11 @@ def norm(x):
 
 
 def matrix_of(spectrum, rows, width, seed=0):
+    """A matrix of these singular values; einsum, because BLAS would use threads, which wait for a core."""
     rng = np.random.default_rng(seed)
     left, _ = np.linalg.qr(rng.standard_normal((rows, len(spectrum))))
     right, _ = np.linalg.qr(rng.standard_normal((width, len(spectrum))))
-    return ((left * spectrum) @ right.T).astype(np.float32)
+    return np.einsum("ik,jk->ij", left * spectrum, right).astype(np.float32)
 
 
 @st.composite
@@ -79,12 +80,12 @@ def slabs(draw, sizes=SIZES):
     return x
 
 
-@every_codec
+@pytest.mark.parametrize(("rank", "width", "size"), [*((*member, 601) for member in MEMBERS), (4, 0, 1)])
 @settings(max_examples=30, deadline=None)
-@given(x=slabs([1, 601]))
-@example(x=np.full(601, LARGEST, np.float32))
-@example(x=np.array([2.0**-100] + 600 * [1e-40], np.float32))
-def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_encode_after_encode(rank, width, x):
+@given(data=st.data())
+def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_encode_after_encode(rank, width, size, data):
+    huge, edge = np.full(size, LARGEST, np.float32), np.array([2.0**-100] + (size - 1) * [1e-40], np.float32)
+    x = data.draw(slabs([size]) | st.sampled_from([huge, edge]))
     codec, states = lowrank(rank, width), [lowrank(rank, width).init(x.size)] * 2
     rows, their_states = np.stack([x, -x[::-1]]), np.stack(states)
     for given_rows in (rows, rows, rows[::-1]):
@@ -99,8 +100,8 @@ def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_encode_a
 
 
 def test_eager_jax_gives_the_same_bytes():
-    codec, x = lowrank(1, 32), np.random.default_rng(0).standard_normal(1000).astype(np.float32)
-    ours, theirs = codec.encode(x, codec.init(1000)), codec.encode(jnp.asarray(x), codec.init(1000))
+    codec, x = lowrank(1, 16), np.random.default_rng(0).standard_normal(256).astype(np.float32)
+    ours, theirs = codec.encode(x, codec.init(256)), codec.encode(jnp.asarray(x), codec.init(256))
     assert raw(jax.tree.leaves(ours)) == raw(jax.tree.leaves(theirs))
 
 
@@ -160,8 +161,7 @@ def test_of_a_matrix_that_stays_the_error_falls_to_that_of_its_singular_value_de
     spectrum, rows, width, rank
 ):
     matrix = matrix_of(spectrum, rows, width)
-    values = np.linalg.svd(matrix, compute_uv=False)
-    best = np.linalg.norm(values[rank:])
+    best = np.linalg.norm(spectrum[rank:])
     codec = lowrank(rank, width)
     state, errors = codec.init(matrix.size), []
     for _ in range(10):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from zmqtrain.codecs import quantize
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
@@ -127,6 +128,16 @@ def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
     for before, after in zip(blocks_of(codec, x.astype(np.float64)), blocks_of(codec, error), strict=True):
         if (scale := np.abs(before).max()) >= 2.0**-100:
             assert np.linalg.norm(after / scale) < np.linalg.norm(before / scale)
+
+
+@every_nearest
+@settings(max_examples=40, deadline=None)
+@given(x=slabs())
+def test_few_values_are_coded_in_fewer_calls_to_the_same_bytes(codec, x):
+    few = raw(codec.encode(x, ())[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize, "_FEW_VALUES", 0)
+        assert raw(codec.encode(x, ())[0]) == few
 
 
 @every_random

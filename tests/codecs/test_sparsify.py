@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.chain import chain
+from zmqtrain.codecs.dct import dct
 from zmqtrain.codecs.index import pack_places
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
@@ -194,18 +195,26 @@ def test_any_guess_left_by_other_slabs_finds_the_same_values():
     """One stage, one thread: slabs that share nothing in scale, sparsity or length, each like alone and like jax."""
     stage, forward = topk(0.01), jax.jit(topk(0.01).forward)
     rng = np.random.default_rng(4)
-    normal = rng.standard_normal(65_536).astype(np.float32)
-    few = np.where(rng.random(65_536) < 0.002, normal, np.float32(0))
-    striped = np.where(np.arange(65_536) % 17 == 3, normal * 100, normal)  # the sample meets none of the large ones
+    normal = rng.standard_normal(stage.slab).astype(np.float32)
+    few = np.where(rng.random(stage.slab) < 0.002, normal, np.float32(0))
+    ramp = np.arange(stage.slab) % 511  # the sample meets the large ones only
+    striped = np.where(ramp < 8, normal * 100, normal)
+    unmet = np.where(ramp == 300, normal * 100, normal)  # and here none of them
     for x in (
         normal,
         normal * 1e-30,
         normal * 1e30,
         few,
         striped,
+        unmet,
         np.zeros_like(normal),
         normal,
+        normal * 1.01,
+        normal * 1.1,
         -normal,
+        normal,
+        normal[::3],
+        np.round(normal * 40) / 8,
     ):
         buffers, values, _ = stage.forward(x, ())
         theirs, their_values, _ = forward(x, ())
@@ -214,9 +223,9 @@ def test_any_guess_left_by_other_slabs_finds_the_same_values():
 
 @pytest.mark.parametrize("maker", [topk, randomk])
 def test_a_whole_slab_of_any_density_is_the_same_from_numpy_and_from_jax(maker):
-    x = np.random.default_rng(5).laplace(size=65_536).astype(np.float32)
     for density in (0.05, 1.0):
         stage = maker(density)
+        x = np.random.default_rng(5).laplace(size=stage.slab).astype(np.float32)
         ours, theirs = (encode(x, stage.init(x.size)) for encode in (stage.forward, jax.jit(stage.forward)))
         assert raw(*ours[0], ours[1]) == raw(*theirs[0], theirs[1])
         places = places_of(stage, ours[0], x.size)
@@ -224,10 +233,27 @@ def test_a_whole_slab_of_any_density_is_the_same_from_numpy_and_from_jax(maker):
 
 
 def test_of_a_whole_slab_of_equals_the_first_are_kept():
-    tied = np.full(65_536, 2, np.float32)
+    tied = np.full(262_144, 2, np.float32)
     for encode in (topk(0.01).forward, jax.jit(topk(0.01).forward)):
         (index,), values, _ = encode(tied, ())
-        assert raw(index) == raw(pack_places(np.arange(656), 65_536)) and values.shape == (656,)
+        assert raw(index) == raw(pack_places(np.arange(2622), 262_144)) and values.shape == (2622,)
+
+
+def test_what_a_stage_passes_on_fits_in_the_slab_of_the_codec_and_what_is_sent_in_a_frame():
+    assert chain(topk(0.01), int8()).slab == 262_144
+    assert chain(topk(0.25), int8()).slab == 262_144
+    assert chain(topk(0.3), int8()).slab == 131_072
+    assert chain(topk(1), int8()).slab == 65_536
+    assert chain(dct(64), topk(0.01), int8()).slab == chain(randomk(0.01), int8()).slab == 65_536
+    wide = float32()._replace(slab=1 << 20)
+    assert chain(topk(1), wide).slab == 131_072
+    for stage in (topk(1), topk(0.3), topk(0.01), dct(64)):
+        for codec in (float32(), wide, int8()):
+            joined = chain(stage, codec)
+            assert stage.passes(joined.slab) <= codec.slab
+            assert sum(np.dtype(dtype).itemsize * count for dtype, count in joined.layout(joined.slab)) <= 900_000
+    odd = int8()._replace(slab=1)  # a codec that takes one value at a time
+    assert chain(topk(0.5), odd).slab == 2
 
 
 def test_randomk_draws_one_place_of_each_stretch_and_anew_each_time():
@@ -268,8 +294,10 @@ def test_only_flat_float32_is_taken(name, wrong):
 
 @every_stage
 def test_more_than_a_slab_is_refused(name):
-    with pytest.raises(CodecError, match="at most 65536 values"):
-        STAGES[name].forward(np.ones(65_537, np.float32), STAGES[name].init(1))
+    stage = STAGES[name]
+    with pytest.raises(CodecError, match=f"takes 1 to {stage.slab} values"):
+        stage.forward(np.ones(stage.slab + 1, np.float32), stage.init(1))
+    assert stage.slab == (262_144 if name.startswith("topk") else 65_536)
 
 
 @every_stage

@@ -18,12 +18,15 @@ import numpy as np
 
 from zmqtrain.codecs.codec import SMALLEST_MAGNITUDE_BITS
 
-__all__ = ["LARGE_SLAB", "Kernels", "kernels", "use"]
+__all__ = ["LARGE_SLAB", "REACH_BLOCK", "Kernels", "kernels", "use"]
 
 logger = logging.getLogger(__name__)
 
 LARGE_SLAB = 16_384
 """The fewest values for which machine code is worth the wait for numba."""
+
+REACH_BLOCK = 16
+"""How many values `reach` looks at together."""
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SMALLEST = np.int32(SMALLEST_MAGNITUDE_BITS)
@@ -39,8 +42,8 @@ class Kernels(NamedTuple):
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
     ternary(x, its bits as int32, block, digits, scales): as `_all_digits_numpy` of ternary.py; returns the same.
-    reach(bits as int32, threshold, places as intp): as `_places_from` of topk.py: writes where the magnitude's bits are
-      `threshold` or more, ascending; returns how many there are.
+    reach(bits as int32, threshold, scratch intp[n / 16, rounded up], places intp[n]): as `_places_from` of topk.py:
+      writes where the magnitude's bits are `threshold` or more, ascending; returns how many there are.
     """
 
     quantize: Callable[..., int]
@@ -115,7 +118,7 @@ def _compile(numba: Any) -> Kernels:
     ]
     write = numba.void(given(numba.int8), given(numba.float32), made(numba.float32), numba.int64, numba.boolean)
     ternary = numba.int64(x, bits, numba.int64, made(numba.uint8), scales)
-    reach = numba.int64(bits, numba.int32, made(numba.intp))
+    reach = numba.int64(bits, numba.int32, made(numba.intp), made(numba.intp))
     return Kernels(jit(quantize, _quantize), jit(write, _write), jit(ternary, _ternary), jit(reach, _reach))
 
 
@@ -205,16 +208,18 @@ def _ternary(x: Any, bits: Any, block: int, digits: Any, scales: Any) -> int:
     return worst
 
 
-def _reach(bits: Any, threshold: int, places: Any) -> int:
-    count = 0
-    for start in range(0, bits.size, 32):
-        patterns = bits[start : start + 32]
+def _reach(bits: Any, threshold: int, hot: Any, places: Any) -> int:
+    blocks = count = 0
+    for start in range(0, bits.size, REACH_BLOCK):
+        patterns = bits[start : start + REACH_BLOCK]
         largest = np.int32(0)
         for i in range(patterns.size):
             largest = max(largest, np.int32(patterns[i] & _MAGNITUDE))
-        if largest >= threshold:
-            for i in range(patterns.size):
-                if np.int32(patterns[i] & _MAGNITUDE) >= threshold:
-                    places[count] = start + i
-                    count += 1
+        hot[blocks] = start  # written each time, and counted if it is right: a branch would be predicted wrong
+        blocks += 1 if largest >= threshold else 0
+    for number in range(blocks):
+        start = hot[number]
+        for i in range(start, min(start + REACH_BLOCK, bits.size)):
+            places[count] = i
+            count += 1 if np.int32(bits[i] & _MAGNITUDE) >= threshold else 0
     return count

@@ -68,7 +68,6 @@ def pack_places(places: Array, count: int) -> Array:
         return places.astype(xp.uint16).view(xp.uint8)
     if form.kind == "bitmap":
         return xp.packbits(_ones(xp, places, count), bitorder="little")
-    high = (places >> form.low) + xp.arange(kept, dtype=places.dtype)
     if isinstance(places, np.ndarray):
         bits = np.zeros(form.bits, np.uint8)
         lows = bits[: kept * form.low].reshape(kept, form.low)
@@ -77,8 +76,9 @@ def pack_places(places: Array, count: int) -> Array:
         else:
             parts = places.astype("<u4").view(np.uint8).reshape(kept, 4)
             lows[...] = np.unpackbits(parts, axis=1, count=form.low, bitorder="little")
-        bits[high + kept * form.low] = 1
+        bits[(places >> form.low) + _ranks(kept, kept * form.low)] = 1
         return np.packbits(bits, bitorder="little")
+    high = (places >> form.low) + xp.arange(kept, dtype=places.dtype)
     lows = ((places[:, None] >> xp.arange(form.low, dtype=places.dtype)) & 1).reshape(-1).astype(xp.uint8)
     return xp.packbits(xp.concatenate([lows, _ones(xp, high, form.bits - lows.shape[0])]), bitorder="little")
 
@@ -127,6 +127,11 @@ def rank_search(ranks: Array, kept: int) -> Array:
     xp = ranks.__array_namespace__()
     wanted = xp.arange(1, kept + 1, dtype=ranks.dtype)
     return xp.searchsorted(ranks, wanted, method="scan_unrolled").astype(xp.int32)
+
+
+@lru_cache(maxsize=8)
+def _ranks(kept: int, start: int) -> np.ndarray[Any, Any]:
+    return np.arange(start, start + kept)
 
 
 @lru_cache(maxsize=16)

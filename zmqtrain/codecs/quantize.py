@@ -9,6 +9,7 @@ the same.  Rule 4: two int4 codes lie in a byte, value i with value i + m: vecto
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,8 @@ _GOLDEN = 0x9E3779B9
 _MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 """Shift and xor, then multiply: the rounds of the hash."""
 _SPREAD = np.arange(PIECE_VALUES, dtype=np.uint32) * np.uint32(_GOLDEN)
+_FEW_VALUES = 8192
+"""Up to how many values `_encode_few` is sooner than pieces and scratch: what `topk` passes on."""
 _EIGHTS = 0x88
 """A byte of two codes that are zero: an int4 code is stored with 8 added, so that the nibble 0 is never made."""
 
@@ -262,6 +265,8 @@ def _rounded_at_random(xp: Any, values: Array, bits: Array, places: Array, most:
 
 def _encode_numpy(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
     """As `_encode`, piece by piece: fill `codes`, int8[n], and return the scales."""
+    if x.size <= _FEW_VALUES and not span.stochastic and not fast.kernels(x.size):
+        return _encode_few(x, block, span, codes)
     x = np.require(x, requirements=["C", "A"])
     scales = np.empty(block_count(x.size, block), np.uint16)
     if kernels := fast.kernels(x.size):
@@ -289,6 +294,24 @@ def _encode_numpy(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
             np.rint(values, out=values)
             np.copyto(target, values, casting="unsafe")
     return scales
+
+
+def _encode_few(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
+    """As `_encode_numpy`, rounding to the nearest, in the fewest calls: of so few values they are most of the cost."""
+    largest = np.maximum.reduceat(x.view(np.int32) & _MAGNITUDE, _starts(x.size, block))
+    needs_finite(int(np.maximum.reduce(largest)), x.size)
+    scales = _scale_bits(np, largest, span)
+    values = np.repeat(_RECIPROCALS.take(scales), block)[: x.size]
+    np.multiply(x, values, out=values)
+    np.rint(values, out=values)
+    np.copyto(codes, values, casting="unsafe")
+    narrow: Numpy = scales.astype(np.uint16)
+    return narrow
+
+
+@lru_cache(maxsize=64)
+def _starts(count: int, block: int) -> Numpy:
+    return np.arange(0, count, block)
 
 
 def _round_at_random_numpy(values: Numpy, bits: Numpy, start: int, most: int, codes: Numpy) -> None:

@@ -19,7 +19,6 @@ from zmqtrain.codecs.codec import Scratch, Sections, Stage, Stateless, block_cou
 from zmqtrain.codecs.index import MOST_PLACES, check_places, index_form, pack_places, rank_search, unpack_places
 from zmqtrain.codecs.sparsify import (
     KEY_BITS,
-    LARGEST_KEY,
     magnitude_keys,
     needs_density,
     needs_short_slab,
@@ -32,7 +31,11 @@ __all__ = ["topk"]
 _scratch = Scratch()
 _INFINITE_KEY = 0x7F80
 _EIGHT_TRUE = np.uint64(0x0101010101010101)
+_SCANNED = 1 << 17
+"""How many values are compared with both ends of the range at a time: they are in the cache for the second."""
 _SAMPLE = 4096
+_RUNS = 512
+"""In how many runs of neighbours the sample lies: each costs a miss of the cache, as a lone value does."""
 _GUESS_KEYS = 6
 """How far under the last slab's cut the next one is searched, in keys: 2 to 5 % of the magnitude."""
 _STEADY_KEYS = 3
@@ -114,10 +117,9 @@ def _largest_numpy(
     surplus = keys.size - kept
     cut = int(np.partition(keys, surplus)[surplus])
     guess.cut, guess.steady = cut, abs(cut - guess.cut) <= _STEADY_KEYS
-    picked = keys >= cut
-    if (surplus := np.count_nonzero(picked) - kept) > 0:
-        picked[np.flatnonzero(keys == cut)[-surplus:]] = False
-    picks = picked.nonzero()[0]
+    picks = (keys >= cut).nonzero()[0]
+    if (surplus := picks.size - kept) > 0:
+        picks = np.delete(picks, (keys.take(picks) == cut).nonzero()[0][-surplus:])
     return candidates.take(picks), values.take(picks)
 
 
@@ -126,15 +128,21 @@ def _places_from(x: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
     if key <= 0:
         return np.arange(x.size)
     if kernels := fast.kernels(x.size):
+        hot = _scratch.take("hot", x.size // fast.REACH_BLOCK + 1, np.intp)
         places = np.empty(x.size, np.intp)  # memory that is not written is never there
-        return places[: kernels.reach(x.view(np.int32), min(key, _INFINITE_KEY) << 16, places)].copy()
+        bits = np.require(x, requirements="A").view(np.int32)
+        return places[: kernels.reach(bits, min(key, _INFINITE_KEY) << 16, hot, places)].copy()
     threshold = np.array(min(key, _INFINITE_KEY) << 16, np.int32).view(np.float32)
-    inside, above = (_scratch.take(name, block_count(x.size, 8), np.uint64) for name in ("inside", "above"))
-    np.less(x, threshold, out=inside.view(np.bool_)[: x.size])
-    np.greater(x, -threshold, out=above.view(np.bool_)[: x.size])
-    np.bitwise_and(inside, above, out=inside)
-    inside.view(np.bool_)[x.size :] = True
-    return _places_of_zeros(inside)
+    words = _scratch.take("inside", block_count(x.size, 8), np.uint64)
+    inside, above = words.view(np.bool_), _scratch.take("above", _SCANNED // 8, np.uint64).view(np.bool_)
+    for start in range(0, x.size, _SCANNED):
+        piece = x[start : start + _SCANNED]
+        target, other = inside[start : start + piece.size], above[: piece.size]
+        np.less(piece, threshold, out=target)
+        np.greater(piece, -threshold, out=other)
+        np.logical_and(target, other, out=target)
+    inside[x.size :] = True
+    return _places_of_zeros(words)
 
 
 def _places_of_zeros(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -149,17 +157,20 @@ def _places_of_zeros(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     mixed[words.size :] = True
     hot = mixed.nonzero()[0][:-tail]
     places = np.bitwise_xor(words.take(hot), _EIGHT_TRUE).view(np.bool_).nonzero()[0]
-    within = places & 7
-    np.right_shift(places, 3, out=places)
-    found: np.ndarray[Any, Any] = hot.take(places)
-    np.left_shift(found, 3, out=found)
-    np.bitwise_or(found, within, out=found)
+    np.left_shift(hot, 3, out=hot)
+    found: np.ndarray[Any, Any] = hot.take(places >> 3)
+    np.bitwise_and(places, 7, out=places)
+    np.bitwise_or(found, places, out=found)
     return found
 
 
 def _sampled_key(x: np.ndarray[Any, Any], kept: int, spreads: int) -> int:
     """Return a key that probably is a little under the cut's: a count in the sample has a spread of its square root."""
-    keys = magnitude_keys(x[:: x.size // _SAMPLE | 1])
+    sample = x
+    if x.size > 2 * _SAMPLE:
+        step = x.size // _RUNS - 1 | 1  # odd: to go down the columns of a matrix would be no sample of it
+        sample = x[: _RUNS * step].reshape(_RUNS, step)[:, : _SAMPLE // _RUNS].reshape(-1)
+    keys = magnitude_keys(sample)
     expected = kept * keys.size / x.size
     rank = min(keys.size, int(expected + spreads * (expected**0.5 + 1)))
     return int(np.partition(keys, keys.size - rank)[keys.size - rank])
