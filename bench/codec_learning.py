@@ -7,8 +7,9 @@ Rule 1: a run is `federation.py`'s: nodes and hub in one process, by the one equ
 parameters, the data units, the schedule and the held-out set of a seed.  The last exchange is dense; its bytes count.
 Rule 2: `warm` starts every method at one checkpoint, which the synchronous method reached, with a fresh optimizer, the
 data that follows and a third of the rate.
-Rule 3: a finished run is a line of JSON in a file of results; a run whose line is there, in any of the files given, is
-not made again.  What a run is called makes no difference to that, its settings do.  So a sweep can be cut and resumed.
+Rule 3: a finished run is a line of JSON in a file of results, which `codec_table.py` reads; a run whose line is there,
+in any of the files given, is not made again.  What a run is called makes no difference to that, its settings do.  So a
+sweep can be cut and resumed.
 Rule 4: one run, one core: pin the process (`--core 0`), start one per core, each with `--part` and results of its own.
 
 A row is written `name=592x|codec=ternary|every=32|delay=16|outer=nesterov:rate=0.8,momentum=0.5|rate=1`: what is left
@@ -20,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,21 +36,17 @@ from zmqtrain import Program, load_program
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.strategies.outer import outer_from_spec
 
+from codec_table import Line, draw, identity, markdown, read_lines, show, summarise
 from federation import ExchangeSettings, Federation, LocalSteps, cosine_scales, draw_batches, join_batches
-from report import print_table
 
-__all__ = ["CodecTask", "Method", "Setup", "METHODS", "TASKS", "parse_row", "run_method", "summarise", "draw", "main"]
+__all__ = ["CodecTask", "Method", "Setup", "METHODS", "TASKS", "parse_row", "run_method", "sweep", "main"]
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PROGRESS_SECONDS = 10.0
 REFERENCE_CHUNK = 64
 WARM_RATE = 1 / 3
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#2b8cbe", "#000000")
-LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.033
-"""Of a name in the plot, in shares of the axes; the colours are those of Okabe and Ito, the light ones darkened."""
 
 Scores = dict[str, float]
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +193,7 @@ LADDER = (
 """From few bytes to fewest: every setting at the best of the rates and outer steps that were tried on one seed."""
 
 METHODS = tuple(
-    parse_row(row)
-    for row in (*REFERENCES, *(f"name={codec}|codec={codec}|{_AT_8}" for codec in CODECS), *LADDER)
+    parse_row(row) for row in (*REFERENCES, *(f"name={codec}|codec={codec}|{_AT_8}" for codec in CODECS), *LADDER)
 )
 
 
@@ -363,42 +357,12 @@ def _in_words(scores: Scores) -> str:
 
 # ---------------------------------------------------------------------- many runs
 
-_DEFAULTS = {one.name: one.default for one in fields(ExchangeSettings)}
-RUN = ("task", "inner", "start", "schedule", "nodes", "steps", "warm_steps", "data", "arguments", "seed")
-SETTINGS = ("kind", "rate", *(one.name for one in fields(ExchangeSettings)))
-"""The keys of a line that tell one run from another: the comparison it belongs to and the seed, and the method."""
-
-
-def _identity(line: Line, keys: Sequence[str]) -> str:
-    """Return the values of the keys as text; a setting that the line does not have yet takes its default."""
-    settings = _DEFAULTS if line["kind"] == "federation" else dict.fromkeys(_DEFAULTS)
-    complete = {**settings, **line, "rate": float(f"{line['rate']:.6g}")}
-    return json.dumps([complete[key] for key in keys], sort_keys=True)
-
-
-def _identity_of_job(setup: Setup, method: Method, seed: int) -> str:
-    line = {**setup.describe(seed), **method.settings, "rate": setup.rate * method.rate}
-    return _identity(line, RUN + SETTINGS)
-
-
-def read_lines(files: Sequence[Path]) -> list[Line]:
-    """Return the lines of all files that exist, each run once; a last line that was cut off is passed over."""
-    lines: dict[str, Line] = {}
-    for file in files:
-        for text in file.read_text().splitlines() if file.is_file() else ():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            lines.setdefault(_identity(line, RUN + SETTINGS), line)
-    return list(lines.values())
-
 
 def sweep(jobs: Sequence[tuple[Setup, Method, int]], files: Sequence[Path], checkpoints: Path | None) -> Iterator[Line]:
     """Make each run whose line is in none of the files, append its line to the first, and yield it."""
     for number, (setup, method, seed) in enumerate(jobs, start=1):
-        done = {_identity(line, RUN + SETTINGS) for line in read_lines(files)}
-        if _identity_of_job(setup, method, seed) in done:
+        done = {identity(line) for line in read_lines(files)}
+        if identity({**setup.describe(seed), **method.settings, "rate": setup.rate * method.rate}) in done:
             continue
         line = run_method(setup, method, seed, checkpoints)
         if files:
@@ -416,122 +380,6 @@ def sweep(jobs: Sequence[tuple[Setup, Method, int]], files: Sequence[Path], chec
         yield line
 
 
-def summarise(lines: Sequence[Line]) -> list[Line]:
-    """Return one row per comparison and method: means and deviations over the seeds, by falling bytes.
-
-    over_sync_%: paired by seed with the synchronous method at the best of its rates (among those with most seeds).
-    """
-    shared = tuple(key for key in RUN if key != "seed")
-    comparisons: dict[str, dict[str, list[Line]]] = {}
-    for line in lines:
-        of_method = comparisons.setdefault(_identity(line, shared), {})
-        of_method.setdefault(_identity(line, SETTINGS), []).append(line)
-    rows = []
-    for methods in comparisons.values():
-        references = [runs for runs in methods.values() if runs[0]["kind"] == "synchronous"]
-        best = min(references, key=lambda runs: (-len(runs), _mean(runs, "loss")), default=[])
-        synchronous = {line["seed"]: line["loss"] for line in best}
-        rows += sorted((_summary(runs, synchronous) for runs in methods.values()), key=_by_bytes)
-    return rows
-
-
-def _summary(runs: Sequence[Line], synchronous: Mapping[int, float]) -> Line:
-    first = runs[0]
-    over = [100 * (line["loss"] / synchronous[line["seed"]] - 1) for line in runs if line["seed"] in synchronous]
-    accuracies = [line["accuracy"] for line in runs if "accuracy" in line]
-    return {
-        "task": first["task"],
-        "inner": first["inner"],
-        "start": first["start"],
-        "steps": first["steps"],
-        "method": first["method"],
-        "rate": first["rate"],
-        "seeds": len(runs),
-        "loss": _mean(runs, "loss"),
-        "sd": _deviation([line["loss"] for line in runs]),
-        "over_sync_%": statistics.fmean(over) if over else None,
-        "over_sync_sd": _deviation(over),
-        "accuracy_%": statistics.fmean(accuracies) if accuracies else None,
-        "up_mb": _mean(runs, "bytes_up") / 1e6,
-        "down_mb": _mean(runs, "bytes_down") / 1e6,
-        "compression": first["compression"],
-        "seconds": _mean(runs, "seconds"),
-    }
-
-
-def _by_bytes(row: Line) -> tuple[float, float]:
-    return (row["compression"] or 0.0, row["rate"])
-
-
-def _mean(lines: Sequence[Line], key: str) -> float:
-    return statistics.fmean(line[key] for line in lines)
-
-
-def _deviation(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-# ---------------------------------------------------------------------- the plot
-
-
-def draw(rows: Sequence[Line], file: Path) -> None:
-    """Draw loss over synchronous against compression, one panel per task, start and inner optimizer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: dict[str, list[Line]] = {}
-    for row in rows:
-        if row["compression"] and row["over_sync_%"] is not None and math.isfinite(row["over_sync_%"]):
-            title = f"{row['task']}, {row['inner']}, {row['start']}, {row['steps']} steps"
-            panels.setdefault(title, []).append(row)
-    columns = min(2, max(1, len(panels)))
-    height = max(1, -(-len(panels) // columns))
-    figure, axes = pyplot.subplots(height, columns, figsize=(8 * columns, 5.5 * height), squeeze=False)
-    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
-        _draw_panel(axis, title, points)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.remove()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
-
-
-def _draw_panel(axis: Any, title: str, points: Sequence[Line]) -> None:
-    """Draw the points, each with its name at the nearest free place to its right."""
-    axis.axhline(0, color="0.5", linewidth=1)
-    axis.axhline(1, color="0.5", linewidth=1, linestyle=":")
-    places = [(math.log10(row["compression"]), row["over_sync_%"]) for row in points]
-    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*places, strict=True))
-    width, height = max(0.5, right - left), max(0.5, high - low)
-    spots: list[tuple[float, float]] = []
-    for number, (row, (x, y)) in enumerate(sorted(zip(points, places, strict=True), key=lambda pair: pair[1][1])):
-        colour, deviation = COLOURS[number % len(COLOURS)], row["over_sync_sd"] or 0
-        axis.errorbar(x, y, yerr=deviation, fmt="o", color=colour, markersize=5, capsize=2, linewidth=1)
-        free = (step * sign * LABEL_HEIGHT for step in range(1000) for sign in (1, -1))
-        shift = next(shift for shift in free if _is_free((x / width, y / height + shift), spots))
-        spots.append((x / width, y / height + shift))
-        label, spot = f"{row['method']} ({row['rate']:.2g})", (x + 0.015 * width, y + shift * height)
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.4}
-        axis.annotate(label, (x, y), spot, color=colour, fontsize=7, va="center", arrowprops=line if shift else None)
-    labels = [place * height for _, place in spots]
-    axis.set_xlim(left - 0.05 * width, right + 0.4 * width)
-    axis.set_ylim(min(low, *labels) - 0.05 * height, max(high, *labels) + 0.05 * height)
-    ticks = [tick for tick in range(math.floor(left), math.ceil(right + 0.4 * width) + 1)]
-    axis.set_xticks(ticks, [f"{10**tick:,}x" if tick >= 0 else f"1/{10**-tick}x" for tick in ticks])
-    axis.set_xticks([tick + math.log10(digit) for tick in ticks for digit in range(2, 10)], minor=True)
-    axis.set_xlim(left - 0.05 * width, right + 0.4 * width)
-    axis.set_title(title)
-    axis.set_xlabel("compression: bytes of float32 data parallel over bytes sent and received")
-    axis.set_ylabel("held-out loss over synchronous, %")
-    axis.grid(alpha=0.2, which="both")
-
-
-def _is_free(place: tuple[float, float], spots: Sequence[tuple[float, float]]) -> bool:
-    return all(abs(place[0] - x) >= LABEL_WIDTH or abs(place[1] - y) >= 0.99 * LABEL_HEIGHT for x, y in spots)
-
-
 # ---------------------------------------------------------------------- the command line
 
 
@@ -543,9 +391,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cache is not None:
         _keep_compiled(options.cache)
     files = [Path(file) for file in options.results]
-    made = [] if options.table or options.plot else list(sweep(_jobs(options), files, options.checkpoints))
+    only_read = options.table or options.plot or options.markdown
+    made = [] if only_read else list(sweep(_jobs(options), files, options.checkpoints))
     rows = summarise(read_lines(files) if files else made)
-    print_table([row for row in rows if options.task is None or row["task"] in options.task])
+    rows = [row for row in rows if options.task is None or row["task"] in options.task]
+    if options.markdown:
+        print(markdown(rows))
+    else:
+        show(rows)
     if options.plot is not None:
         draw(rows, options.plot)
 
@@ -625,6 +478,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, help="keep what is compiled in this folder")
     parser.add_argument("--core", type=int, help="pin this process to a core")
     parser.add_argument("--table", action="store_true", help="only print the table of the files")
+    parser.add_argument("--markdown", action="store_true", help="only print the files as tables for a page")
     parser.add_argument("--plot", type=Path, help="only print the table and draw the files to this picture")
     parser.add_argument("--text", default=str(text) if text.is_file() else "stdlib", help="a file, or stdlib")
     parser.add_argument("--images", default=str(images) if images.is_dir() else "digits", help="a folder, or digits")

@@ -26,7 +26,8 @@ from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.errors import ConfigError
 
 import codec_learning
-from codec_learning import Method, Setup, parse_row, read_lines, run_method, summarise
+from codec_learning import Method, Setup, parse_row, run_method
+from codec_table import draw, markdown, read_lines, short_name, summarise
 from federation import (
     ExchangeSettings,
     Federation,
@@ -351,6 +352,50 @@ def test_a_warm_start_is_the_synchronous_checkpoint_and_the_data_that_follows(te
     (kept,) = (tmp_path / "kept").iterdir()
     with np.load(kept) as leaves:
         assert sum(leaf.size for leaf in leaves.values()) == first["parameters"]
+
+
+def test_a_short_name_leaves_out_defaults_but_not_how_much_is_sent() -> None:
+    assert short_name("dct:block=64+topk:density=0.01+int4:block=128") == "dct+topk:density=0.01+int4"
+    assert short_name("int4:block=64;<1024=bf16;*bias=int8:block=256") == "int4:block=64;<1024=bf16;*bias=int8"
+    assert short_name("lowrank:rank=4,width=0") == "lowrank:rank=4"
+    assert short_name("codec=ternary:block=128|every=4|rate=2") == "ternary, every=4"
+    assert short_name("top-1 % sign k=2") == "top-1 % sign k=2"
+
+
+def lines_of_results() -> list[dict[str, Any]]:
+    """Of a synchronous method, one that is as good, one far worse, one that diverged, and a node alone."""
+    setup = Setup(task=codec_learning.TASKS[0])
+    lines = []
+    for row, compression, loss in (
+        ("name=synchronous|kind=synchronous", 1.0, 2.0),
+        ("name=a*b|codec=sign", 233.0, 2.02),
+        ("name=far|codec=int2", 99.0, 3.0),
+        ("name=lost|codec=int8", 31.0, float("nan")),
+        ("name=one node|kind=one node", None, 2.4),
+    ):
+        method = parse_row(row)
+        of_all = {"method": method.name, **method.settings, "rate": setup.rate, "compression": compression}
+        of_all |= {"bytes_up": 0, "bytes_down": 0, "seconds": 1.0}
+        lines += [{**setup.describe(seed), **of_all, "loss": loss + 0.02 * seed} for seed in (0, 1)]
+    return lines
+
+
+def test_a_page_shows_a_table_for_each_comparison_by_rising_compression() -> None:
+    other = [line | {"inner": "muon"} for line in lines_of_results()]
+    first, head, second, _ = markdown(summarise(lines_of_results() + other)).split("\n\n")
+    assert (first, second) == ("**lm, adamw, scratch, 4096 steps**", "**lm, muon, scratch, 4096 steps**")
+    assert head.splitlines()[2:] == [
+        "| synchronous | 1x | 2.0100 ± 0.0141 | +0.00 ± 0.00 % | 2 |",
+        "| lost | 31x | diverged | diverged | 2 |",
+        "| far | 99x | 3.0100 ± 0.0141 | +49.75 ± 0.35 % | 2 |",
+        "| a\\*b | 233x | 2.0300 ± 0.0141 | +1.00 ± 0.01 % | 2 |",
+        "| one node | no bytes | 2.4100 ± 0.0141 | +19.90 ± 0.14 % | 2 |",
+    ]
+
+
+def test_a_plot_holds_what_lies_far_above_and_what_diverged(tmp_path: Path) -> None:
+    draw(summarise(lines_of_results()), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_a_row_says_a_method_and_a_mistake_in_it_is_named() -> None:
