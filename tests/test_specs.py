@@ -18,6 +18,8 @@ from zmqtrain.specs import split_argument
         ("ternary:block=64,fragments=8", "ternary:block=64", 8),
         ("ternary:fragments=8,block=64", "ternary:block=64", 8),
         ("topk:density=0.1+int4:fragments=2;<9=bf16", "topk:density=0.1+int4;<9=bf16", 2),
+        ("ternary;*bias=int8:fragments=4", "ternary;*bias=int8:fragments=4", None),
+        ("topk:fragments=4+int8", "topk:fragments=4+int8", None),
     ],
 )
 def test_an_argument_is_taken_out_of_a_spec_wherever_it_stands(text, rest, value):
@@ -37,5 +39,5 @@ def test_a_codec_that_names_fragments_sets_those_of_the_run():
 
 def test_a_codec_and_a_run_that_name_different_fragments_are_refused():
     assert RunSettings(codec="ternary:fragments=8", fragments=8).fragments == 8
-    with pytest.raises(ConfigError, match="says fragments=8, the setting 4"):
+    with pytest.raises(ConfigError, match="says fragments=8, the setting fragments says 4"):
         RunSettings(codec="ternary:fragments=8", fragments=4)

@@ -56,7 +56,10 @@ class RunSettings:
         codec, fragments = split_argument(self.codec, "fragments")
         if fragments is not None:
             if self.fragments not in (1, fragments):
-                raise ConfigError(f"codec {self.codec!r} says fragments={fragments}, the setting {self.fragments}")
+                raise ConfigError(
+                    f"codec {self.codec!r} says fragments={fragments}, the setting fragments says {self.fragments}: "
+                    "leave one of them out"
+                )
             object.__setattr__(self, "codec", codec)
             object.__setattr__(self, "fragments", fragments)
 

@@ -55,21 +55,26 @@ def format_spec(name: str, arguments: Mapping[str, Number]) -> str:
 def split_argument(text: str, argument: str) -> tuple[str, int | None]:
     """Take one whole-number argument out of a text: return (the text without it, its value or None if it is not there).
 
+    It is looked for in the last member of the first chain ("a+b;c": in b), where an argument for all of it stands:
     "ternary:block=128,fragments=8" and "fragments" give ("ternary:block=128", 8). Raises ConfigError: no whole number.
     """
-    found = re.search(rf"[:,]{argument}=([^,;+]*)", text)
+    chain, semicolon, rest = text.partition(";")
+    start = max((mark.end() for mark in re.finditer(r"\+(?=[a-z])", chain)), default=0)
+    found = re.compile(rf"[:,]{argument}=([^,]*)").search(chain, start)
     if found is None:
         return text, None
     value = int(_read(text, found[0][1:], found[1], 1))
-    before, after = text[: found.start()], text[found.end() :]
+    before, after = chain[: found.start()], chain[found.end() :]
     if found[0].startswith(":") and after.startswith(","):
         after = ":" + after[1:]
-    return before + after, value
+    return before + after + semicolon + rest, value
 
 
 def _read(text: str, piece: str, value: str, default: Number) -> Number:
     kind = "a whole number" if isinstance(default, int) else "a finite number"
     try:
+        if not re.fullmatch(r"[0-9.eE+-]+", value):
+            raise ValueError(value)
         number: Number = int(value) if isinstance(default, int) else float(value)
     except ValueError:
         raise ConfigError(f"{text!r}: {value!r} in {piece!r} is not {kind}") from None

@@ -67,6 +67,12 @@ def test_a_fragment_has_the_codec_of_each_of_its_leaves():
         ("ternary;*bias=momentum+int8", "momentum is for gradients"),
         ("ternary;*bias=int8:fragments=2", "say fragments once"),
         ("", "a codec is one of float32, bf16"),
+        ("ternary;<" + 5000 * "9" + "=bf16", "characters long"),
+        ("ternary;<" + 400 * "9" + "=bf16", "is no size"),
+        ("ternary;<010=bf16", "'<010' is no size"),
+        ("ternary;" + 600 * "[" + "=bf16", "is no pattern"),
+        ("ternary;a\ud800=bf16", "printed"),
+        (";".join(["ternary", *(f"a{number}=sign" for number in range(65))]), "65 overrides"),
     ],
 )
 def test_a_wrong_model_spec_is_refused_with_its_place(spec, place):
@@ -78,6 +84,17 @@ def test_a_pattern_that_no_spec_could_hold_is_refused():
     for pattern in ("a;b", "a=b", "a+b", ""):
         with pytest.raises(ConfigError, match="no pattern"):
             per_leaf(ternary(), {pattern: bf16()})
+
+
+def test_what_no_spec_of_a_run_may_hold_cannot_be_composed_either():
+    for codec in (codec_from_spec("feedback+int8"), codec_from_spec("int8:fragments=4")):
+        with pytest.raises(ConfigError, match=r"for gradients|fragments once"):
+            per_leaf(ternary(), {"*bias": codec})
+
+
+def test_codecs_of_one_name_are_equal_however_they_were_made():
+    assert ternary(64) == codec_from_spec("ternary:block=64") != ternary(32)
+    assert len({ternary(64), ternary(64), ternary(32)}) == 2
 
 
 def test_equal_specs_give_the_same_codec():

@@ -359,3 +359,10 @@ def test_every_member_of_the_family_is_held_to_these_laws():
 def test_a_wrong_spec_is_refused_with_the_place_and_the_choices(spec, place):
     with pytest.raises(ConfigError, match=place):
         codec_from_spec(spec)
+
+
+def test_digits_after_the_last_value_of_a_ternary_slab_must_be_zero():
+    codec, (packed, scales) = encode("ternary", np.ones(3, np.float32))
+    lie = bytes([packed[0] + 3**4])
+    with pytest.raises(CodecError, match="after the last value"):
+        codec.check([lie, scales.tobytes()], 3)

@@ -190,6 +190,24 @@ def test_after_a_replay_the_anchor_is_the_same_and_nothing_is_published_twice(br
     assert not step.any()
 
 
+def test_a_journal_that_cannot_be_read_is_a_checkpoint_error_and_nothing_of_it_is_taken():
+    aggregator = founded()
+    again = restored(aggregator)
+    add(aggregator, 0, 1)
+    add(aggregator, 1, 2)
+    released = release(aggregator, (0, 1), live=1)
+    released.frames[1][0][0] = 1  # a payload of an older version
+    before = [flat.copy() for flat in again.published]
+    with pytest.raises(CheckpointError, match="remove the journal"):
+        again.replay(released)
+    assert again.version == 0 and equal(again.published, before)
+
+
+def test_a_model_larger_than_any_hub_can_hold_is_refused_before_it_is_planned():
+    with pytest.raises(ModelMismatch, match="at most"):
+        Aggregator(RunSettings()).plan((LeafSpec("w", (1 << 20, 1 << 20), "float32"),))
+
+
 def test_a_journal_with_a_gap_is_a_checkpoint_error():
     aggregator = founded()
     again = restored(aggregator)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -146,6 +148,19 @@ def test_an_aggregate_that_cannot_be_read_is_a_codec_error():
         coder.decode_aggregate(message, (), frames)
     with pytest.raises(CodecError):
         coder.decode_aggregate(message, (), [])
+
+
+def test_an_aggregate_of_another_codec_or_of_fragments_that_there_are_not_is_refused():
+    coder = coder_of()
+    message, frames = aggregate_of(coder, 1, (0,))
+    for lie in (
+        replace(message, codec="int8:block=17"),
+        replace(message, fragments=(2,)),
+        replace(message, fragments=(-1,)),
+        replace(message, fragments=(0, 0), frames=(1, 0)),
+    ):
+        with pytest.raises(CodecError, match="an aggregate"):
+            coder.decode_aggregate(lie, (), frames)
 
 
 def test_a_snapshot_is_the_whole_anchor():

@@ -6,7 +6,7 @@
     member   = name [ ":" argument "=" number *( "," argument "=" number ) ]
     `fragments=n` is an argument of every codec: one n-th of the array is sent each time, in turn.
 
-Rule: a codec's `name` is its spec in canonical form, and equal names give the same codec object.
+Rule: a codec's `name` is its spec in canonical form; codecs of one name are equal.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ WRAPPERS: dict[str, Callable[..., Codec]] = {"feedback": error_feedback, "moment
 """What keeps a residual around a codec: for gradients. In a run the residual lives in the model, and needs none."""
 
 _MOST_MEMBERS = 8
+_MOST_OVERRIDES = 64
+_LONGEST_SPEC = 4096
+_LONGEST_OVERRIDE = 512
+"""A spec may come from another machine: reading it, and matching its patterns, must cost next to nothing."""
 
 Made = TypeVar("Made")
 
@@ -176,7 +180,7 @@ class Coding:
         return _of_fragment(self, layout, fragment)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=2048)
 def _of_fragment(coding: Coding, layout: Layout, fragment: int) -> tuple[Codec, ...]:
     return tuple(coding.of(layout.spec[leaf]) for leaf in layout.leaves(fragment))
 
@@ -184,10 +188,16 @@ def _of_fragment(coding: Coding, layout: Layout, fragment: int) -> tuple[Codec, 
 def per_leaf(default: Codec, overrides: Mapping[str, Codec]) -> Coding:
     """Return the coding of a model by the paths of its leaves: the first pattern that fits counts.
 
-    Raises ConfigError for a pattern that cannot be written in a spec.
+    Raises ConfigError for a pattern that cannot be written in a spec (one with ";", "=" or "+": "?" fits those), and
+    for a codec that keeps a residual or takes turns with fragments: in a run the residual lives in the model, and
+    `fragments` is a setting of the run.
     """
+    if len(overrides) > _MOST_OVERRIDES:
+        raise ConfigError(f"{len(overrides)} overrides; at most {_MOST_OVERRIDES} make sense")
     for fits in overrides:
         _check_override(fits)
+    for codec in (default, *overrides.values()):
+        _check_of_a_run(codec)
     return Coding(default, tuple(overrides.items()))
 
 
@@ -197,9 +207,9 @@ def by_size(codec: Codec, small: Codec, values: int = 1024) -> Coding:
 
 
 def _check_override(fits: str) -> None:
-    if not fits or any(mark in fits for mark in ";=+"):
+    if not 0 < len(fits) <= _LONGEST_OVERRIDE or any(mark in fits for mark in ";=+"):
         raise ConfigError(f"{fits!r} is no pattern of a leaf's path, such as '*bias', nor a size, such as '<1024'")
-    if fits.startswith("<") and not (fits[1:].isascii() and fits[1:].isdigit() and int(fits[1:]) > 0):
+    if fits.startswith("<") and not re.fullmatch("<[1-9][0-9]{0,14}", fits):
         raise ConfigError(f"{fits!r} is no size: say for instance '<1024' for leaves of fewer than 1024 values")
 
 
@@ -207,9 +217,10 @@ def _check_override(fits: str) -> None:
 def coding_from_spec(text: str) -> Coding:
     """Return the coding of a model from a spec such as "ternary;<1024=bf16;*embedding=int8:block=64".
 
-    Raises ConfigError as `codec_from_spec` does, and for a codec that keeps a residual or takes turns with fragments:
-    in a run the residual lives in the model, and `fragments` is a setting of the run.
+    Raises ConfigError as `codec_from_spec` and `per_leaf` do, and for a text of more than 4,096 characters.
     """
+    if len(text) > _LONGEST_SPEC or not text.isprintable():
+        raise ConfigError(f"{text[:40]!r}... is {len(text)} characters long, or not all of them can be printed")
     first, *rest = text.split(";")
     overrides: dict[str, Codec] = {}
     for override in rest:
@@ -218,16 +229,13 @@ def coding_from_spec(text: str) -> Coding:
             raise ConfigError(f"{text!r}: cannot read {override!r}: say for instance '*bias=float32' or '<1024=bf16'")
         if fits in overrides:
             raise ConfigError(f"{text!r}: {fits!r} is given twice")
-        _check_override(fits)
-        overrides[fits] = _of_a_run(spec)
-    return per_leaf(_of_a_run(first), overrides)
+        overrides[fits] = codec_from_spec(spec)
+    return per_leaf(codec_from_spec(first), overrides)
 
 
-def _of_a_run(spec: str) -> Codec:
-    codec = codec_from_spec(spec)
+def _check_of_a_run(codec: Codec) -> None:
     for wrapper in WRAPPERS:
         if f"{wrapper}:" in codec.name:
-            raise ConfigError(f"{spec!r}: {wrapper} is for gradients; in a run what was not sent stays in the model")
+            raise ConfigError(f"{codec.name!r}: {wrapper} is for gradients; in a run what is unsent stays in the model")
     if ",fragments=" in codec.name or ":fragments=" in codec.name:
-        raise ConfigError(f"{spec!r}: fragments cannot be a leaf's own; say fragments once, for the whole model")
-    return codec
+        raise ConfigError(f"{codec.name!r}: fragments cannot be a leaf's own; say fragments once, for the whole model")

@@ -78,8 +78,10 @@ class Codec(NamedTuple):
       far as safety goes: their number, lengths and dtypes, the range of codes, indices and scales, values that are
       finite.
     decode_into(buffers, out, add): decode into out, numpy float32[n]; with `add`, onto what is there. The fastest way;
-      the sum may overflow to infinity where both sides are huge. The buffers have passed `check`.
+      the sum may overflow to infinity where both sides are huge, and a -0.0 where nothing was sent may keep its sign.
+      The buffers have passed `check`.
     slab: the most values of one slab.
+    Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
 
@@ -91,6 +93,15 @@ class Codec(NamedTuple):
     check: Callable[[Sequence[Buffer | Array], int], None]
     decode_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], bool], None]
     slab: int = SLAB_VALUES
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and other.name == self.name
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 class Stage(NamedTuple):

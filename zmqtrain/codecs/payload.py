@@ -86,7 +86,7 @@ class PayloadPlan:
     """The frame by the number of its first slab."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def plan_payload(codecs: tuple[Codec, ...], counts: tuple[int, ...]) -> PayloadPlan:
     """Return where every byte of a payload lies. codecs, counts: of each segment; a segment may be empty."""
     slabs: list[Slab] = []
@@ -130,7 +130,8 @@ def encode_payload(
 ) -> tuple[bytearray, ...]:
     """Encode 1-D float32 segments (numpy, or what numpy can view), each with its codec, into frames.
 
-    No values, no frames.  states: as from `initial_states`, changed in place once all is encoded; without them every slab begins afresh.
+    No values, no frames.  states: as from `initial_states`, changed in place once all is encoded; without them every
+    slab begins afresh.
     Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
     """
     arrays = [np.asarray(segment) for segment in segments]

@@ -78,6 +78,9 @@ def ternary(block: int = 128) -> Codec:
         check_scales(scales, _LARGEST_SCALE_BITS, name)
         if np.maximum.reduce(packed) > _LARGEST_BYTE:
             raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
+        width = packed.size
+        if any(packed[place % width] // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
+            raise CodecError(f"{name}: a digit after the last value is not 0")
 
     return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
 

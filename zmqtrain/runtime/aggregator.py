@@ -18,7 +18,7 @@ from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
 from zmqtrain.codecs.codec import SLAB_VALUES, State
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states, payload_size
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
 from zmqtrain.protocol.messages import Publish, Reduce
 from zmqtrain.runtime.delta import (
     DENSE,
@@ -31,9 +31,12 @@ from zmqtrain.runtime.delta import (
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.outer import outer_from_spec
-from zmqtrain.types import Buffer, ModelSpec, Version
+from zmqtrain.types import Buffer, ModelSpec, Version, count_values
 
 __all__ = ["Released", "Aggregator"]
+
+MOST_VALUES = 1 << 33
+"""No larger model is planned for: a founder's claim must not cost the hub seconds."""
 
 Vector = NDArray[np.float32]
 
@@ -70,6 +73,10 @@ class Aggregator:
 
     def plan(self, model: ModelSpec) -> None:
         """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
+        if count_values(model) > MOST_VALUES:
+            raise ModelMismatch(
+                f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
+            )
         self.layout = Layout(model, self.settings.fragments)
 
     def publish_bound(self, publish: Publish) -> int:
@@ -89,6 +96,7 @@ class Aggregator:
         self._begin(decode_snapshot(self.layout, frames), 0)
 
     def _begin(self, flats: Sequence[Vector], version: Version) -> None:
+        flats = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
         self.parameters = [flat.copy() for flat in flats]
         self.published = [flat.copy() for flat in flats]
         self._sums = [np.zeros_like(flat) for flat in flats]
@@ -154,9 +162,17 @@ class Aggregator:
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
         coding = coding_from_spec(released.codec)
+        try:
+            for fragment, frames in zip(released.fragments, released.frames, strict=True):
+                check_payload(coding.of_fragment(self.layout, fragment), frames, self.layout.counts(fragment))
+        except CodecError as error:
+            raise CheckpointError(
+                f"the journal's step to version {released.version} cannot be read ({error}): remove the journal to go "
+                f"on from the checkpoint, at version {self.version}"
+            ) from None
         for fragment, frames in zip(released.fragments, released.frames, strict=True):
             counts = self.layout.counts(fragment)
-            step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts)
+            step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts, checked=True)
             self.published[fragment] += step
             self.parameters[fragment][:] = self.published[fragment]
         self.version = released.version

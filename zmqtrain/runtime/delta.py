@@ -20,7 +20,7 @@ from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spe
 from zmqtrain.codecs.codec import State
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states
-from zmqtrain.errors import NonFiniteDelta
+from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update
@@ -184,7 +184,14 @@ class DeltaCoder:
         self.unacked.pop(sequence, None)
 
     def decode_aggregate(self, aggregate: Aggregate, landed: Sequence[int], frames: Sequence[Buffer]) -> Update:
-        """Decode an aggregate, and this node's part in it. Raises CodecError."""
+        """Decode an aggregate, and this node's part in it. Raises CodecError, also for one that is not of this run."""
+        if aggregate.codec not in (DENSE, self.broadcast_coding.name):
+            text = f"an aggregate is coded as {aggregate.codec!r}; this run's are {self.broadcast_coding.name!r}"
+            raise CodecError(text)
+        if not set(aggregate.fragments) <= set(range(self.layout.fragments)):
+            raise CodecError(f"an aggregate of the fragments {aggregate.fragments}: there are {self.layout.fragments}")
+        if len(set(aggregate.fragments)) < len(aggregate.fragments):
+            raise CodecError(f"an aggregate of the fragments {aggregate.fragments}: one of them comes twice")
         parts: dict[int, Sequence[Array]] = {}
         first = 0
         for fragment, count in zip(aggregate.fragments, aggregate.frames, strict=True):
@@ -221,8 +228,8 @@ class DeltaCoder:
         counts = self.layout.counts(encoded[0].fragment)
         total: Vector | None = None
         for u in encoded:
-            add = total is not None
-            total = decode_payload(self._codecs(u), u.frames, counts, out=total, add=add, checked=True)
+            values = decode_payload(self._codecs(u), u.frames, counts, checked=True)
+            total = values if total is None else np.add(total, values, out=total)
         assert total is not None
         return total
 
