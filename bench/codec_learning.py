@@ -188,6 +188,9 @@ LADDER = (
     "name=1/8 ternary k=4|codec=ternary|every=4|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
     "name=top-2 % sign k=1|codec=topk:density=0.02+sign|every=1|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
     "name=top-1 % sign k=2|codec=topk:density=0.01+sign|every=2|delay=1|rate=2|outer=nesterov:rate=1,momentum=0.3",
+    "name=sign k=6|codec=sign|every=6|delay=1|outer=nesterov:rate=1,momentum=0.5",
+    "name=sign k=20|codec=sign|every=20|delay=2|outer=nesterov:rate=1,momentum=0.5",
+    "name=ternary k=8, averaging|codec=ternary|every=8|delay=2|rate=2",
     "name=ternary k=8, moments|codec=ternary|average_second_moments=8|" + _AT_8,
 )
 """From few bytes to fewest: every setting at the best of the rates and outer steps that were tried on one seed."""
