@@ -441,7 +441,7 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
 
 
 def _seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",")] if "," in text else list(range(int(text)))
+    return [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
 
 
 def _argument(text: str) -> tuple[str, int]:

@@ -197,8 +197,8 @@ def _times(compression: float) -> str:
 
 # ---------------------------------------------------------------------- the plot
 
-HIGHEST_PERCENT = 12.0
-"""Where the loss axis ends: what lies above is drawn at the edge."""
+LOWEST_PERCENT, HIGHEST_PERCENT = -12.0, 45.0
+"""Where the loss axis ends: what lies above is drawn at the edge; bars are cut."""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b04a8a", "#8a6200", "#3b3b3b")
 """Of Okabe and Ito, the light ones darkened, for names are written in them too."""
 _RADII = (7, 12, 18, 26, 36, 48, 62, 78, 96, 116, 140, 170)
@@ -285,11 +285,12 @@ def _draw_points(axis: Any, title: str, points: Sequence[_Point]) -> None:
     best = list(_unbeaten(points))
     axis.plot([point.compression for point in best], [point.percent for point in best], color="0.85", linewidth=3)
     for point in points:
-        bar = point.deviation if point.deviation and not point.above else None
-        mark = {"fmt": "^" if point.above else "o", "markersize": 7 if point.above else 5, "clip_on": False}
-        axis.errorbar(*point.place, yerr=bar, color=point.colour, capsize=2, linewidth=1, zorder=3, **mark)
+        marker, size = ("^", 7) if point.above else ("o", 5)
+        axis.plot(*point.place, marker=marker, markersize=size, color=point.colour, zorder=3, clip_on=False)
+        if point.deviation and not point.above:
+            axis.errorbar(*point.place, yerr=point.deviation, fmt="none", color=point.colour, capsize=2, linewidth=1)
     shown = [edge for p in points if not p.above for edge in (p.percent - p.deviation, p.percent + p.deviation)]
-    low, high = min(0.0, *shown, 0.0), max(1.0, *shown, 1.0)
+    low, high = max(LOWEST_PERCENT, min(0.0, *shown, 0.0)), max(1.0, *shown, 1.0)
     margin = 0.07 * (high - low)
     high = HIGHEST_PERCENT if any(point.above for point in points) else min(high + margin, HIGHEST_PERCENT)
     axis.set_ylim(low - margin, high)
