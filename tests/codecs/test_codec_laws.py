@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
+from slabs import SIZES, raw, slabs
+
 ALONE = ["float32", "bf16", "ternary", "ternary:block=5", "ternary:block=300"]
 DENSE = [*ALONE, "int8", "int8:block=7", "int8s", "int4", "int4:block=9", "int4s", "int2", "int2:block=5"]
 DENSE += ["sign", "sign:block=33"]
@@ -34,7 +36,6 @@ COMPILED = [*ALONE, "topk:density=0.05+float32", "blocktopk:keep=7+int4"]
 COMPILED += ["randomk:density=0.1+int8", "dct:block=16+ternary", *WITH_STATE]
 COMPILED_WHOLE = ["bf16", "ternary:block=300", "dct+blocktopk+int4"]
 MANY_ROUNDS = [*ALONE, *SPARSE, *TURNED[:3], "ternary:block=128,fragments=4"]
-SIZES = [1, 5, 7, 128, 129, 257, 600]
 LARGEST = np.finfo(np.float32).max
 LEAST_BF16 = 2.0**-133
 
@@ -58,35 +59,8 @@ def encode(spec, x):
     return codec, codec.encode(x, codec.init(x.size))[0]
 
 
-def raw(buffers):
-    return [np.asarray(buffer).tobytes() for buffer in buffers]
-
-
 def row_of(tree, row):
     return raw(leaf[row] for leaf in jax.tree.leaves(tree))
-
-
-@st.composite
-def slabs(draw, sizes=SIZES):
-    """Slabs of every nature: normal values, lone giants, denormals, signed zeros, anything finite in float32."""
-    size = draw(st.sampled_from(sizes))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "bits", "sparse", "levels", "denormal", "edges"]))
-    if kind == "bits":
-        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
-        x = np.where(np.isfinite(x), x, np.float32(-0.0))
-    elif kind == "levels":
-        x = rng.integers(-3, 4, size).astype(np.float32)
-    elif kind == "denormal":
-        x = rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
-    elif kind == "edges":
-        x = rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
-    else:
-        x = rng.standard_normal(size).astype(np.float32)
-        x[rng.random(size) < 0.5 * (kind == "sparse")] = 0
-        x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
-        x *= np.float32(2.0 ** draw(st.integers(-95, 95)))
-    return x
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from zmqtrain.codecs import dct as module
 from zmqtrain.codecs.chain import chain
@@ -18,6 +17,8 @@ from zmqtrain.codecs.dct import BLOCKS, dct
 from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int8
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+
+from slabs import slabs
 
 SIZES = [1, 7, 64, 129, 600]
 LARGEST = np.finfo(np.float32).max
@@ -52,28 +53,6 @@ def norms(x, block):
     padded = np.zeros(-(-x.size // block) * block)
     padded[: x.size] = x
     return np.linalg.norm(padded.reshape(-1, block), axis=1)
-
-
-@st.composite
-def slabs(draw, sizes=SIZES):
-    size = draw(st.sampled_from(sizes))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "bits", "sparse", "levels", "denormal", "edges"]))
-    if kind == "bits":
-        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
-        x = np.where(np.isfinite(x), x, np.float32(-0.0))
-    elif kind == "levels":
-        x = rng.integers(-3, 4, size).astype(np.float32)
-    elif kind == "denormal":
-        x = rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
-    elif kind == "edges":
-        x = rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
-    else:
-        x = rng.standard_normal(size).astype(np.float32)
-        x[rng.random(size) < 0.5 * (kind == "sparse")] = 0
-        x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
-        x *= np.float32(2.0 ** draw(st.integers(-95, 95)))
-    return x
 
 
 @cache
@@ -112,7 +91,7 @@ def test_eager_jax_gives_the_same_bits():
 
 @every_block
 @settings(max_examples=30, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 def test_a_block_comes_back_to_within_its_stated_error(block, x):
     x = np.where(np.abs(x) < 2.0**124, x, 0).astype(np.float32)
     stage = dct(block)

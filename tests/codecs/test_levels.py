@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from zmqtrain.codecs.levels import int2, sign
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
+from slabs import raw, slabs
+
 CODECS = {codec.name: codec for codec in [sign(), sign(7), int2(), int2(5)]}
 SIZES = [1, 7, 257, 600]
 LARGEST = np.finfo(np.float32).max
@@ -32,33 +34,9 @@ def in_jax(name):
     return jax.jit(jax.vmap(both))
 
 
-def raw(buffers):
-    return [np.asarray(buffer).tobytes() for buffer in buffers]
-
-
 def blocks_of(codec, x):
     block = int(codec.name.partition("=")[2])
     return [x[start : start + block] for start in range(0, x.size, block)]
-
-
-@st.composite
-def slabs(draw, sizes=SIZES):
-    """Slabs of every nature: normal values, lone giants, denormals, signed zeros, anything finite in float32."""
-    size = draw(st.sampled_from(sizes))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "bits", "levels", "denormal", "edges"]))
-    if kind == "bits":
-        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
-        return np.where(np.isfinite(x), x, np.float32(-0.0))
-    if kind == "levels":
-        return (rng.integers(-15, 16, size) / np.float32(2)).astype(np.float32)
-    if kind == "denormal":
-        return rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
-    if kind == "edges":
-        return rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
-    x = rng.standard_normal(size).astype(np.float32)
-    x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
-    return x * np.float32(2.0 ** draw(st.integers(-95, 95)))
 
 
 @every_codec
@@ -79,7 +57,7 @@ def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_and_valu
 
 @every_codec
 @settings(max_examples=60, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 @example(x=np.array([1.0] + 599 * [2.0**-12], np.float32))
 @example(x=np.array([1.0] + 599 * [0.501 * 2.0**-11], np.float32))
 @example(x=np.array(4 * [2.0**-100] + 596 * [0.0], np.float32))
@@ -98,7 +76,7 @@ def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
 
 @every_sign
 @settings(max_examples=60, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 @example(x=np.array([1.0] + 4095 * [0.501 * 2.0**-11], np.float32))
 @example(x=np.array([1.0] + 4095 * [0.499 * 2.0**-11], np.float32))
 def test_sign_takes_away_the_square_of_the_mean_magnitude(codec, x):

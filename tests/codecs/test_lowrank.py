@@ -15,6 +15,8 @@ from zmqtrain.codecs import lowrank as module
 from zmqtrain.codecs.lowrank import lowrank
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
+from slabs import raw, slabs
+
 MEMBERS = [(4, 0), (1, 0), (3, 100)]
 SIZES = [1, 129, 600]
 LARGEST = np.finfo(np.float32).max
@@ -39,10 +41,6 @@ def jitted_decode(rank, width, count):
     return jax.jit(lambda buffers: lowrank(rank, width).decode(buffers, count))
 
 
-def raw(buffers):
-    return [np.asarray(buffer).tobytes() for buffer in buffers]
-
-
 def norm(x):
     """The Euclidean norm, of values whose squares may be over or under what a float64 holds."""
     largest = np.abs(x).max()
@@ -55,29 +53,6 @@ def matrix_of(spectrum, rows, width, seed=0):
     left, _ = np.linalg.qr(rng.standard_normal((rows, len(spectrum))))
     right, _ = np.linalg.qr(rng.standard_normal((width, len(spectrum))))
     return np.einsum("ik,jk->ij", left * spectrum, right).astype(np.float32)
-
-
-@st.composite
-def slabs(draw, sizes=SIZES):
-    """Slabs of every nature: normal values, lone giants, denormals, signed zeros, anything finite in float32."""
-    size = draw(st.sampled_from(sizes))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "bits", "sparse", "levels", "denormal", "edges"]))
-    if kind == "bits":
-        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
-        x = np.where(np.isfinite(x), x, np.float32(-0.0))
-    elif kind == "levels":
-        x = rng.integers(-3, 4, size).astype(np.float32)
-    elif kind == "denormal":
-        x = rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
-    elif kind == "edges":
-        x = rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
-    else:
-        x = rng.standard_normal(size).astype(np.float32)
-        x[rng.random(size) < 0.5 * (kind == "sparse")] = 0
-        x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
-        x *= np.float32(2.0 ** draw(st.integers(-95, 95)))
-    return x
 
 
 @pytest.mark.parametrize(("rank", "width", "size"), [*((*member, 601) for member in MEMBERS), (4, 0, 1)])
@@ -121,7 +96,7 @@ def test_large_slabs_keep_their_sums_in_range(rank, width, size):
 
 @every_codec
 @settings(max_examples=50, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 @example(x=np.full(600, -LARGEST, np.float32))
 @example(x=np.array([1e38, -1e38, 1.0, 0.0, 1e-38], np.float32))
 @example(x=np.full(129, 1e-42, np.float32))

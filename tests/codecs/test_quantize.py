@@ -14,6 +14,8 @@ from zmqtrain.codecs import quantize
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
+from slabs import raw, slabs
+
 NEAREST = [int8(), int8(7), int4(), int4(5)]
 AT_RANDOM = [int8_stochastic(), int8_stochastic(7), int4_stochastic(), int4_stochastic(5)]
 CODECS = {codec.name: codec for codec in [*NEAREST, *AT_RANDOM]}
@@ -36,10 +38,6 @@ def jitted_decode(name, count):
     return jax.jit(lambda buffers: CODECS[name].decode(buffers, count))
 
 
-def raw(buffers):
-    return [np.asarray(buffer).tobytes() for buffer in buffers]
-
-
 def parts(codec):
     family, _, block = codec.name.partition(":block=")
     return MOST[family], int(block)
@@ -56,29 +54,9 @@ def blocks_of(codec, x):
     return [x[start : start + block] for start in range(0, x.size, block)]
 
 
-@st.composite
-def slabs(draw):
-    """Slabs of every nature: normal values, lone giants, denormals, signed zeros, anything finite in float32."""
-    size = draw(st.sampled_from(SIZES))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "bits", "levels", "denormal", "edges"]))
-    if kind == "bits":
-        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
-        return np.where(np.isfinite(x), x, np.float32(-0.0))
-    if kind == "levels":
-        return (rng.integers(-15, 16, size) / np.float32(2)).astype(np.float32)
-    if kind == "denormal":
-        return rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
-    if kind == "edges":
-        return rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
-    x = rng.standard_normal(size).astype(np.float32)
-    x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
-    return x * np.float32(2.0 ** draw(st.integers(-95, 95)))
-
-
 @every_codec
 @settings(max_examples=30, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 @example(x=np.full(257, LARGEST, np.float32))
 @example(x=np.array([2.0**-100] + 128 * [1e-40], np.float32))
 def test_numpy_and_jitted_jax_give_the_same_bytes_and_values(codec, x):
@@ -101,7 +79,7 @@ def test_slabs_stacked_under_vmap_are_encoded_as_each_alone(codec):
 
 @every_codec
 @settings(max_examples=40, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.array([1e38, -1e38, 1.0, 0.0, 1e-38], np.float32))
 @example(x=np.full(129, 1e-42, np.float32))
@@ -122,7 +100,7 @@ def test_the_error_is_a_part_of_the_scale_and_the_scale_a_part_of_the_largest_va
 
 @every_nearest
 @settings(max_examples=40, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
     error = x.astype(np.float64) - codec.decode(codec.encode(x, ())[0], x.size)
     for before, after in zip(blocks_of(codec, x.astype(np.float64)), blocks_of(codec, error), strict=True):
@@ -132,7 +110,7 @@ def test_something_is_taken_away_from_every_block_that_is_not_zero(codec, x):
 
 @every_nearest
 @settings(max_examples=40, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 def test_few_values_are_coded_in_fewer_calls_to_the_same_bytes(codec, x):
     few = raw(codec.encode(x, ())[0])
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,8 @@ from zmqtrain.codecs.sparsify import blocktopk, magnitude_keys, randomk
 from zmqtrain.codecs.topk import topk
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
+from slabs import slabs
+
 SIZES = [1, 5, 7, 128, 257, 600]
 COMPILED_SIZES = [1, 7, 600]
 LARGEST = np.finfo(np.float32).max
@@ -72,29 +74,6 @@ def raw(*arrays):
 def places_of(stage, buffers, count):
     """Where a stage writes: its backward of ones."""
     return np.flatnonzero(stage.backward(buffers, np.ones(stage.passes(count), np.float32), count))
-
-
-@st.composite
-def slabs(draw, sizes=SIZES):
-    """Slabs of every nature: normal values, lone giants, denormals, signed zeros, many equals, anything finite."""
-    size = draw(st.sampled_from(sizes))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "bits", "sparse", "levels", "denormal", "edges"]))
-    if kind == "bits":
-        x = rng.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
-        x = np.where(np.isfinite(x), x, np.float32(-0.0))
-    elif kind == "levels":
-        x = rng.integers(-3, 4, size).astype(np.float32)
-    elif kind == "denormal":
-        x = rng.integers(0, 2**23, size, dtype=np.uint32).view(np.float32) * np.float32(rng.choice([-1, 1]))
-    elif kind == "edges":
-        x = rng.choice(np.array([2.0**-100, 2.0**-101, 1.99 * 2.0**-101, 1e-45, -0.0, 2.0**-126], np.float32), size)
-    else:
-        x = rng.standard_normal(size).astype(np.float32)
-        x[rng.random(size) < 0.5 * (kind == "sparse")] = 0
-        x[rng.integers(size)] *= np.float32(2.0 ** draw(st.integers(-20, 20)))
-        x *= np.float32(2.0 ** draw(st.integers(-95, 95)))
-    return x
 
 
 @every_stage
@@ -152,7 +131,7 @@ def test_a_chain_gives_the_same_bytes_everywhere_and_adds_just_what_it_decodes(n
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
 @settings(max_examples=40, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
     stage = STAGES[name]
     block = 256 if name.startswith("blocktopk") else x.size
@@ -167,7 +146,7 @@ def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
 @settings(max_examples=40, deadline=None)
-@given(x=slabs())
+@given(x=slabs(SIZES))
 def test_what_is_dropped_is_within_the_stated_bound_and_always_less_than_all(name, x):
     stage = STAGES[name]
     block = 256 if name.startswith("blocktopk") else x.size
