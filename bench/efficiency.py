@@ -421,7 +421,7 @@ class _Node:
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""
         from zmqtrain.runtime.node import connect
-        from zmqtrain.train.loop import DelayedSync
+        from zmqtrain.train.sync import DelayedSync
 
         self.exchange = connect(address, f"pc-{number}")
         self.sync = DelayedSync(self.exchange, self.params, donate=True)

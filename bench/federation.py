@@ -318,7 +318,9 @@ class Federation:
         self.anchor, self.hub = [jnp.array(flat) for flat in flats], [jnp.array(flat) for flat in flats]
         self.momentum = [jnp.zeros_like(flat) for flat in self.hub]
         self.exchanges = self.bytes_up = self.bytes_down = 0
-        _, arguments = parse_spec(settings.outer, OUTER_FAMILIES)
+        family, arguments = parse_spec(settings.outer, OUTER_FAMILIES)
+        if family not in ("sgd", "nesterov"):
+            raise ValueError(f"outer={settings.outer!r}: here the hub steps by sgd or nesterov")
         self._outer = outer_from_spec(settings.outer)
         self._rate, self._mu = np.float32(arguments["rate"]), np.float32(arguments.get("momentum", 0.0))
         self._moves = [
@@ -411,7 +413,7 @@ class Federation:
             pending = np.stack([of_node[f] for of_node in flats]) - published
             mean = mean_over_live(pending.sum(axis=0), len(pending))
             momentum = np.array(self.momentum[f])
-            parameters += self._outer.update(mean, {"momentum": momentum})
+            parameters += self._outer.update(mean, {"momentum": momentum}, turn=True)
             aggregate = parameters - published
             for of_node, own in zip(flats, pending, strict=True):
                 np.add(of_node[f], aggregate - own, out=of_node[f])

@@ -174,8 +174,8 @@ class Trainer:
     """A node's training thread: the steps of `TrainingLoop`, with the exchange or without."""
 
     def __init__(self, node: Any, size: Size) -> None:
-        from zmqtrain.train.loop import DelayedSync
         from zmqtrain.train.step import LocalStep, TrainState
+        from zmqtrain.train.sync import DelayedSync
 
         program = TokenProgram(size)
         self.size, self._make_state, self._generator = size, TrainState, np.random.default_rng(0)

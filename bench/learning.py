@@ -41,6 +41,7 @@ import numpy as np
 
 from zmqtrain import Program, RunSettings, TrainingLoop, connect, load_program
 from zmqtrain.programs import parse_arguments
+from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import Broker
 from zmqtrain.runtime.serve import serve
 from zmqtrain.train.step import LocalStep
@@ -56,6 +57,8 @@ NODES = 4
 ANSWER_SECONDS = 600.0
 
 Scores = dict[str, float]
+Curve = list[tuple[float, float]]
+"""Seconds since the broker began, and the held-out loss of the shared model."""
 Mode = Literal["default", "strict"]
 
 
@@ -221,8 +224,11 @@ class Helper:
         self._process.communicate()
 
 
-def train_apart(settings: RunSettings, step_seconds: float, broker: Helper, nodes: Sequence[Helper]) -> Scores:
-    """Train in a run of its own, a node in each of the processes; return the scores and the figures of one node."""
+def train_apart(
+    settings: RunSettings, step_seconds: float, broker: Helper, nodes: Sequence[Helper]
+) -> tuple[Scores, Curve]:
+    """Train in a run of its own, a node in each of the processes; return the scores and figures of one node, and the
+    scores of the shared model while it went on, if they were asked for."""
     began = time.perf_counter()
     broker.tell(**settings.to_dict())
     address = broker.hear()["address"]
@@ -234,7 +240,7 @@ def train_apart(settings: RunSettings, step_seconds: float, broker: Helper, node
     if max(losses) - min(losses) > 1e-3 * max(losses):
         raise RuntimeError(f"the nodes ended with different parameters: their losses are {losses}")
     figures = {key: statistics.fmean(result[key] for result in results) for key in results[0]}
-    return {**figures, "aggregates": hub["version"], "seconds": time.perf_counter() - began}
+    return {**figures, "aggregates": hub["version"], "seconds": time.perf_counter() - began}, hub["curve"]
 
 
 def be_node(job: dict[str, Any]) -> None:
@@ -257,12 +263,19 @@ def be_node(job: dict[str, Any]) -> None:
 
 
 def be_broker(job: dict[str, Any]) -> None:
-    """Serve a run with these settings until it is over; say the address, and at the end the version."""
+    """Serve a run with these settings until it is over; say the address, and at the end the version and the scores."""
 
     def say_address(broker: Broker) -> None:
         answer({"address": broker.channel.address})
 
-    answer({"version": serve(HERE, RunSettings.from_dict(job), ready=say_address).version})
+    curve: dict[int, tuple[float, float]] = {}
+
+    def note(roster: Roster) -> None:
+        if "loss" in roster.scores:
+            curve.setdefault(roster.score_version, (roster.seconds, roster.scores["loss"]))
+
+    version = serve(HERE, RunSettings.from_dict(job), ready=say_address, watch=note).version
+    answer({"version": version, "curve": sorted(curve.values())})
 
 
 def pace(step_seconds: float) -> Callable[[int, Any], None]:
@@ -297,6 +310,7 @@ class Bench:
 
     def __init__(self, nodes: int, mode: Mode) -> None:
         self.nodes, self.mode = nodes, mode
+        self.curve: Curve = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Bench:
@@ -313,12 +327,14 @@ class Bench:
         self._stack.callback(helper.close)
         return helper
 
-    def train(self, task: Task, method: Method, rate: float, seed: int) -> Scores:
-        """Train once; return the scores, and of a run the figures of one node."""
+    def train(self, task: Task, method: Method, rate: float, seed: int, evaluate_seconds: float = 0.0) -> Scores:
+        """Train once; return the scores, and of a run the figures of one node (`curve` then holds its scores)."""
         if method.settings is not None:
             settings = task.complete(method.settings, rate, seed, self.nodes, self.mode)
+            settings = replace(settings, evaluate_seconds=evaluate_seconds)
             step_seconds = task.step_milliseconds / 1e3 if self.mode == "default" else 0.0
-            return train_apart(settings, step_seconds, self._broker, self._helpers)
+            scores, self.curve = train_apart(settings, step_seconds, self._broker, self._helpers)
+            return scores
         began = time.perf_counter()
         scores = train_here(task, rate, seed, self.nodes if method.together else 1)
         return {**scores, "steps": task.steps, "seconds": time.perf_counter() - began}

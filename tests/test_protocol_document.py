@@ -223,6 +223,7 @@ STIMULI: dict[str, Callable[[Peer], object]] = {
     "silence": lambda peer: peer.tick(100.0),
     "leave": lambda peer: peer.leave("enough"),
     "join": lambda peer: peer.join(MODEL, 1.0),
+    "join a population": lambda peer: peer_of_a_population(peer).join(MODEL, 1.0),
     "resync": lambda peer: peer.resync(),
     "Welcome": lambda peer: peer.receive(Welcome("run", 3, RunSettings().to_dict()), 1.0),
     "Welcome of another run": lambda peer: peer.receive(Welcome("other", 3, RunSettings().to_dict()), 1.0),
@@ -236,6 +237,11 @@ STIMULI: dict[str, Callable[[Peer], object]] = {
     "Aggregate after a gap": lambda peer: peer.receive(Aggregate(2, 9, "float32", (0,), (1,), (64,), (), 1), 1.0),
     "Preempt": lambda peer: peer.receive(Preempt("slow"), 1.0),
 }
+
+
+def peer_of_a_population(peer: Peer) -> Peer:
+    peer.settings = RunSettings(initial="own")
+    return peer
 
 
 def peer_in(state: PeerState) -> Peer:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker import Broker
     from zmqtrain.runtime.node import Node, connect
-    from zmqtrain.train.loop import DelayedSync, TrainingLoop
+    from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
+    from zmqtrain.train.sync import DelayedSync
 
 __all__ = [
     "connect",
@@ -37,7 +38,7 @@ _HOMES = {
     "connect": "zmqtrain.runtime.node",
     "Node": "zmqtrain.runtime.node",
     "Broker": "zmqtrain.runtime.broker",
-    "DelayedSync": "zmqtrain.train.loop",
+    "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "Program": "zmqtrain.train.program",
     "load_program": "zmqtrain.programs",

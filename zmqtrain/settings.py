@@ -34,9 +34,41 @@ class RunSettings:
     fragments: int = 1
     """Each exchange carries one of so many parts of the model, in turn."""
     release: str = "quorum"
-    """When an aggregate is due: "all", "quorum:count=0,grace=0.5" (0: half of the live nodes), "immediately"."""
+    """When an aggregate is due: "all", "quorum" (half of the live nodes, and a grace that follows from how late the
+    others come), "immediately", "count:contributions=3", "time:seconds=0.2", "bounded:staleness=4" (the fastest node
+    waits when it is more than so many exchanges ahead of the slowest; 0: for all, each time)."""
+    aggregate: str = "mean"
+    """What becomes of a round's deltas: "mean", "weighted" (by samples), "trimmed:share=0.25", "median", "majority" (of
+    signs), "clipped:factor=2" (norms, to so many times the median norm)."""
+    selection: str = "all"
+    """Which deltas count, by their nodes' scores: "all", "best:count=2", "better" (than the shared model), "healthy:
+    factor=1.1" (scores up to so many times the median), "score:temperature=1" (weights)."""
+    staleness: str = "constant"
+    """What a delta weighs that comes late: "constant", "polynomial:power=0.5", "compensation:strength=0.1"."""
+    max_staleness: int = 0
+    """A delta that is based on an aggregate more than so many versions old is too stale; 0: none is."""
+    stale: Literal["return", "drop"] = "return"
+    """What becomes of a delta that is too stale: it returns to what its node has pending, or it is dropped."""
     outer: str = "nesterov:rate=0.8,momentum=0.5"
     """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging."""
+    elastic: float = 1.0
+    """The share of what is pending that a node offers: under 1, nodes keep parameters of their own around the shared
+    ones (elastic averaging)."""
+    initial: Literal["founder", "best", "mean", "own"] = "founder"
+    """Whose parameters the run begins with: the first node's; the best-scored of nodes that have trained apart for a
+    while; the mean of all; or each node keeps its own, exchanging by score until all descend from one."""
+    apart_steps: int = 64
+    """How many steps nodes train apart before they are compared (initial best and own)."""
+    preemption: str = "score:patience=4,margin=0.05"
+    """While each node keeps its own parameters (initial own): one whose score was worse than the best's by this share
+    so many times in a row adopts the best's parameters."""
+    fresh_moments: bool = False
+    """Who adopts another node's initial parameters begins a fresh optimizer state, and does not take over its."""
+    local_updates: Literal["fixed", "dynamic"] = "fixed"
+    """dynamic: a slower node makes fewer steps between its offers, so that all offer at about the same time."""
+    minibatch: str = "fixed:batches=1"
+    """What one step is made of: "fixed:batches=4" (gradients of so many batches, summed), or "timed:seconds=0.3,
+    partitions=8" (of as many parts of batches as there is time for)."""
     mode: Literal["default", "strict"] = "default"
     """strict: aggregates are applied at exactly k+d steps, waiting if need be; same seeds, same bits."""
     seed: int = 0
@@ -72,6 +104,18 @@ class RunSettings:
         for name in ("delay", "units", "evaluate_seconds", "seed"):
             at_least(name, 0)
         at_least("heartbeat_seconds", 0.01)
+        at_least("max_staleness", 0)
+        at_least("apart_steps", 1)
+        if not 0 < self.elastic <= 1:
+            raise ConfigError(f"elastic is a share, in 0 < elastic <= 1, got {self.elastic:g}")
+        choices = {
+            "stale": ("return", "drop"),
+            "initial": ("founder", "best", "mean", "own"),
+            "local_updates": ("fixed", "dynamic"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.lost_seconds < 2 * self.heartbeat_seconds:
             raise ConfigError(
                 f"lost_seconds ({self.lost_seconds:g}) must be at least twice heartbeat_seconds "
@@ -84,11 +128,21 @@ class RunSettings:
                 f'mode "strict" needs release "all" (bit-identical runs wait for every node), got {self.release!r}; '
                 "say --release all"
             )
+        if self.mode == "strict" and (self.local_updates == "dynamic" or self.minibatch.startswith("timed")):
+            raise ConfigError(
+                'mode "strict" makes the same bits again, and what depends on the speed of nodes does not: say '
+                "--local-updates fixed, and a fixed minibatch"
+            )
         if self.mode == "strict" and self.units % self.start_nodes:
             raise ConfigError(
                 f'mode "strict" needs the same number of data units for each node: units ({self.units}) must be a '
                 f"multiple of start_nodes ({self.start_nodes})"
             )
+
+    @property
+    def waits(self) -> bool:
+        """Whether nodes wait, d steps after an offer, until it has landed."""
+        return self.mode == "strict" or self.release.partition(":")[0] == "bounded"
 
     @property
     def offers_in_flight(self) -> int:

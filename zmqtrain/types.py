@@ -7,6 +7,8 @@ fragment carries (flat float32), a *frame* at most `MAX_FRAME_BYTES` of encoded 
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,6 +24,8 @@ __all__ = [
     "Buffer",
     "Array",
     "MAX_FRAME_BYTES",
+    "LOCAL_UNITS",
+    "first_local_unit",
     "Lane",
     "LeafSpec",
     "ModelSpec",
@@ -31,6 +35,7 @@ __all__ = [
     "Update",
     "Layout",
     "ExchangeStatistics",
+    "Clock",
     "Exchange",
     "Channel",
     "HubChannel",
@@ -51,6 +56,15 @@ Array = Any
 
 MAX_FRAME_BYTES = 1 << 20
 """No payload frame is larger; a chunk on the wire is a small head and one such frame."""
+
+
+LOCAL_UNITS = 1 << 40
+"""Data units that no hub dealt, but a node draws for itself, are numbered from here, each node in its own range."""
+
+
+def first_local_unit(name: str) -> int:
+    """Return where the range of local units begins that belongs to this name (or peer id)."""
+    return LOCAL_UNITS + (zlib.crc32(name.encode()) << 24)
 
 
 class Lane(IntEnum):
@@ -107,8 +121,8 @@ class Offer:
 
     segments: the pending progress of one fragment, one flat float32 array per leaf that the fragment touches (numpy or
     jax); nobody writes into them again.  samples, steps: the work since the last accepted offer.
-    score: the local loss, a float or a device scalar.  applied: the sequences whose landing has been applied since the
-    last offer.  dense: send uncompressed, to drain what is pending.
+    scores: the losses of the steps since then, floats or device scalars.  applied: the sequences whose landing has been
+    applied since the last offer.  dense: send uncompressed, to drain what is pending.
     """
 
     sequence: int
@@ -116,7 +130,7 @@ class Offer:
     segments: Sequence[Array]
     samples: int
     steps: int
-    score: Any = None
+    scores: tuple[Any, ...] = ()
     applied: tuple[int, ...] = ()
     dense: bool = False
 
@@ -129,7 +143,9 @@ class Update:
     own: per fragment the segments of the sum of this node's D(u) that landed, to be taken from pending.
     anchor: None, or every leaf of the model (a snapshot replaces the anchor; then `aggregate` is empty).
     landed: the sequences of this node's offers that `own` holds.
-    reset: drop what is pending (the node was preempted); only with an anchor.
+    reset: drop what is pending, and go on from the anchor (the node was preempted); only with an anchor.
+    keep: go on from the own parameters, whatever the anchor is: all that they differ from it is pending.
+    moments: the optimizer state that came with the anchor, as float32 values laid end to end, in one array or several.
     """
 
     version: Version
@@ -138,10 +154,15 @@ class Update:
     landed: tuple[int, ...] = ()
     anchor: Sequence[Array] | None = None
     reset: bool = False
+    keep: bool = False
+    moments: Sequence[Array] | None = None
 
 
 class Layout(Protocol):
     """How a model is cut in fragments: the same on the hub and on every node, so that no index travels."""
+
+    def __hash__(self) -> int:
+        """Equal cuts have equal hashes: what is compiled for one serves the others."""
 
     @property
     def fragments(self) -> int:
@@ -172,11 +193,25 @@ class ExchangeStatistics:
     round_trip_seconds: float | None
 
 
+class Clock(Protocol):
+    """Where time comes from: the module `time`, or a simulator's virtual clock."""
+
+    def monotonic(self) -> float:
+        """Return the time in seconds; it never goes back."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Let so much time pass."""
+
+
 class Exchange(Protocol):
     """The loop's only view of other nodes: the hub, an allreduce and a parameter server are each one of these.
 
     All of it is called by the training thread, and never waits, except `join` and `wait_update`.
     """
+
+    @property
+    def clock(self) -> Clock:
+        """The time that this exchange lives in."""
 
     @property
     def settings(self) -> RunSettings:
@@ -194,11 +229,34 @@ class Exchange(Protocol):
     def reachable(self) -> bool:
         """False while there is nobody to exchange with (training goes on alone)."""
 
-    def join(self, model: ModelSpec, leaves: Sequence[Array]) -> Update | None:
-        """Join the run with this model. Return the run's parameters (an update with an anchor), None for the founder.
+    @property
+    def name(self) -> str:
+        """What people call this node; no two nodes of a run should have the same."""
 
-        leaves: this node's own parameters as float32 numpy arrays, used if it founds the run.
+    @property
+    def founded(self) -> bool:
+        """False while the run has no shared parameters yet, as far as this node knows."""
+
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Array], *, score: Score = math.nan, moments: Sequence[Array] = ()
+    ) -> Update | None:
+        """Join the run with this model. Return the run's parameters (an update with an anchor), None if this node goes
+        on from its own: it has founded the run, or is one of a population whose run is not founded yet.
+
+        leaves: this node's own parameters as float32 numpy arrays, used if it founds the run.  score: theirs, on
+        training data that was held out (NaN: not known).  moments: the state of its optimizer as float32 arrays, for
+        who adopts its parameters.
         """
+
+    def compare(self, score: Score) -> None:
+        """Say how this node's own parameters score now, in a population whose run is not founded yet."""
+
+    @property
+    def wanted(self) -> bool:
+        """True while the others of a population wait for this node's parameters: answer with `lend`."""
+
+    def lend(self, leaves: Sequence[Array], moments: Sequence[Array] = ()) -> None:
+        """Give what is wanted: parameters and optimizer state as they are now, as for `join`."""
 
     def next_fragment(self) -> int | None:
         """Return the fragment that the next offer should carry, or None when an offer would be refused now."""
@@ -210,7 +268,7 @@ class Exchange(Protocol):
         *,
         samples: int,
         steps: int,
-        score: Any = None,
+        scores: tuple[Any, ...] = (),
         dense: bool = False,
     ) -> int | None:
         """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
@@ -235,6 +293,9 @@ class Exchange(Protocol):
 
         True at once while the run goes on (this node leaves early), or when there is nobody to ask.
         """
+
+    def pace(self) -> tuple[float, Sequence[float]]:
+        """Return the samples per second of this node and of all live ones, as last reported (NaN: not known)."""
 
     def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
         """Say how training goes, for whoever watches. loss may be a device scalar: nobody waits for it."""

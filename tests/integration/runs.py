@@ -18,7 +18,7 @@ import numpy as np
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.runtime.serve import BrokerThread
 from zmqtrain.settings import RunSettings
-from zmqtrain.train.loop import DelayedSync
+from zmqtrain.train.sync import DelayedSync
 
 TARGET = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
 STEPS_PER_UNIT = 8

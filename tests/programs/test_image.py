@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ import optax
 import pytest
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.programs.datasets import load_image_folder
 from zmqtrain.programs.image import ImageProgram, class_logits
+from zmqtrain.train.program import score_of
 
 TINY = {"width": 4, "batch": 8, "batches_per_unit": 2, "rate": 1e-2}
 
@@ -55,23 +59,24 @@ def program(image_folder):
 
 
 def test_an_epoch_deals_each_image_at_most_once_and_only_training_images(program):
-    assert program.units_per_epoch == 99 // 16
+    assert program.units_per_epoch == 96 // 16
     for epoch in (0, 1, 5):
         dealt = numbers_of(program, epoch)
         assert len(dealt) == len(set(dealt)) == 96
-        assert set(dealt) <= set(range(99))
+        assert set(dealt) <= set(range(96))  # the last 3 of 99 are the score's
 
 
 def test_a_unit_that_divides_the_data_deals_every_image(image_folder):
-    program = ImageProgram(data=str(image_folder), **TINY | {"batch": 11, "batches_per_unit": 3})
-    assert sorted(numbers_of(program, 2)) == list(range(99))
+    program = ImageProgram(data=str(image_folder), **TINY | {"batch": 12, "batches_per_unit": 4})
+    assert sorted(numbers_of(program, 2)) == list(range(96))
 
 
 def test_each_epoch_and_each_seed_has_an_order_of_its_own(image_folder, program):
     other = ImageProgram(data=str(image_folder), **TINY, seed=1)
     orders = [numbers_of(program, 0), numbers_of(program, 1), numbers_of(other, 0)]
     assert len({tuple(order) for order in orders}) == 3
-    assert len({frozenset(numbers_of(program, epoch)) for epoch in range(5)}) > 1
+    uneven = ImageProgram(data=str(image_folder), **TINY | {"batch": 9})  # a unit of 18: 6 of 96 are left out
+    assert len({frozenset(numbers_of(uneven, epoch)) for epoch in range(5)}) > 1
 
 
 def test_a_unit_holds_the_same_batches_whoever_asks(image_folder, program):
@@ -139,6 +144,31 @@ def test_the_evaluation_counts_every_held_out_image_once_in_chunks(image_folder,
     assert program.evaluate(jax.tree.map(np.asarray, program.init(0))) == whole
 
 
+def test_the_score_is_the_loss_on_the_training_images_that_no_unit_holds(program):
+    images, params = load_image_folder(program.data), program.init(0)
+    spared = {"image": images.training_images[96:], "label": images.training_labels[96:]}
+    expected = program.loss(params, spared)
+    assert score_of(program, params) == pytest.approx(float(expected), rel=1e-5)
+    assert program.score(params) == program.score(jax.tree.map(np.asarray, params))
+
+
+def test_the_score_falls_with_training(program):
+    ((params, _),) = train(program, 3)
+    assert score_of(program, params) < 0.8 * score_of(program, program.init(0))
+
+
+def test_no_more_than_256_images_are_set_aside_and_of_few_none(tmp_path, write_idx):
+    for count, spared in ((12_000, 256), (100, 2), (30, 0)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        images = np.random.default_rng(0).integers(0, 255, (count, 2, 2), dtype=np.uint8)
+        write_idx(folder / "t10k-images-idx3-ubyte", images)
+        write_idx(folder / "t10k-labels-idx1-ubyte", (np.arange(count) % 3).astype(np.uint8))
+        program = ImageProgram(data=str(folder), width=1, batch=1, batches_per_unit=1)
+        assert program.units_per_epoch == count - count // 10 - spared
+        assert isnan(score_of(program, program.init(0))) is (spared == 0)
+
+
 def test_only_weights_decay(program):
     optimizer = program.optimizer()
     params = jax.tree.map(jnp.ones_like, program.init(0))
@@ -149,7 +179,7 @@ def test_only_weights_decay(program):
 
 
 def test_units_larger_than_the_data_are_refused(image_folder):
-    with pytest.raises(ConfigError, match=r"batch=64 times batches_per_unit=2 makes 128 images a unit, but .* has 99"):
+    with pytest.raises(ConfigError, match=r"batch=64 times batches_per_unit=2 makes 128 images a unit, but .* has 96"):
         ImageProgram(data=str(image_folder), **TINY | {"batch": 64})
 
 

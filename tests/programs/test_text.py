@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from math import log
+from math import isnan, log
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import pytest
 
 from zmqtrain.errors import ConfigError, DataError
 from zmqtrain.programs.text import TextProgram, next_byte_logits
+from zmqtrain.train.program import score_of
 
 TINY = {
     "width": 16,
@@ -87,7 +88,7 @@ def test_a_unit_holds_the_same_batches_whoever_asks(text_file, program):
 
 
 def test_every_batch_has_one_shape_and_comes_from_the_training_text(text_file, program):
-    training = text_file.read_bytes()[:4500]
+    training = text_file.read_bytes()[:4430]  # the last 70 are the score's
     for unit in (0, 1, 10**9):
         batches = list(program.batches(unit))
         assert [(batch["text"].shape, batch["text"].dtype.name) for batch in batches] == [((4, 17), "uint8")] * 3
@@ -148,6 +149,33 @@ def test_the_evaluation_is_the_same_every_time_and_for_every_batch_size(text_fil
 def test_equal_logits_score_eight_bits_per_byte(program):
     nothing = jax.tree.map(jnp.zeros_like, program.init(0))
     assert program.evaluate(nothing)["bits_per_byte"] == pytest.approx(8, abs=1e-4)
+
+
+def test_no_window_reaches_into_what_is_set_aside_for_the_score(tmp_path):
+    content = np.repeat([0, 1, 2], [9216 - 144, 144, 1024]).astype(np.uint8)  # units, score, held out
+    (tmp_path / "text").write_bytes(content.tobytes())
+    program = TextProgram(data=str(tmp_path / "text"), **TINY | {"batch": 256, "batches_per_unit": 64})
+    windows = np.concatenate([batch["text"] for batch in program.batches(0)])
+    assert set(np.unique(windows)) == {0}
+    nothing = jax.tree.map(jnp.zeros_like, program.init(0))
+    params = nothing | {"embedding": nothing["embedding"].at[1, 0].set(9.0), "norm": nothing["norm"] + 1}
+    assert score_of(program, params) < 1e-3 < program.evaluate(params)["loss"]  # after 1 comes 1
+
+
+def test_the_score_is_the_same_every_time_and_falls_with_training(text_file, program):
+    fresh = program.init(0)
+    assert program.score(fresh) == program.score(jax.tree.map(np.asarray, fresh))
+    assert program.score(fresh) == TextProgram(data=str(text_file), **TINY | {"batch": 9}).score(fresh)
+    ((params, _),) = train(program, 30)
+    assert score_of(program, params) < 0.8 * score_of(program, fresh)
+
+
+def test_a_text_too_short_to_spare_a_few_windows_has_no_score(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(250)) * 16)  # 3,600 to train on: 56 are less than 4 windows of 16
+    program = TextProgram(data=str(tmp_path / "text"), **TINY | {"batch": 256, "batches_per_unit": 256})
+    assert program.score(program.init(0)) is None and isnan(score_of(program, program.init(0)))
+    windows = np.concatenate([batch["text"] for batch in program.batches(0)])
+    assert any(window.tobytes() == program._text.training[-17:].tobytes() for window in windows)
 
 
 def test_the_rate_warms_up_over_the_optimizers_own_steps_and_then_stays(program):

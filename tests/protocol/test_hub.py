@@ -15,6 +15,7 @@ from zmqtrain.protocol.messages import (
     Aggregate,
     Broadcast,
     Chunk,
+    Contribution,
     Credit,
     Disconnect,
     Expect,
@@ -82,6 +83,10 @@ def publish(sequence, transfer=None, **changes):
     return replace(Publish(transfer, sequence, 0, 0, "ternary:block=128", (64,), 8, 8, nan), **changes)
 
 
+def contribution(peer, sequence, staleness=0):
+    return Contribution(peer, sequence, 0, 8, nan, 0, staleness)
+
+
 def join(hub, peer, model=MODEL, now=0.0):
     hub.receive(peer, Hello(peer), now)
     return hub.receive(peer, Fetch(-1, model_to_wire(model)), now)
@@ -126,6 +131,9 @@ def in_state(state):
         join(hub, "x")
     elif state is MemberState.LIVE:
         hub = live_hub("b", "x")
+    elif state in (MemberState.APART, MemberState.LENDING):
+        hub = hub_of(initial="own", start_nodes=2 if state is MemberState.APART else 1)
+        join(hub, "x")
     else:
         hub = live_hub("b")
         hub.receive("x", Hello("x", "observer" if state is MemberState.OBSERVER else "node"), 0.0)
@@ -398,8 +406,9 @@ def test_a_publish_is_expected_accumulated_and_released():
     hub = live_hub("a", "b")
     first = publish(0)
     assert hub.receive("a", first, 0.0) == [Expect("a", first)]
-    reduce = Reduce(version=1, fragments=(0,), landed=(("a", 0),), live=2, samples=8, dense=False)
+    reduce = Reduce(version=1, fragments=(0,), contributions=(contribution("a", 0),), live=2, dense=False)
     assert hub.received("a", 100, 0.0) == [Accumulate("a", first), reduce]
+    assert (reduce.landed, reduce.samples) == ((("a", 0),), 8)
     assert (hub.version, hub.samples, hub.contributions) == (1, 8, 1)
     assert hub.received("a", 100, 0.0) == []
 
@@ -461,7 +470,7 @@ def test_the_release_carries_the_union_of_the_accepted_fragments():
 
 
 def test_the_mean_is_over_the_live_nodes_and_those_that_have_contributed():
-    hub = live_hub("a", "b", "c", release="quorum:count=3,grace=0.5,patience=5")
+    hub = live_hub("a", "b", "c", release="quorum:count=3,share=0.5,patience=5")
     contribute(hub, "a", 0)
     hub.gone("a", "", 0.0)
     assert of(Reduce, contribute(hub, "b", 0)) == []
@@ -475,7 +484,7 @@ def test_in_a_round_of_all_each_node_has_one_and_the_order_is_stated():
     assert contribute(hub, "a", 0) == [
         Accumulate("a", publish(0)),
         Accumulate("b", publish(0)),
-        Reduce(1, (0,), (("a", 0), ("b", 0)), 2, 16, False),
+        Reduce(1, (0,), (contribution("a", 0), contribution("b", 0)), 2, False),
     ]
     assert [r.landed for r in of(Reduce, contribute(hub, "a", 1))] == [(("a", 1), ("b", 1))]
 
@@ -500,7 +509,7 @@ def test_a_round_does_not_wait_for_a_node_that_is_gone_or_has_no_data(end):
 
 
 def test_time_alone_closes_a_round_below_its_quorum():
-    hub = live_hub("a", "b", "c", release="quorum:count=2,grace=0.5,patience=2")
+    hub = live_hub("a", "b", "c", release="quorum:count=2,share=0.5,patience=2")
     contribute(hub, "a", 0, now=1.0)
     assert of(Reduce, hub.tick(2.9)) == []
     assert of(Reduce, hub.tick(3.0))[0].live == 3

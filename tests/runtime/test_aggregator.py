@@ -9,7 +9,7 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
-from zmqtrain.protocol.messages import Publish, Reduce
+from zmqtrain.protocol.messages import Contribution, Publish, Reduce, Snapshot
 from zmqtrain.runtime.aggregator import Aggregator
 from zmqtrain.runtime.delta import cut, decode_snapshot, encode_snapshot
 from zmqtrain.settings import RunSettings
@@ -24,11 +24,16 @@ def random_flats(seed, fragments=2, scale=1.0):
     return [random.standard_normal(size).astype(np.float32) * np.float32(scale) for size in sizes]
 
 
-def founded(codec="float32", broadcast="float32", outer="sgd:rate=1", fragments=2):
-    aggregator = Aggregator(RunSettings(codec=codec, broadcast_codec=broadcast, outer=outer, fragments=fragments))
+def announced(frames):
+    return Snapshot(1, 0, tuple(len(frame) for frame in frames))
+
+
+def founded(codec="float32", broadcast="float32", outer="sgd:rate=1", fragments=2, **settings):
+    settings = {"broadcast_codec": broadcast, "outer": outer, "fragments": fragments} | settings
+    aggregator = Aggregator(RunSettings(codec=codec, **settings))
     aggregator.plan(MODEL)
     frames = encode_snapshot(aggregator.layout, random_flats(0, fragments))
-    aggregator.check_snapshot(frames)
+    aggregator.check_snapshot(announced(frames), frames)
     aggregator.found(frames)
     return aggregator
 
@@ -37,18 +42,27 @@ def codecs_of(aggregator, codec, fragment):
     return coding_from_spec(codec).of_fragment(aggregator.layout, fragment)
 
 
-def add(aggregator, fragment, seed, codec="float32"):
-    u = random_flats(seed, aggregator.settings.fragments, 0.1)[fragment]
+def come(aggregator):
+    return vars(aggregator).setdefault("come", [])
+
+
+def add(aggregator, fragment, seed, codec="float32", *, scale=0.1, score=0.5, samples=8, base=0, too_stale=False):
+    u = random_flats(seed, aggregator.settings.fragments, scale)[fragment]
     frames = encode_payload(codecs_of(aggregator, codec, fragment), cut(u, aggregator.layout.counts(fragment)))
-    publish = Publish(1, 1, 0, fragment, codec, tuple(len(f) for f in frames), 8, 8, 0.5)
+    sequence = len(come(aggregator))
+    publish = Publish(1, sequence, base, fragment, codec, tuple(len(f) for f in frames), samples, 8, score)
     assert sum(publish.sizes) <= aggregator.publish_bound(publish)
     aggregator.check(publish, frames)
-    aggregator.accumulate(publish, frames)
+    aggregator.accumulate("a", publish, frames)
+    staleness = aggregator.version - base
+    come(aggregator).append(Contribution("a", sequence, fragment, samples, score, base, staleness, too_stale))
     return decode_payload(codecs_of(aggregator, codec, fragment), frames, aggregator.layout.counts(fragment))
 
 
 def release(aggregator, fragments, live, dense=False):
-    return aggregator.release(Reduce(aggregator.version + 1, fragments, (), live, 8, dense))
+    contributions = tuple(come(aggregator))
+    come(aggregator).clear()
+    return aggregator.release(Reduce(aggregator.version + 1, fragments, contributions, live, dense))
 
 
 def step_of(aggregator, released, fragment):
@@ -122,7 +136,7 @@ def test_a_publish_whose_bytes_were_changed_is_refused_before_any_of_it_counts()
     with pytest.raises(CodecError):
         aggregator.check(Publish(1, 1, 0, 0, "float32", (), 8, 8, 0.5), frames)
     with pytest.raises(CodecError):
-        aggregator.check_snapshot(frames)
+        aggregator.check_snapshot(announced(frames), frames)
 
 
 def test_a_sum_that_overflows_is_not_used():
@@ -130,7 +144,7 @@ def test_a_sum_that_overflows_is_not_used():
     for _ in range(2):
         huge = [np.full(count, 3e38, np.float32) for count in aggregator.layout.counts(0)]
         frames = encode_payload(codecs_of(aggregator, "float32", 0), huge)
-        aggregator.accumulate(Publish(1, 1, 0, 0, "float32", (), 8, 8, 0.5), frames)
+        aggregator.accumulate("a", Publish(1, 1, 0, 0, "float32", (), 8, 8, 0.5), frames)
     u = add(aggregator, 1, 1)
     assert release(aggregator, (0, 1), live=1).overflowed == (0,)
     assert np.array_equal(aggregator.parameters[0], random_flats(0)[0])
@@ -225,3 +239,86 @@ def test_a_checkpoint_that_lacks_an_array_is_told_which(damage):
         arrays["outer.momentum/layer/b"] = array[:5] if damage == "shape" else array.astype(np.float64)
     with pytest.raises(CheckpointError, match=r"no outer\.momentum of layer/b bfloat16\[10\]"):
         aggregator.restore(0, arrays)
+
+
+# ---------------------------------------------------------------------- rules that look at a whole round
+
+
+def moved(aggregator, live, fragments=(0,)):
+    before = [flat.copy() for flat in aggregator.parameters]
+    release(aggregator, fragments, live)
+    return [after - flat for after, flat in zip(aggregator.parameters, before, strict=True)]
+
+
+def test_a_round_that_is_held_and_weighs_all_alike_makes_the_same_step_as_one_that_is_added_at_once():
+    streamed, held = founded(), founded(staleness="polynomial:power=0.5")
+    assert held.holds and not streamed.holds
+    for seed in (1, 2, 3):
+        add(streamed, 0, seed), add(held, 0, seed)
+    for mine, theirs in zip(moved(held, 4), moved(streamed, 4), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_who_is_not_selected_counts_nothing_and_the_rest_count_for_it():
+    aggregator = founded(selection="healthy:factor=1.1")
+    good = [add(aggregator, 0, seed, score=1.0) for seed in (1, 2, 3)]
+    add(aggregator, 0, 4, score=5.0, scale=10.0)
+    np.testing.assert_allclose(moved(aggregator, 4)[0], np.mean(good, axis=0), rtol=0, atol=1e-6)
+
+
+def test_weighted_weighs_by_samples():
+    aggregator = founded(aggregate="weighted")
+    few, many = add(aggregator, 0, 1, samples=1), add(aggregator, 0, 2, samples=3)
+    np.testing.assert_allclose(moved(aggregator, 2)[0], (few + 3 * many) / 4, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:share=0.34", "clipped:factor=2"])
+def test_one_hostile_delta_moves_a_robust_aggregate_no_further_than_the_others_do(rule):
+    aggregator = founded(aggregate=rule)
+    good = [add(aggregator, 0, seed) for seed in (1, 2)]
+    add(aggregator, 0, 3, scale=1e20)
+    step = moved(aggregator, 3)[0]
+    assert np.linalg.norm(step) <= 2 * max(np.linalg.norm(u) for u in good)
+
+
+def test_a_late_delta_is_damped_by_its_own_staleness_alone():
+    aggregator = founded(staleness="polynomial:power=1")
+    for _ in range(3):
+        add(aggregator, 0, 9), release(aggregator, (0,), 1)
+    fresh, late = add(aggregator, 0, 1, base=3), add(aggregator, 0, 2, base=0)
+    np.testing.assert_allclose(moved(aggregator, 2)[0], (fresh + late / 4) / 2, rtol=0, atol=1e-6)
+
+
+def test_what_is_too_stale_lands_and_counts_nothing_where_the_run_drops_it():
+    aggregator = founded(max_staleness=1, stale="drop")
+    fresh = add(aggregator, 0, 1)
+    add(aggregator, 0, 2, too_stale=True)
+    np.testing.assert_allclose(moved(aggregator, 2)[0], fresh / 2, rtol=0, atol=1e-6)
+    add(aggregator, 0, 3, too_stale=True)
+    assert not moved(aggregator, 2)[0].any()
+
+
+def test_a_compensated_delta_is_corrected_by_what_was_published_since_its_base():
+    aggregator = founded(staleness="compensation:strength=0.5,versions=4")
+    first = add(aggregator, 0, 1)
+    release(aggregator, (0,), 1)
+    again = add(aggregator, 0, 1, base=0)  # the very way the shared parameters have gone meanwhile
+    step = moved(aggregator, 1)[0]
+    assert 0 < np.vdot(step, again) < np.vdot(again, again) and np.vdot(first, first) > 0
+    fresh = add(aggregator, 0, 1, base=2)
+    np.testing.assert_allclose(moved(aggregator, 1)[0], fresh, rtol=0, atol=1e-6)
+
+
+def test_momentum_that_is_delayed_moves_when_contributions_of_the_whole_federation_have_come():
+    delayed, at_once = (
+        founded(outer=outer) for outer in ("delayed_nesterov:rate=1,momentum=0.5", "nesterov:rate=1,momentum=0.5")
+    )
+    start = [flat.copy() for flat in delayed.parameters]
+    for turn in range(3):
+        for node in range(4):
+            add(delayed, 0, 10 * turn + node)
+            release(delayed, (0,), 4)
+            add(at_once, 0, 10 * turn + node)
+        release(at_once, (0,), 4)
+        np.testing.assert_allclose(delayed.parameters[0], at_once.parameters[0], rtol=0, atol=1e-5)
+    assert not np.allclose(delayed.parameters[0], start[0])

@@ -117,7 +117,7 @@ class NumpyNode:
         live = self.peer.state is PeerState.LIVE
         if self.begin() and live and len(self.offered) < self.world.settings.offers_in_flight:
             segments = cut(self.params[fragment] - self.anchor[fragment], self.layout.counts(fragment))
-            offer = Offer(self.sequence, fragment, segments, 8, 2, None, tuple(self.applied), dense)
+            offer = Offer(self.sequence, fragment, segments, 8, 2, (), tuple(self.applied), dense)
             self.sequence += 1
             self.applied.clear()
             self.offered.add(offer.sequence)
@@ -343,7 +343,7 @@ class World:
         self.save()
 
     def accumulate(self, peer, publish, frames):
-        self.aggregator.accumulate(publish, frames)
+        self.aggregator.accumulate(peer, publish, frames)
         layout = self.aggregator.layout
         codecs = coding_from_spec(publish.codec).of_fragment(layout, publish.fragment)
         u = decode_payload(codecs, frames, layout.counts(publish.fragment)).astype(np.float64)
@@ -452,9 +452,11 @@ class World:
     def drain(self):
         """What `DelayedSync.finish` does, on all nodes: every fragment is exchanged uncompressed.
 
-        Where a round waits for all, who is done goes on contributing until all are (a real node leaves instead).
+        Where a round waits for all, who is done goes on contributing until all are (a real node leaves instead); where
+        it waits for a count, who is done says so.
         """
         nodes = list(self.nodes.values())
+        rule = self.settings.release.partition(":")[0]
         todo = {node.id: deque(range(self.settings.fragments)) for node in nodes}
         dense = {}
         for _ in range(400):
@@ -471,7 +473,9 @@ class World:
                     del dense[node.id]
             unfinished = any(todo.values()) or any(node.offered for node in nodes)
             for node in nodes:
-                wanted = todo[node.id] or (self.settings.release == "all" and unfinished)
+                wanted = todo[node.id] or (rule in ("all", "bounded") and unfinished)
+                if rule == "count" and not (wanted or node.offered) and node.id in self.hub.members:
+                    self.hub.members[node.id].drained = True
                 if not node.offered and wanted and node.id not in dense:
                     fragment = todo[node.id][0] if todo[node.id] else 0
                     sequence = node.offer(fragment, dense=True)
@@ -557,13 +561,21 @@ def happen(world, event, number):
 
 USUAL = ["train"] * 6 + ["settle"] * 4 + ["poll"] * 5 + ["work"] * 3 + ["up"] * 2 + ["down"] * 2 + ["pass"] * 4
 FAULTS = ["cut", "kill", "join", "corrupt", "slow", "drop", "silence", "save", "crash"]
+RELEASES = (
+    "all",
+    "quorum:count=0,share=0.5,patience=2",
+    "immediately",
+    "count:contributions=2",
+    "time:seconds=0.3",
+    "bounded:staleness=1",
+)
 
 SETTINGS = st.builds(
     RunSettings,
     codec=st.sampled_from(["float32", "bf16", "int8:block=256", "ternary:block=128"]),
     broadcast_codec=st.sampled_from(["float32", "int8:block=256", "ternary:block=128"]),
     fragments=st.integers(1, 3),
-    release=st.sampled_from(["all", "quorum:count=0,grace=0.5,patience=2", "immediately"]),
+    release=st.sampled_from(RELEASES),
     outer=st.sampled_from(["sgd:rate=1", "nesterov:rate=0.8,momentum=0.5"]),
     every=st.just(2),
     delay=st.sampled_from([1, 4]),
@@ -594,7 +606,6 @@ def test_whatever_the_network_does_the_laws_hold(run, nodes, events):
     world.check_the_end()
 
 
-RELEASES = ("all", "quorum:count=0,grace=0.5,patience=2", "immediately")
 CODECS = ("float32", "bf16", "int8:block=256", "ternary:block=128")
 
 

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
@@ -22,6 +23,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.runtime.delta import encode_snapshot
 from zmqtrain.runtime.link import HubLink
+from zmqtrain.runtime.moments import encode_moments
 from zmqtrain.runtime.node import Node
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Lane, LeafSpec
@@ -122,7 +124,7 @@ def test_a_node_that_never_asked_for_units_is_dealt_none(node):
 
 def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
     hear(node, welcome())
-    node._founding = LEAVES
+    node._founding = (LEAVES, ())
     node._link.carry_out(node._peer.join(MODEL, 0.0))
     node._link._founding = False
     node._link.listener = Deaf(node)  # the codec thread takes its time
@@ -183,3 +185,63 @@ def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
     with pytest.raises(ConfigError, match="no such address"):
         Node(refuse, "pc#1", "pc", "nowhere")
     assert set(threading.enumerate()) <= before
+
+
+# ---------------------------------------------------------------------- one of a population
+
+
+def population(node):
+    """Join a population whose run is not founded."""
+    hear(node, welcome(initial="own", start_nodes=2))
+    node.wait_welcome, settings = lambda: settings, node.settings
+    node._wait = lambda condition, timeout_seconds: condition()
+    assert node.join(MODEL, LEAVES, score=0.5) is None and not node.founded
+
+
+def lent(leaves, transfer, version, reset, moments=()):
+    frames = [*encode_snapshot(Layout(MODEL, 1), leaves), *moments]
+    sizes = tuple(len(frame) for frame in frames)
+    return Snapshot(transfer, version, sizes, (), len(moments), reset), frames
+
+
+def test_one_of_a_population_trains_at_once_and_offers_nothing(node):
+    population(node)
+    assert said(node, Fetch)[-1].score == 0.5
+    assert node.next_fragment() is None and node.waiting_for == ""
+    node.compare(0.25)
+    assert said(node, Fetch)[-1] == Fetch(-1, (), 0.25)
+
+
+def test_the_training_thread_gives_what_the_hub_asks_for_while_it_trains_apart(node):
+    population(node)
+    assert not node.wanted
+    hear(node, Fetch())
+    assert node.wanted and not said(node, Snapshot)
+    node.lend([2 * LEAVES[0]], [np.ones(5, np.float32)])
+    decoded(node)
+    (given,) = said(node, Snapshot)
+    assert given.moments == 1 and len(given.sizes) == 2 and not node.wanted
+
+
+def test_what_was_wanted_by_a_broker_that_is_lost_is_wanted_no_more(node):
+    population(node)
+    hear(node, Fetch())
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    assert not node.wanted
+
+
+def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
+    population(node)
+    for transfer, version, reset in [(1, -1, True), (2, -1, True), (3, -1, True), (4, 0, False)]:
+        hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_moments(LEAVES)))
+    assert node.founded and node.next_fragment() is None  # the anchor is here, and not applied
+    node._worker.submit(lambda: None)
+    updates = []
+    while len(updates) < 4:
+        if (update := node.poll()) is not None:
+            updates.append(update)
+    decoded(node)
+    assert [(u.version, u.reset, u.keep) for u in updates] == [(-1, True, False)] * 3 + [(0, False, True)]
+    assert [float(u.anchor[0][1]) for u in updates] == [1, 2, 3, 4]
+    np.testing.assert_array_equal(updates[0].moments[0], LEAVES[0])
+    assert node.next_fragment() == 0

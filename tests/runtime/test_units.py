@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.protocol.messages import WorkRequest, WorkUnit
-from zmqtrain.runtime.units import LOCAL_UNITS, UnitQueue
+from zmqtrain.runtime.units import UnitQueue
+from zmqtrain.types import LOCAL_UNITS
 
 
 class Queue(UnitQueue):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ import pytest
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import AggregateTimeout, ModelMismatch
 from zmqtrain.settings import RunSettings
-from zmqtrain.train import loop
-from zmqtrain.train.loop import DelayedSync, TrainingLoop
+from zmqtrain.train.loop import TrainingLoop
+from zmqtrain.train.sync import DelayedSync
 from zmqtrain.types import ExchangeStatistics, Update
 
 
@@ -26,15 +27,18 @@ class Offered:
     u: np.ndarray
     samples: int
     steps: int
-    score: object
+    scores: object
     dense: bool
 
 
 class ScriptedExchange:
     """An Exchange whose hub is the test: `land` makes an aggregate of offers, and others' progress."""
 
+    clock = time
+    name = "pc-1"
     is_evaluator = False
     reachable = True
+    wanted = False
 
     def __init__(self, anchor=None, **settings):
         settings = {"every": 2, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | settings
@@ -46,24 +50,32 @@ class ScriptedExchange:
         self.lands_at_once = False
         self.while_waiting = lambda: None
         self.others_drained = lambda: True
-        self.layout = self.founding = None
+        self.layout = self.founding = self.lent = None
+        self.founded, self.compared, self.joined = anchor is not None, [], {}
 
-    def join(self, model, leaves):
+    def join(self, model, leaves, *, score=math.nan, moments=()):
         self.layout, self.founding = Layout(model, self.settings.fragments), leaves
-        return None if self.anchor is None else Update(self.version, {}, {}, anchor=self.anchor)
+        self.score, self.moments, self.founded = score, moments, self.settings.initial != "own"
+        return None if self.anchor is None else Update(self.version, {}, {}, anchor=self.anchor, **self.joined)
+
+    def compare(self, score):
+        self.compared.append(score)
+
+    def lend(self, leaves, moments=()):
+        self.wanted, self.lent = False, (leaves, moments)
 
     def next_fragment(self):
         if len(self.on_the_way) >= self.settings.offers_in_flight:
             return None
         return len(self.offers) % self.settings.fragments
 
-    def offer(self, fragment, segments, *, samples, steps, score=None, dense=False):
+    def offer(self, fragment, segments, *, samples, steps, scores=(), dense=False):
         if self.refuse:
             self.refuse -= 1
             return None
         sequence = len(self.offers)
         u = np.concatenate([np.array(segment) for segment in segments])
-        self.offers[sequence] = Offered(fragment, u, samples, steps, score, dense)
+        self.offers[sequence] = Offered(fragment, u, samples, steps, scores, dense)
         self.on_the_way.add(sequence)
         if self.lands_at_once:
             self.land(sequence)
@@ -314,7 +326,7 @@ def test_in_strict_mode_a_withdrawn_offer_is_not_waited_for():
 
 
 def test_in_strict_mode_a_wait_without_end_is_an_error_that_says_for_what(monkeypatch):
-    monkeypatch.setattr(loop, "STRICT_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("zmqtrain.train.sync.STRICT_WAIT_SECONDS", 0.0)
     exchange = ScriptedExchange(every=2, delay=1, mode="strict", release="all")
     sync = DelayedSync(exchange, tree())
     params = run(sync, tree(), 2)
@@ -379,7 +391,7 @@ def test_samples_and_the_score_go_with_the_offer():
     loss = jnp.float32(0.5)
     for _ in range(2):
         sync.step(tree(), score=loss, samples=16)
-    assert exchange.offers[0].samples == 32 and exchange.offers[0].score is loss
+    assert exchange.offers[0].samples == 32 and exchange.offers[0].scores == (loss, loss)
     assert exchange.reports[-1]["loss"] is loss and exchange.reports[-1]["samples"] == 32
 
 
@@ -514,3 +526,19 @@ def test_a_node_that_made_no_step_drains_nothing():
     exchange.lands_at_once = True
     sync.finish(sync.params)
     assert not exchange.offers
+
+
+def test_a_slower_node_of_a_run_with_dynamic_local_updates_offers_after_fewer_steps_and_applies_sooner():
+    exchange = ScriptedExchange(every=8, delay=4, local_updates="dynamic")
+    exchange.pace = lambda: (25.0, [100.0, 100.0, 100.0, 25.0])
+    sync = DelayedSync(exchange, tree())
+    made = []
+    params = tree()
+    for step in range(1, 15):
+        before = len(exchange.offers)
+        params = sync.step(add(params, 1.0))
+        if len(exchange.offers) > before:
+            made.append(step)
+            exchange.land(len(exchange.offers) - 1)
+    assert made == [8, 10, 12, 14]
+    assert sync.statistics().age_steps == 1

@@ -20,6 +20,7 @@ COMMANDS = {
     "node": "train on this PC as a node of a run",
     "local": "a broker and several nodes on this PC, to try out",
     "status": "show how a run stands",
+    "sim": "a run on modelled computers and wires, in virtual time",
     "demo": "several nodes against one alone on real text, with a plot",
 }
 """The commands of the umbrella: each is the module of that name in this folder."""

@@ -9,13 +9,16 @@ import difflib
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from zmqtrain import __version__
 from zmqtrain.cli.display import Display, log_to_stderr
 from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import BrokerConfig, read_config
 from zmqtrain.errors import CheckpointError, ConfigError
+from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import Broker
@@ -42,6 +45,8 @@ def _run(config: BrokerConfig) -> int:
     unknown = check_program(settings)
     check_checkpoint(config.checkpoint)
     keys = read_keys(config.server_keys)
+    facts = {"zmqtrain": __version__, "began": time.time()}
+    recorder = None if config.record is None else BrokerRecorder(config.record, facts)
     latest: list[Roster] = []
     display = Display(lambda: latest[-1] if latest else None, f"broker: {describe_program(settings)}")
 
@@ -69,9 +74,12 @@ def _run(config: BrokerConfig) -> int:
             ready=ready,
             watch=watch,
             interrupted=interrupted,
+            events=recorder,
         )
     finally:
         display.close()
+        if recorder is not None:
+            recorder.close()
     saved = f"; saved in {config.checkpoint}" if config.checkpoint is not None and statistics.version >= 0 else ""
     print(f"ended at version {max(0, statistics.version)}, {statistics.contributions} contributions{saved}")
     return 0

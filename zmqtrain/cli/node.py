@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from zmqtrain import __version__
 from zmqtrain.cli.display import (
     Display,
     format_bytes,
@@ -31,8 +32,10 @@ from zmqtrain.cli.display import (
 from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command
 from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
+from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.settings import RunSettings
+from zmqtrain.train.induce import Induced, induced_from_spec
 
 if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
@@ -58,6 +61,8 @@ def _run(config: NodeConfig) -> int:
     interruption.install()
     check_host(config.hub)
     server_key = read_server_key(config.server_key)
+    facts = {"zmqtrain": __version__, "began": time.time(), "data": config.data}
+    recorder = None if config.record is None else NodeRecorder(config.record, facts)
     try:
         with connect(
             config.hub,
@@ -65,30 +70,60 @@ def _run(config: NodeConfig) -> int:
             server_key,
             timeout_seconds=config.wait_seconds,
             codec_on=config.codec_on,
+            events=recorder,
         ) as node:
             program = load_run_program(node.settings, config.data, config.hub)
-            display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}")
+            induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()
+            slowed = f", with induced delays ({config.induce})" if config.induce else ""
+            display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}{slowed}")
             interruption.display = display
             with display:
-                result = _train(node, program, interruption, config.pace_seconds)
+                result = _train(node, program, interruption, config.pace_seconds, induced)
+            if recorder is not None:
+                _record_end(recorder, result)
     except KeyboardInterrupt:  # nothing was trained
         leave_without_teardown()
+    finally:
+        if recorder is not None:
+            recorder.close()
     Console(highlight=False).print(result_table(result, program.sample_word))
     return 0
 
 
-def _train(node: Node, program: Program, interruption: Interruption, pace_seconds: float) -> TrainingResult:
+def _train(
+    node: Node, program: Program, interruption: Interruption, pace_seconds: float, induced: Induced
+) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
 
     batches = paced(interruption.watch(node.batches(program)), pace_seconds)
+    slow = induced.compute_delays(node.name)
+    node.message_delay = induced.message_delays(node.name) if induced.message_sigma else None
     try:
-        return TrainingLoop(program, node, stop=interruption).run(batches)
+        return TrainingLoop(program, node, stop=interruption, before_step=lambda: time.sleep(slow())).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(
             f"{error}. The run's model was made from the program arguments (and the data) that its first node had: the "
             "same zmqtrain and the same data belong on every PC",
             error.leaf,
         ) from error
+
+
+def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:
+    from zmqtrain.train.leaves import host_leaves  # imports jax
+
+    figures = result.statistics
+    ended = {
+        "steps": figures.steps,
+        "samples": result.samples,
+        "offers": figures.offers,
+        "offers_refused": figures.offers_refused,
+        "aggregates_applied": figures.aggregates_applied,
+        "age_steps": figures.age_steps,
+        "bytes_up": figures.bytes_sent,
+        "bytes_down": figures.bytes_received,
+        **result.scores,
+    }
+    recorder.ended(ended, host_leaves(result.params))
 
 
 def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:

@@ -12,7 +12,7 @@ import socket
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -20,11 +20,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 
 from zmqtrain import __version__
-from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import ConfigError
-from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
-from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.zmq_channel import load_public_key
 
@@ -42,14 +41,6 @@ __all__ = [
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)
-SPECS: Mapping[str, Callable[[str], object]] = {
-    "codec": coding_from_spec,
-    "broadcast_codec": coding_from_spec,
-    "release": release_rule_from_spec,
-    "outer": outer_from_spec,
-}
-"""The settings that are spec strings, and who reads each."""
-
 Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
 Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
@@ -59,14 +50,6 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 def _require(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
-
-
-def _check_specs(settings: RunSettings) -> None:
-    for name, read in SPECS.items():
-        try:
-            read(getattr(settings, name))
-        except ConfigError as error:
-            raise ConfigError(f"{name} = {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +71,8 @@ class BrokerConfig(RunSettings):
     """Save the run here, and resume it from here if there is one."""
     checkpoint_seconds: float = 60.0
     """How often to save the run."""
+    record: File = None
+    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
     config: File = None
     """A TOML file with any of these settings as keys (checkpoint_seconds = 30); flags count more."""
     verbose: Verbose = False
@@ -95,7 +80,7 @@ class BrokerConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_specs(self)
+        canonical(RunSettings.from_dict(self.to_dict()))
         _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
         _, port = parse_address(self.bind, "tcp://*:5555")
         if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
@@ -126,10 +111,16 @@ class NodeConfig:
     """How long to wait for the broker's first answer."""
     pace_seconds: float = 0.0
     """Every step takes at least so long: to emulate a slower PC, or to leave the machine to others."""
+    induce: str = ""
+    """For experiments: delays of this node, drawn at random, as "cedar", "niagara,scale=0.1" or
+    "mixture=0.1:0.02:0.8/0.3:0.05:0.2,message=0.05": each gradient is late by a draw from a mixture of Gaussians
+    (mean:deviation:weight, in seconds), each message by |N(0, message)|."""
     codec_on: Literal["auto", "host", "device"] = "auto"
     """Where deltas are compressed (to the same bytes): auto: on the device that trains, unless that is a processor."""
     log_file: File = None
     """Write the log to this file as well."""
+    record: File = None
+    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
     config: File = None
     """A TOML file with any of these settings as keys; flags count more."""
     verbose: Verbose = False
@@ -141,6 +132,11 @@ class NodeConfig:
         parse_address(self.hub)
         _require("wait_seconds", self.wait_seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
+        if self.induce:
+            try:
+                induced_from_spec(self.induce)
+            except ConfigError as error:
+                raise ConfigError(f"induce = {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +165,7 @@ class LocalConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_specs(self)
+        canonical(RunSettings.from_dict(self.to_dict()))
         _require("nodes", self.nodes, 1)
         _require("seconds", self.seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)

@@ -3,6 +3,7 @@
 Rule 1: plain jax: the parameters are a nested dict of float32 arrays, and the functions on them are pure.
 Rule 2: no schedule knows how long the run is: the rate warms up over the optimizer's own steps, then stays.
 Rule 3: the data has no end: unit u draws its windows from a generator seeded by (seed, u), and by nothing else.
+Rule 4: the end of the training text is set aside for `score`; no window of any unit reaches into it.
 Source: Vaswani et al. 2017 (decoder only); RMSNorm: Zhang and Sennrich 2019; rotary positions: Su et al. 2021.
 """
 
@@ -22,7 +23,7 @@ import optax
 
 from zmqtrain.errors import ConfigError, DataError
 from zmqtrain.programs.arguments import PLACE, require_at_least, require_choice
-from zmqtrain.programs.datasets import Text, load_text
+from zmqtrain.programs.datasets import load_text
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
 __all__ = ["TextProgram", "STANDARD_LIBRARY", "next_byte_logits"]
@@ -33,6 +34,10 @@ STANDARD_LIBRARY = "stdlib"
 BYTES = 256
 EVALUATION_TOKENS = 16_384
 EVALUATION_CHUNK_TOKENS = 1_024
+SCORE_TOKENS = 4_096
+SCORE_FRACTION = 64
+SCORE_LEAST_WINDOWS = 4
+"""The last byte in so many of the training text is set aside for the score, if that is as long as so many windows."""
 ROTARY_BASE = 10_000.0
 NORM_EPSILON = 1e-6
 OPTIMIZERS = ("adamw", "muon")
@@ -92,7 +97,13 @@ class TextProgram:
                 f"{len(self._text.held_out):,} held out: context={self.context} needs more than {self.context} of "
                 f"each; name a longer text, or give a shorter context"
             )
-        self._held_out_windows = _spread_windows(self._text, self.context)
+        spared = len(self._text.training) // SCORE_FRACTION
+        spared = spared if spared > SCORE_LEAST_WINDOWS * self.context else 0
+        self._dealt = self._text.training[: len(self._text.training) - spared]
+        self._held_out_windows = _spread_windows(self._text.held_out, self.context, EVALUATION_TOKENS)
+        self._spared_windows = (
+            _spread_windows(self._text.training[-spared:], self.context, SCORE_TOKENS) if spared else None
+        )
 
     def init(self, seed: int) -> Params:
         """Return parameters: matrices normal with deviation 1/sqrt(fan in), those that end a branch by 1/sqrt(2 layers)
@@ -127,7 +138,7 @@ class TextProgram:
         if unit < 0:
             raise ConfigError(f"a data unit is numbered from 0, got {unit}")
         generator = np.random.default_rng((self.seed, unit))
-        text, last_start = self._text.training, len(self._text.training) - self.context - 1
+        text, last_start = self._dealt, len(self._dealt) - self.context - 1
         offsets = np.arange(self.context + 1)
         starts = generator.integers(0, last_start, size=(self.batches_per_unit, self.batch, 1), endpoint=True)
         return ({"text": text[of_batch + offsets]} for of_batch in starts)
@@ -136,6 +147,13 @@ class TextProgram:
         """Return "loss" in nats per byte and "bits_per_byte" over one fixed set of about 16,000 held-out bytes."""
         loss = float(_mean_loss(params, self._held_out_windows, self.heads))
         return {"loss": loss, "bits_per_byte": loss / log(2)}
+
+    def score(self, params: Params) -> jax.Array | None:
+        """Return the mean loss in nats per byte over about 4,000 bytes of the last 1/64 of the training text.
+
+        None if that is too short for a few windows. Nodes are compared by it (see `Program`).
+        """
+        return None if self._spared_windows is None else _mean_loss(params, self._spared_windows, self.heads)
 
 
 def next_byte_logits(params: Params, text: jax.Array, heads: int) -> jax.Array:
@@ -210,12 +228,12 @@ def _mean_loss(params: Params, chunks: jax.Array, heads: int) -> jax.Array:
     return jnp.mean(jax.lax.map(lambda windows: _window_loss(params, windows, heads), chunks))
 
 
-def _spread_windows(text: Text, context: int) -> npt.NDArray[np.uint8]:
-    """Windows spread evenly over the held-out text, uint8[chunks, windows, context + 1], for any batch size."""
+def _spread_windows(text: npt.NDArray[np.uint8], context: int, tokens: int) -> npt.NDArray[np.uint8]:
+    """Windows of so many tokens in all, spread evenly over a text, uint8[chunks, windows, context + 1]."""
     chunk = max(1, EVALUATION_CHUNK_TOKENS // context)
-    chunks = max(1, EVALUATION_TOKENS // (chunk * context))
-    starts = np.linspace(0, len(text.held_out) - context - 1, chunk * chunks).astype(np.int64)
-    windows: npt.NDArray[np.uint8] = text.held_out[starts.reshape(chunks, chunk, 1) + np.arange(context + 1)]
+    chunks = max(1, tokens // (chunk * context))
+    starts = np.linspace(0, len(text) - context - 1, chunk * chunks).astype(np.int64)
+    windows: npt.NDArray[np.uint8] = text[starts.reshape(chunks, chunk, 1) + np.arange(context + 1)]
     return windows
 
 

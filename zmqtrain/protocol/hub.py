@@ -8,24 +8,24 @@ Rule 3: effects are carried out in the order in which they come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
-from zmqtrain.errors import CheckpointError, RemoteProtocolError
+from zmqtrain.errors import CheckpointError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.protocol.founding import Founding, Preemption
+from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
     Accumulate,
-    Announcement,
     Broadcast,
+    Contribution,
     Disconnect,
     Expect,
     Fetch,
-    Found,
     Goodbye,
     Heartbeat,
     Hello,
     HubEffect,
     Message,
+    Preempt,
     Publish,
     Reduce,
     Refused,
@@ -45,7 +45,7 @@ from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import ReleaseRule, Rounds
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
+from zmqtrain.types import ModelSpec, PeerId
 
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
@@ -56,70 +56,32 @@ MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 
 
-class MemberState(Enum):
-    """Where a peer stands with the hub."""
-
-    OBSERVER = "observing"
-    WELCOMED = "welcomed"
-    WAITING = "waiting for its snapshot"
-    FOUNDING = "founding the run"
-    LIVE = "live"
-
-
-_NODES = frozenset({MemberState.WELCOMED, MemberState.WAITING, MemberState.FOUNDING, MemberState.LIVE})
-ALLOWED: dict[type[Message], frozenset[MemberState]] = {
-    Hello: frozenset(MemberState),
-    Heartbeat: frozenset(MemberState),
-    Goodbye: frozenset(MemberState),
-    Report: _NODES,
-    Fetch: frozenset({MemberState.WELCOMED, MemberState.WAITING, MemberState.LIVE}),
-    Snapshot: frozenset({MemberState.FOUNDING}),
-    Publish: frozenset({MemberState.LIVE}),
-    WorkRequest: frozenset({MemberState.LIVE}),
-    Relay: frozenset({MemberState.LIVE}),
-}
-
-
-@dataclass
-class Member:
-    """One peer as the hub sees it."""
-
-    peer: PeerId
-    name: str
-    state: MemberState
-    last_seen: float
-    joined: float
-    known_version: int = -1
-    model: ModelSpec = ()
-    idle: bool = False
-    drained: bool = False
-    contributions: int = 0
-    samples: int = 0
-    staleness: int = 0
-    refused: int = 0
-    report: Report | None = None
-    open: dict[int, Announcement] = field(default_factory=dict)
-
-
 class Hub:
     """The hub's state machine.
 
     settings, rule: of the run.  run: its id.  version: of the last aggregate, -1 until somebody has founded the run.
+    preemption: who lags in a population (initial own); None: nobody.
     """
 
-    def __init__(self, settings: RunSettings, rule: ReleaseRule, run: str, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        rule: ReleaseRule,
+        run: str,
+        now: float = 0.0,
+        preemption: Preemption | None = None,
+    ) -> None:
         self.settings, self.run = settings, run
         self.version = -1
-        self.model: ModelSpec = ()
         self.members: dict[PeerId, Member] = {}
         self.rounds: Rounds[Publish] = Rounds(rule)
         self.ledger = WorkLedger(settings.units, settings.start_nodes if settings.mode == "strict" else 0)
         self.samples = self.contributions = self.refused = 0
         self.scores: dict[str, float] = {}
         self.score_version = -1
-        self.started = False
         self._nodes_at_the_end = 0
         self._records = Records()
+        self._founding = Founding(settings, self.members, self._records.landed, preemption)
         self._began, self._rostered = now, now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
@@ -160,9 +122,7 @@ class Hub:
         if member is None or announcement is None:
             return []
         if isinstance(announcement, Snapshot):
-            self.version = member.known_version = 0
-            member.state = MemberState.WAITING
-            return [Found(peer, announcement, self.model), *self._serve_waiting()]
+            return self._begun(self._founding.whole(member, announcement))
         assert isinstance(announcement, Publish)
         self.rounds.add(peer, announcement, now)
         member.contributions += 1
@@ -178,8 +138,7 @@ class Hub:
         if member is None or announcement is None:
             return []
         if isinstance(announcement, Snapshot):
-            effects = self._send_away(member, reason, text)
-            return effects + self._choose_founder()
+            return self._founding.send_away(member, reason, text) + self._founding.left(member)
         assert isinstance(announcement, Publish)
         return [self._refuse(member, announcement, reason, text)]
 
@@ -201,6 +160,11 @@ class Hub:
         return effects
 
     # ------------------------------------------------------------------ who is here
+
+    @property
+    def model(self) -> ModelSpec:
+        """The run's model; before the run has one, that of the node that is asked for its parameters."""
+        return self._founding.model
 
     @property
     def live(self) -> frozenset[PeerId]:
@@ -267,7 +231,7 @@ class Hub:
         if before is not None:  # what was on its way on the old connection will not come any more
             effects.append(Disconnect(sender, "again", f"{hello.name} connected again"))
         state = MemberState.OBSERVER if hello.role == "observer" else MemberState.WELCOMED
-        member = Member(sender, hello.name[:64], state, now, now, hello.version)
+        member = Member(sender, hello.name[:64], state, now, now, hello.version, hello.version < 0)
         if before is not None:
             member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
         self.members[sender] = member
@@ -284,33 +248,15 @@ class Hub:
             effects.append(SendTo(sender, self.roster(now)))
         if self.ledger.lost(sender):  # units may have been on their way to it: it will ask again
             effects += self._feed_idle()
-        if before is not None and before.state is MemberState.FOUNDING:
-            effects += self._choose_founder()
+        if before is not None:
+            effects += self._founding.left(before)
         return effects + self._release(now)
 
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
-        member.known_version = fetch.version
         if member.state is MemberState.LIVE:
+            member.known_version = fetch.version
             return [Serve(member.peer, member.known_version, self._records.landed(member.peer))]
-        member.model = model_from_wire(fetch.model)
-        if not member.model:
-            return self._send_away(
-                member, "model", "a node that joins must describe its model; this one described none"
-            )
-        member.state = MemberState.WAITING
-        if self.version >= 0:
-            return self._serve_waiting()
-        if any(other.state is MemberState.FOUNDING for other in self.members.values()):
-            return []
-        return self._choose_founder()
-
-    def _choose_founder(self) -> list[HubEffect]:
-        """Ask the first node that waits for its parameters, if the run has none yet."""
-        waiting = next((m for m in self.members.values() if m.state is MemberState.WAITING), None)
-        if self.version >= 0 or waiting is None:
-            return []
-        waiting.state, self.model = MemberState.FOUNDING, waiting.model
-        return [SendTo(waiting.peer, Fetch())]
+        return self._founding.fetched(member, fetch)
 
     def _on_snapshot(self, member: Member, snapshot: Snapshot, now: float) -> list[HubEffect]:
         if member.open:  # a second one would found the run again
@@ -318,21 +264,29 @@ class Hub:
         member.open[snapshot.transfer] = snapshot
         return [Expect(member.peer, snapshot)]
 
-    def _serve_waiting(self) -> list[HubEffect]:
-        effects: list[HubEffect] = []
-        waiting = [member for member in self.members.values() if member.state is MemberState.WAITING]
-        for member in waiting:
-            difference = describe_mismatch(self.model, member.model)
-            if difference is not None:
-                effects += self._send_away(member, "model", f"{difference[1]}; start this node with the run's model")
-        waiting = [member for member in waiting if member.peer in self.members]
-        if not self.started and len(waiting) < self.settings.start_nodes:
-            return effects
-        self.started = True
-        for member in waiting:
-            member.state, member.idle = MemberState.LIVE, False
-            effects.append(Serve(member.peer, member.known_version, self._records.landed(member.peer)))
+    def averaged(self) -> list[HubEffect]:
+        """The parameters of an Average are related; their mean is at hand in the place of the first one's."""
+        return self._begun(self._founding.averaged())
+
+    def unrelated(self, text: str) -> list[HubEffect]:
+        """The parameters of an Average are not related: `text` explains it to those who wait."""
+        return self._founding.unrelated(text)
+
+    def _begun(self, effects: list[HubEffect]) -> list[HubEffect]:
+        if self._founding.founded:
+            self.version = max(self.version, 0)
         return effects
+
+    def preempt(self, peer: PeerId, reason: str) -> list[HubEffect]:
+        """Have a live node drop what it has pending and start again from the shared parameters.
+
+        Raises LocalProtocolError if it is not live.
+        """
+        member = self.members.get(peer)
+        if member is None or member.state is not MemberState.LIVE:
+            state = "not here" if member is None else member.state.value
+            raise LocalProtocolError(f"{peer} cannot be preempted while it is {state}")
+        return [SendTo(peer, Preempt(reason))]
 
     def _on_goodbye(self, member: Member, goodbye: Goodbye, now: float) -> list[HubEffect]:
         text = f"said goodbye: {goodbye.reason}" if goodbye.reason else "said goodbye"
@@ -345,13 +299,8 @@ class Hub:
             return [Disconnect(member.peer, "observer", text)]
         if self.ledger.lost(member.peer):
             effects += self._feed_idle()
-        if member.state is MemberState.FOUNDING:
-            effects += self._choose_founder()
+        effects += self._founding.left(member)
         return effects + self._release(now) + self._end_when_drained()
-
-    def _send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
-        del self.members[member.peer]
-        return [SendTo(member.peer, Refused(reason, text)), Disconnect(member.peer, reason, text)]
 
     def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:
         return [SendTo(member.peer, Heartbeat(heartbeat.sent, self._records.heard(member.peer)))]
@@ -384,6 +333,10 @@ class Hub:
         if publish.base_version > self.version:
             text = f"based on version {publish.base_version}; the run is at {self.version}"
             return [self._refuse(member, publish, "version", text)]
+        staleness = self.version - publish.base_version
+        if self._too_stale(staleness) and self.settings.stale == "return" and not publish.dense:
+            text = f"based on version {publish.base_version}, {staleness} behind; this run takes what is at most "
+            return [self._refuse(member, publish, "stale", f"{text}{self.settings.max_staleness} behind")]
         if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
             text = f"stands for {publish.samples} samples in {publish.steps} steps"
             return [self._refuse(member, publish, "samples", text)]
@@ -403,22 +356,36 @@ class Hub:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
                 effects += [Accumulate(peer, publish) for peer, publish in taken]
-            self.version += 1
-            for peer, publish in taken:
-                self._records.land(peer, publish.sequence, self.version)
-                self.samples += publish.samples
-            self.contributions += len(taken)
-            effects.append(
-                Reduce(
-                    version=self.version,
-                    fragments=tuple(sorted({publish.fragment for _, publish in taken})),
-                    landed=tuple((peer, publish.sequence) for peer, publish in taken),
-                    live=max(len(self._training() | {peer for peer, _ in taken}), self._nodes_at_the_end),
-                    samples=sum(publish.samples for _, publish in taken),
-                    dense=any(publish.dense for _, publish in taken),
-                )
+            reduce = Reduce(
+                version=self.version + 1,
+                fragments=tuple(sorted({publish.fragment for _, publish in taken})),
+                contributions=tuple(self._contribution(peer, publish) for peer, publish in taken),
+                live=max(len(self._training() | {peer for peer, _ in taken}), self._nodes_at_the_end),
+                dense=any(publish.dense for _, publish in taken),
             )
+            self.version = reduce.version
+            for peer, sequence in reduce.landed:
+                self._records.land(peer, sequence, self.version)
+            self.samples += reduce.samples
+            self.contributions += len(taken)
+            effects.append(reduce)
         return effects
+
+    def _contribution(self, peer: PeerId, publish: Publish) -> Contribution:
+        staleness = self.version - publish.base_version
+        return Contribution(
+            peer=peer,
+            sequence=publish.sequence,
+            fragment=publish.fragment,
+            samples=publish.samples,
+            score=publish.score,
+            base_version=publish.base_version,
+            staleness=staleness,
+            too_stale=self._too_stale(staleness) and self.settings.stale == "drop" and not publish.dense,
+        )
+
+    def _too_stale(self, staleness: int) -> bool:
+        return 0 < self.settings.max_staleness < staleness
 
     def _training(self) -> set[PeerId]:
         """The nodes that the mean is over: idle ones too, or the last to finish would weigh more than the others."""
@@ -488,7 +455,7 @@ class Hub:
         """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""
         try:
             self.run, self.version = str(state["run"]), int(state["version"])
-            self.model = model_from_wire(
+            model = model_from_wire(
                 tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
             )
             self.ledger = WorkLedger.from_state(state["ledger"])
@@ -499,7 +466,8 @@ class Hub:
             self._records.restore(state["records"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
-        self.started = self.version >= 0
+        if self.version >= 0:
+            self._founding.resume(model)
 
     def replay(self, version: int, landed: tuple[tuple[str, int], ...], samples: int) -> None:
         """Take note of a release that is in the journal but not in the checkpoint."""

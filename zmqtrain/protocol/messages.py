@@ -7,6 +7,7 @@ refuse before it allocates.  Rule 3: an effect is a wish; a machine never acts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import prod
 
@@ -42,8 +43,11 @@ __all__ = [
     "Broadcast",
     "Expect",
     "Found",
+    "Average",
+    "Lend",
     "Serve",
     "Accumulate",
+    "Contribution",
     "Reduce",
     "Deliver",
     "Withdraw",
@@ -161,23 +165,32 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to founder: send your parameters."""
+    """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to node: send your parameters.
+
+    score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart says it again and
+    again, without its model.
+    """
 
     version: int = -1
     model: tuple[WireLeaf, ...] = ()
+    score: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The anchor at `version`, whole, as float32, fragment by fragment; no sizes: what you hold is it.
 
-    landed: as in Welcome.
+    version -1: not the run's parameters, but another node's, lent while the run has none.  landed: as in Welcome.
+    moments: how many of the last frames are the state of the sender's optimizer.  reset: start again from these
+    parameters, and drop what is your own.
     """
 
     transfer: int
     version: int
     sizes: tuple[int, ...]
     landed: tuple[tuple[int, int], ...] = ()
+    moments: int = 0
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,15 +359,38 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
-    """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub the founding parameters.
+class Average:
+    """These nodes' parameters are here: tell the machine `averaged` if they are related, else `unrelated`.
 
-    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed: as in Snapshot.
+    Their mean then takes the place of the first one's.
+    """
+
+    snapshots: tuple[tuple[PeerId, Snapshot], ...]
+    model: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Send the lender's parameters, which are here, to these peers: they start again from them. Nobody: forget them."""
+
+    lender: PeerId
+    announcement: Snapshot
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub this node's parameters.
+
+    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed, reset: as in Snapshot.
+    moments: add the founder's optimizer state, if it came with its parameters.
     """
 
     peer: PeerId
     known_version: int
     landed: tuple[tuple[int, int], ...] = ()
+    moments: bool = False
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,28 +402,55 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
-    """Close the round: mean over `live` nodes, outer step, encode against what was published, send to all.
+class Contribution:
+    """One publish of a round. staleness: versions that its base is behind; too_stale: it lands, and counts nothing."""
 
-    landed: the publishes in it, in the order in which they were accumulated; samples: what they stand for;
-    dense: send the result uncompressed.
+    peer: PeerId
+    sequence: int
+    fragment: int
+    samples: int
+    score: float
+    base_version: int
+    staleness: int
+    too_stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Close the round: aggregate over `live` nodes, outer step, encode against what was published, send to all.
+
+    contributions: the publishes in it, in the order in which they were accumulated; dense: send the result
+    uncompressed.
     """
 
     version: int
     fragments: tuple[int, ...]
-    landed: tuple[tuple[PeerId, int], ...]
+    contributions: tuple[Contribution, ...]
     live: int
-    samples: int
     dense: bool
+
+    @property
+    def landed(self) -> tuple[tuple[PeerId, int], ...]:
+        """The (peer, sequence) of each publish in it."""
+        return tuple((one.peer, one.sequence) for one in self.contributions)
+
+    @property
+    def samples(self) -> int:
+        """What the publishes stand for."""
+        return sum(one.samples for one in self.contributions)
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """At a node: a whole aggregate or snapshot is here. landed: own sequences in it; reset: drop what is pending."""
+    """At a node: a whole aggregate or snapshot is here. landed: own sequences in it; reset: drop what is pending.
+
+    keep: the node goes on from its own parameters; all that they differ from this snapshot is pending.
+    """
 
     announcement: Aggregate | Snapshot
     landed: tuple[int, ...]
     reset: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,5 +478,5 @@ class Send:
     message: Message
 
 
-HubEffect = SendTo | Broadcast | Expect | Found | Serve | Accumulate | Reduce | Disconnect
+HubEffect = SendTo | Broadcast | Expect | Found | Average | Lend | Serve | Accumulate | Reduce | Disconnect
 PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect

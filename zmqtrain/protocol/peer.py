@@ -7,6 +7,7 @@ less than this node has seen, is not believed.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 from zmqtrain.errors import LocalProtocolError
@@ -50,6 +51,7 @@ class PeerState(Enum):
     WELCOMED = "welcomed"
     SYNCING = "waiting for a snapshot"
     FOUNDING = "founding the run"
+    APART = "training apart"
     LIVE = "live"
     CLOSED = "closed"
 
@@ -59,12 +61,15 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.SYNCING, Fetch): PeerState.FOUNDING,
     (PeerState.SYNCING, Snapshot): PeerState.LIVE,
     (PeerState.FOUNDING, Snapshot): PeerState.LIVE,
+    (PeerState.APART, Fetch): PeerState.APART,
+    (PeerState.APART, Snapshot): PeerState.LIVE,
     (PeerState.LIVE, Aggregate): PeerState.LIVE,
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
 }
 """The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
 Refused "unknown" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another model, to
-CLOSED; `join` from WELCOMED to SYNCING; `leave` from anywhere to CLOSED. Other pairs are ignored."""
+CLOSED; `join` from WELCOMED to SYNCING, or in a population whose run is not founded to APART; `leave` from anywhere to
+CLOSED. A Snapshot of another node's parameters (version -1) leaves APART as it is. Other pairs are ignored."""
 
 
 class Peer:
@@ -72,7 +77,7 @@ class Peer:
 
     peer: how the hub knows this node.  name: for people.  observer: only watch.
     version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
-    is the run's (of a founder: that its parameters are).
+    is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
     """
 
     def __init__(self, peer: PeerId, name: str, observer: bool = False) -> None:
@@ -87,7 +92,8 @@ class Peer:
         self.round_trip_seconds: float | None = None
         self.in_flight: set[int] = set()
         self.confirmed = False
-        self._announced = -1
+        self.score = math.nan
+        self._announced = self._run_version = -1
         self._behind_since: float | None = None
         self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
         self._reset = self._missing = False  # until a whole snapshot is here
@@ -102,10 +108,23 @@ class Peer:
         """Say Hello for the first time."""
         return self._hello(now)
 
-    def join(self, model: ModelSpec, now: float) -> list[PeerEffect]:
-        """Describe this node's model; from Welcome on the machine asks for the run's parameters by itself."""
-        self.model = model
+    def join(self, model: ModelSpec, now: float, score: float = math.nan) -> list[PeerEffect]:
+        """Describe this node's model; from Welcome on the machine asks for the run's parameters by itself.
+
+        score: of this node's own parameters, lower is better.
+        """
+        self.model, self.score = model, score
         return self._fetch(now) if self.state is PeerState.WELCOMED else []
+
+    def compare(self, score: float) -> list[PeerEffect]:
+        """Say how this node's own parameters score now; heard while it trains apart, as one of a population."""
+        self.score = score
+        return [Send(Fetch(score=score))] if self.state is PeerState.APART else []
+
+    @property
+    def founded(self) -> bool:
+        """Whether the run has parameters, as far as the hub has said."""
+        return self._run_version >= 0 or (self.roster is not None and self.roster.version >= 0)
 
     def publish(self, publish: Publish) -> list[PeerEffect]:
         """Announce a delta. Raises LocalProtocolError unless live."""
@@ -172,7 +191,7 @@ class Peer:
                     case Welcome():
                         return self._on_welcome(message, now)
                     case Fetch():
-                        self.state = PeerState.FOUNDING
+                        self.state = PEER_TRANSITIONS[self.state, Fetch]
                         return [Serve(HUB, -1)]
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
@@ -194,13 +213,15 @@ class Peer:
             return []
         if isinstance(announcement, Snapshot):
             landed = tuple(s for s, _ in announcement.landed if s in self.in_flight)
-            reset, self._reset, self._missing = self._reset, False, False
+            reset = self._reset or announcement.reset
+            self._reset = self._missing = False
+            keep = not reset and self.version < 0 and self.settings is not None and self.settings.initial == "own"
         else:
             landed = tuple(s for peer, s in announcement.landed if s in self.in_flight and peer == self.peer)
-            reset = False
+            reset = keep = False
         self.version = announcement.version
         self.in_flight.difference_update(landed)
-        return [Deliver(announcement, landed, reset)]
+        return [Deliver(announcement, landed, reset, keep)]
 
     # ------------------------------------------------------------------ the moves
 
@@ -244,7 +265,7 @@ class Peer:
             )
             return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
-        self.run_model = model_from_wire(welcome.model)
+        self.run_model, self._run_version = model_from_wire(welcome.model), welcome.version
         self.state = PeerState.WELCOMED
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
@@ -263,21 +284,28 @@ class Peer:
         return self._resync()
 
     def _resync(self) -> list[PeerEffect]:
-        self.state = PeerState.SYNCING
+        settings = self.settings
+        population = settings is not None and settings.initial == "own" and settings.elastic == 1
+        self.state = PeerState.APART if population and not self.founded and self.version < 0 else PeerState.SYNCING
+        self._reset |= any(one.reset for one in self._open.values() if isinstance(one, Snapshot) and one.version >= 0)
         self._open.clear()
-        return [Send(Fetch(-1 if self._reset or self._missing else self.version, model_to_wire(self.model)))]
+        known = -1 if self._reset or self._missing else self.version
+        return [Send(Fetch(known, model_to_wire(self.model), self.score))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         self._behind_since = None
-        if isinstance(announcement, Snapshot):
-            self._announced, self.state = announcement.version, PeerState.LIVE
+        if isinstance(announcement, Snapshot) and announcement.version >= 0:
+            self._announced = self._run_version = announcement.version
+            self.state = PeerState.LIVE
             if not announcement.sizes:
                 self.version, self.confirmed = announcement.version, True
                 return []
-        elif announcement.version != self._announced + 1:
-            return self._resync() if announcement.version > self._announced else []
-        else:
+        elif isinstance(announcement, Aggregate):
+            if announcement.version != self._announced + 1:
+                return self._resync() if announcement.version > self._announced else []
             self._announced = announcement.version
+        elif self.state is not PeerState.APART:
+            return []
         self._open[announcement.transfer] = announcement
         return [Expect(HUB, announcement)]
 

@@ -1,118 +1,329 @@
-"""Decide when a round of contributions is due (pure: no clock, no sockets; times are arguments).
+"""Decide when a round of contributions is due (pure: no clock, no sockets; times are arguments, in seconds).
 
 Rule 1: every release rule lives here.  Rule 2: a rule counts contributions; it never looks inside one.
-Rule 3: a rule answers one question, `due_at`: from when on is this round due, if nothing else comes?
-Sources: bulk-synchronous and asynchronous parallel as in Ho et al. 2013; quorum with a grace as in torchft.
+Rule 3: a rule has no memory: it judges a `RoundView`; what was observed is kept, and bounded, by `Rounds`.
+Rule 4: there is no timeout to guess: how long a quorum waits for the others follows from how late they have been.
+Sources: bulk-synchronous, asynchronous and stale-synchronous parallel: Ho et al. 2013; Async-FMB and Async-Timed:
+Al-Lawati et al., JSAIT 2021.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.specs import parse_spec
+from zmqtrain.specs import Number, format_spec, parse_spec
 from zmqtrain.types import PeerId
 
-__all__ = ["ReleaseRule", "AfterAll", "AfterQuorum", "Immediately", "release_rule_from_spec", "Rounds"]
+__all__ = [
+    "RoundView",
+    "ReleaseRule",
+    "AfterAll",
+    "AfterQuorum",
+    "Immediately",
+    "AfterCount",
+    "AfterTime",
+    "BoundedStaleness",
+    "release_rule_from_spec",
+    "canonical_release",
+    "Rounds",
+]
 
 T = TypeVar("T")
 
+FIRST_GRACE_SECONDS = 0.5
+"""The grace of a quorum as long as too little was observed."""
+LATENESS_ENOUGH, LATENESS_KEPT, LATENESS_OF_A_ROUND = 4, 64, 16
+"""How many observations a grace needs, how many it is made from, and how many of them one round gives at most."""
+LEAST_SPREAD = 0.01
+"""The MAD counts for at least this share of the median: who is always equally late is not missed by a hair."""
+INTERVALS_KEPT = 5
 
-class ReleaseRule(Protocol):
-    """When the contributions that have come are aggregated and sent out."""
+
+@dataclass(frozen=True, slots=True)
+class RoundView:
+    """What a rule may know of the round that is open (at least one contribution waits).
+
+    came: when each waiting contribution came, in the order of arrival.
+    first: per contributing node, when its oldest waiting contribution came.
+    live: the nodes from which a contribution can be awaited.
+    released_at: when the round before was due; None: there was none.
+    clocks, landed: of the live and the contributing nodes, how many contributions have come, and have been released;
+        both begin, for a newcomer, where the slowest live node stands.
+    lateness: seconds after the quorum of their round at which others came, in the rounds before (the newest 64).
+    interval_seconds: between two contributions of one node, the median over the nodes; None: nobody sent two.
+    """
+
+    came: Sequence[float]
+    first: Mapping[PeerId, float]
+    live: Set[PeerId]
+    released_at: float | None = None
+    clocks: Mapping[PeerId, int] = field(default_factory=dict)
+    landed: Mapping[PeerId, int] = field(default_factory=dict)
+    lateness: Sequence[float] = ()
+    interval_seconds: float | None = None
+
+
+class ReleaseRule(ABC):
+    """When the contributions that have come are aggregated and sent out. Equal rules have equal names."""
+
+    __slots__ = ()
+    one_each: ClassVar[bool] = False
+    """True: a release takes at most one contribution of each node, the oldest, and may hold back some; False: all."""
 
     @property
-    def one_each(self) -> bool:
-        """True: a release takes exactly the oldest contribution of each node; False: all there are."""
+    @abstractmethod
+    def name(self) -> str:
+        """The canonical spec: `release_rule_from_spec(name)` gives an equal rule."""
 
-    def due_at(self, first: Mapping[PeerId, float], live: Set[PeerId]) -> float | None:
-        """Return the time from which the round is due, or None while only a further arrival can make it so.
+    @abstractmethod
+    def due_at(self, view: RoundView) -> float | None:
+        """Return the time from which the round is due, or None while only a further arrival can make it so."""
 
-        first: per contributing node, when its oldest waiting contribution came (at least one).
-        live: the nodes from which a contribution can be awaited.
-        """
+    def admitted(self, view: RoundView) -> Set[PeerId]:
+        """Return the contributing nodes whose oldest contribution a release may take now."""
+        return view.first.keys()
+
+    def quorum(self, live: int) -> int | None:
+        """Return how many nodes of `live` a round awaits before the others are late; None: the rule knows no late."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class AfterAll:
+class AfterAll(ReleaseRule):
     """Due when every live node has contributed (BSP: the slowest sets the pace)."""
 
-    one_each: bool = field(default=True, init=False)
+    one_each: ClassVar[bool] = True
 
-    def due_at(self, first: Mapping[PeerId, float], live: Set[PeerId]) -> float | None:
+    @property
+    def name(self) -> str:
+        """The canonical spec."""
+        return "all"
+
+    def due_at(self, view: RoundView) -> float | None:
         """See ReleaseRule."""
-        return max(first.values()) if live <= first.keys() else None
+        return max(view.first.values()) if view.live <= view.first.keys() else None
 
 
 @dataclass(frozen=True, slots=True)
-class AfterQuorum:
-    """Due `grace_seconds` after the `count`-th node has contributed, or at once when all live nodes have.
+class AfterQuorum(ReleaseRule):
+    """Due a grace after the `count`-th node has contributed, or at once when all live nodes have.
 
-    count 0: half of the live nodes, rounded up.  A round below its quorum is due `patience_seconds` after its first
-    contribution: no silence of others can hold it for ever.
+    count 0: half of the live nodes, rounded up.  share: the longest grace, as a share of one node's own interval (its k
+    steps); 0: no grace.  A round below its quorum is due `patience_seconds` after its first contribution: no silence
+    of others can hold it for ever.  Raises ConfigError.
     """
 
     count: int = 0
-    grace_seconds: float = 0.5
+    share: float = 0.5
     patience_seconds: float = 5.0
-    one_each: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.count < 0 or self.grace_seconds < 0 or self.patience_seconds < self.grace_seconds:
+        if self.count < 0 or not 0 <= self.share <= 1 or self.patience_seconds < 0:
             raise ConfigError(
-                f"quorum: count and grace must be at least 0 and patience at least grace; got count={self.count}, "
-                f"grace={self.grace_seconds:g}, patience={self.patience_seconds:g}"
+                "quorum: count and patience must be at least 0 and share must be in 0 <= share <= 1; got "
+                f"{self.name.partition(':')[2]}"
             )
 
-    def due_at(self, first: Mapping[PeerId, float], live: Set[PeerId]) -> float | None:
+    @property
+    def name(self) -> str:
+        """The canonical spec."""
+        return format_spec("quorum", {"count": self.count, "share": self.share, "patience": self.patience_seconds})
+
+    def quorum(self, live: int) -> int:
         """See ReleaseRule."""
-        times = sorted(first.values())
-        if live <= first.keys():
+        return min(self.count or ceil(live / 2), live)
+
+    def grace_seconds(self, view: RoundView) -> float:
+        """Return how long a round waits after its quorum: median + 3 MAD of the lateness seen, at most the share."""
+        usual = FIRST_GRACE_SECONDS
+        if len(view.lateness) >= LATENESS_ENOUGH:
+            median = _median(view.lateness)
+            spread = _median([abs(late - median) for late in view.lateness])
+            usual = median + 3 * max(spread, LEAST_SPREAD * median)
+        if view.interval_seconds is None:
+            return min(usual, FIRST_GRACE_SECONDS) if self.share else 0.0
+        return min(usual, self.share * view.interval_seconds)
+
+    def due_at(self, view: RoundView) -> float | None:
+        """See ReleaseRule."""
+        times = sorted(view.first.values())
+        if view.live <= view.first.keys():
             return times[-1]
-        needed = min(self.count or ceil(len(live) / 2), len(live))
+        needed = self.quorum(len(view.live))
         patient = times[0] + self.patience_seconds
-        return min(times[needed - 1] + self.grace_seconds, patient) if 0 < needed <= len(times) else patient
+        return min(times[needed - 1] + self.grace_seconds(view), patient) if needed <= len(times) else patient
 
 
 @dataclass(frozen=True, slots=True)
-class Immediately:
+class Immediately(ReleaseRule):
     """Due as soon as anything is there (fully asynchronous): most messages, least waiting."""
 
-    one_each: bool = field(default=False, init=False)
+    @property
+    def name(self) -> str:
+        """The canonical spec."""
+        return "immediately"
 
-    def due_at(self, first: Mapping[PeerId, float], live: Set[PeerId]) -> float | None:
+    def due_at(self, view: RoundView) -> float | None:
         """See ReleaseRule."""
-        return min(first.values())
+        return view.came[0]
 
 
-_FAMILIES: dict[str, tuple[dict[str, Any], Callable[..., ReleaseRule]]] = {
+@dataclass(frozen=True, slots=True)
+class AfterCount(ReleaseRule):
+    """Due when so many contributions have come, whoever sent them (the master of Async-FMB).
+
+    With fewer live nodes than that, their number is enough: a node may have its every offer waiting here, and would
+    send no more.  Raises ConfigError.
+    """
+
+    contributions: int = 3
+
+    def __post_init__(self) -> None:
+        if self.contributions < 1:
+            raise ConfigError(f"count: contributions must be at least 1, got {self.contributions}")
+
+    @property
+    def name(self) -> str:
+        """The canonical spec."""
+        return format_spec("count", {"contributions": self.contributions})
+
+    def due_at(self, view: RoundView) -> float | None:
+        """See ReleaseRule."""
+        needed = max(1, min(self.contributions, len(view.live)))
+        return view.came[needed - 1] if needed <= len(view.came) else None
+
+
+@dataclass(frozen=True, slots=True)
+class AfterTime(ReleaseRule):
+    """Due so many seconds after the round before was, with what has come (the master of Async-Timed).
+
+    When nothing has come by then, it is due as soon as the first contribution is there, and the next `seconds` begin
+    with that.  Before the first release, they begin with the first contribution.  Raises ConfigError.
+    """
+
+    seconds: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ConfigError(f"time: seconds must be more than 0, got {self.seconds:g}")
+
+    @property
+    def name(self) -> str:
+        """The canonical spec."""
+        return format_spec("time", {"seconds": self.seconds})
+
+    def due_at(self, view: RoundView) -> float | None:
+        """See ReleaseRule."""
+        if view.released_at is None:
+            return view.came[0] + self.seconds
+        return max(view.came[0], view.released_at + self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedStaleness(ReleaseRule):
+    """Due at once, but a node's i-th contribution only when i - `staleness` have come from every live node (SSP).
+
+    The node waits until it has landed: so the fastest waits when it is more than `staleness` exchanges ahead of the
+    slowest.  0: bulk-synchronous, the very rounds of AfterAll; a huge one: asynchronous.  The slowest never waits.
+    Raises ConfigError.  Source: Ho et al. 2013.
+    """
+
+    staleness: int = 4
+    one_each: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.staleness < 0:
+            raise ConfigError(f"bounded: staleness must be at least 0, got {self.staleness}")
+
+    @property
+    def name(self) -> str:
+        """The canonical spec."""
+        return format_spec("bounded", {"staleness": self.staleness})
+
+    def admitted(self, view: RoundView) -> Set[PeerId]:
+        """See ReleaseRule."""
+        if view.live:
+            slowest = min(view.clocks[peer] for peer in view.live)
+        else:
+            slowest = 1 + min(view.landed[peer] for peer in view.first)
+        return {peer for peer in view.first if view.landed[peer] < slowest + self.staleness}
+
+    def due_at(self, view: RoundView) -> float | None:
+        """See ReleaseRule."""
+        return max((view.first[peer] for peer in self.admitted(view)), default=None)
+
+
+_FAMILIES: dict[str, tuple[dict[str, Number], Callable[..., ReleaseRule]]] = {
     "all": ({}, AfterAll),
     "quorum": (
-        {"count": 0, "grace": 0.5, "patience": 5.0},
-        lambda count, grace, patience: AfterQuorum(count, grace, patience),
+        {"count": 0, "share": 0.5, "patience": 5.0},
+        lambda count, share, patience: AfterQuorum(count, share, patience),
     ),
     "immediately": ({}, Immediately),
+    "count": ({"contributions": 3}, AfterCount),
+    "time": ({"seconds": 0.2}, AfterTime),
+    "bounded": ({"staleness": 4}, BoundedStaleness),
 }
 
 
 def release_rule_from_spec(spec: str) -> ReleaseRule:
-    """Return the rule that a string names: "all", "quorum:count=3,grace=0.2", "immediately". Raises ConfigError."""
+    """Return the rule that a string names. Raises ConfigError.
+
+    "all", "quorum:count=0,share=0.5,patience=5", "immediately", "count:contributions=3", "time:seconds=0.2",
+    "bounded:staleness=4"; an argument that is left out takes the value shown.
+    """
     name, arguments = parse_spec(spec, {name: defaults for name, (defaults, _) in _FAMILIES.items()})
     return _FAMILIES[name][1](**arguments)
 
 
+def canonical_release(spec: str) -> str:
+    """Return the text with every argument written: rules of one canonical text are equal. Raises ConfigError."""
+    return release_rule_from_spec(spec).name
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When a node's newest contribution came, and the seconds between those before."""
+
+    last: float
+    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT))
+
+
 class Rounds(Generic[T]):
-    """The contributions that have come and have not been released, oldest first."""
+    """The contributions that have come and have not been released, oldest first, and how the nodes have kept pace.
+
+    Nothing need be said of who comes and goes but the live nodes, at every call: a newcomer's clock begins where the
+    slowest live node stands; who is no longer live stops counting, and is forgotten once nothing of it waits.
+    """
 
     def __init__(self, rule: ReleaseRule) -> None:
         self.rule = rule
         self._waiting: list[tuple[PeerId, float, T]] = []
+        self._clocks: dict[PeerId, int] = {}
+        self._landed: dict[PeerId, int] = {}
+        self._paces: dict[PeerId, _Pace] = {}
+        self._live: Set[PeerId] = frozenset()
+        self._released_at: float | None = None
+        self._lateness: deque[float] = deque(maxlen=LATENESS_KEPT)
+        self._interval_seconds: float | None = None
+        self._missed: tuple[float, Set[PeerId]] = (0.0, frozenset())
 
     def add(self, peer: PeerId, contribution: T, now: float) -> None:
         """Take one contribution."""
+        if peer not in self._clocks:
+            self._meet({peer})
+        self._clocks[peer] += 1
+        if (pace := self._paces.get(peer)) is None:
+            self._paces[peer] = _Pace(now)
+        else:
+            pace.intervals.append(now - pace.last)
+            pace.last = now
         self._waiting.append((peer, now, contribution))
 
     @property
@@ -122,24 +333,85 @@ class Rounds(Generic[T]):
 
     def due_at(self, live: Set[PeerId]) -> float | None:
         """Return when the round is due, None if nothing waits or only a further arrival can make it due."""
-        first: dict[PeerId, float] = {}
-        for peer, came, _ in self._waiting:
-            first.setdefault(peer, came)
-        return self.rule.due_at(first, live) if first else None
+        view = self._view(live)
+        return self.rule.due_at(view) if view.first else None
 
     def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, T]]:
         """Return the contributions of a round that is due by `now` and forget them; [] when none is."""
-        due = self.due_at(live)
+        view = self._view(live)
+        due = self.rule.due_at(view) if view.first else None
         if due is None or due > now:
             return []
+        self._observe(view)
+        self._released_at = due  # not `now`: what is due between two looks must not put off what follows
         taken: list[tuple[PeerId, T]] = []
         kept: list[tuple[PeerId, float, T]] = []
-        seen: set[PeerId] = set()
+        open_to = set(self.rule.admitted(view))
         for peer, came, contribution in self._waiting:
-            if self.rule.one_each and peer in seen:
-                kept.append((peer, came, contribution))
-            else:
+            if peer in open_to:
                 taken.append((peer, contribution))
-                seen.add(peer)
+                self._landed[peer] += 1
+                if self.rule.one_each:
+                    open_to.discard(peer)
+            else:
+                kept.append((peer, came, contribution))
         self._waiting = kept
         return taken
+
+    def _view(self, live: Set[PeerId]) -> RoundView:
+        first: dict[PeerId, float] = {}
+        for peer, came, _ in self._waiting:
+            first.setdefault(peer, came)
+        if gone := self._clocks.keys() - live - first.keys():
+            for peer in gone:
+                del self._clocks[peer], self._landed[peer]
+                self._paces.pop(peer, None)
+        self._live = live
+        if newcomers := live - self._clocks.keys():
+            self._meet(newcomers)
+        return RoundView(
+            came=tuple(came for _, came, _ in self._waiting),
+            first=first,
+            live=live,
+            released_at=self._released_at,
+            clocks=self._clocks,
+            landed=self._landed,
+            lateness=tuple(self._lateness),
+            interval_seconds=self._interval_seconds,
+        )
+
+    def _meet(self, newcomers: Set[PeerId]) -> None:
+        # what the slowest has landed, not what has come: a node may be new since before the newest arrival
+        known = self._clocks.keys() & self._live or self._clocks.keys()
+        start = min((self._landed[peer] for peer in known), default=0)
+        for peer in newcomers:
+            self._clocks[peer] = self._landed[peer] = start
+
+    def _observe(self, view: RoundView) -> None:
+        """Take note, at a release, of how late nodes came in this round, or after the one before."""
+        quorum = self.rule.quorum(len(view.live))
+        if quorum is None:
+            return
+        medians = [_median(pace.intervals) for pace in self._paces.values() if pace.intervals]
+        self._interval_seconds = _median(medians) if medians else None
+        times = sorted(view.first.values())
+        reached = times[quorum - 1] if 0 < quorum <= len(times) else None
+        before, missed = self._missed
+        late = [
+            came - before
+            for peer, came in view.first.items()
+            if peer in missed and (reached is None or came <= reached)
+        ]
+        if reached is None:
+            self._missed = (before, missed - view.first.keys())
+        else:
+            self._missed = (reached, view.live - view.first.keys())
+            late += [came - reached for came in times[quorum:]]
+        late.sort()
+        self._lateness.extend(late[:: ceil(len(late) / LATENESS_OF_A_ROUND) or 1])
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -4,12 +4,19 @@
 
 Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
 flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it counts.
+Rule 4: where the plain mean is asked for, a publish is added when it comes; any other rule (`strategies`) looks at all
+of a round: its publishes are held, compressed, until the round closes.  With n publishes of a fragment in a round, w_i
+their weights by selection and samples, and s_i their damping by staleness,
+
+    g = n/N_live * combine(s_i D(u_i), w_i)        combine: their weighted mean, or a robust one
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +26,7 @@ from zmqtrain.codecs.codec import SLAB_VALUES, State
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states, payload_size
 from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
-from zmqtrain.protocol.messages import Publish, Reduce
+from zmqtrain.protocol.messages import Contribution, Publish, Reduce, Snapshot
 from zmqtrain.runtime.delta import (
     DENSE,
     cut,
@@ -28,15 +35,24 @@ from zmqtrain.runtime.delta import (
     snapshot_codecs,
     snapshot_counts,
 )
+from zmqtrain.runtime.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
-from zmqtrain.strategies.aggregate import mean_over_live
+from zmqtrain.strategies.aggregate import aggregation_from_spec, mean_over_live
+from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.outer import outer_from_spec
-from zmqtrain.types import Buffer, ModelSpec, Version, count_values
+from zmqtrain.strategies.selection import selection_from_spec
+from zmqtrain.strategies.staleness import compensate, staleness_from_spec
+from zmqtrain.types import Buffer, ModelSpec, PeerId, Version, count_values
 
 __all__ = ["Released", "Aggregator"]
 
 MOST_VALUES = 1 << 33
 """No larger model is planned for: a founder's claim must not cost the hub seconds."""
+
+SCORES_KEPT = 16
+"""The shared model's score is the median of so many of its nodes' latest ones."""
+WHOLE = 1 - 1e-6
+"""Shares of the federation that add up to this have come from all of it (they are sums of 1/N)."""
 
 Vector = NDArray[np.float32]
 
@@ -63,6 +79,16 @@ class Aggregator:
         self.settings = settings
         self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.outer = outer_from_spec(settings.outer)
+        self.aggregation = aggregation_from_spec(settings.aggregate)
+        self.selection = selection_from_spec(settings.selection)
+        self.staleness = staleness_from_spec(settings.staleness)
+        self.holds = not (
+            self.aggregation.name == "mean"
+            and self.selection.name == "all"
+            and self.staleness.name == "constant"
+            and (settings.max_staleness == 0 or settings.stale == "return")
+        )
+        """Whether publishes are held until their round closes."""
         self.version: Version = -1
         self.parameters: list[Vector] = []
         self.published: list[Vector] = []
@@ -70,6 +96,10 @@ class Aggregator:
         self._states: list[list[State]] = []
         self._outer_state: list[Mapping[str, Vector]] = []
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
+        self._held: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}
+        self._scores: deque[float] = deque(maxlen=SCORES_KEPT)
+        self._history: list[deque[tuple[Version, Vector]]] = []  # per fragment: what was published, for compensation
+        self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
 
     def plan(self, model: ModelSpec) -> None:
         """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
@@ -87,9 +117,30 @@ class Aggregator:
         """Return the bytes that a snapshot must have, and its most."""
         return payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
 
-    def check_snapshot(self, frames: Sequence[Buffer]) -> None:
-        """Raise CodecError unless a founder's parameters can be used."""
-        check_payload(snapshot_codecs(self.layout), frames, snapshot_counts(self.layout))
+    def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless a founder's parameters can be used, and its optimizer's state if that came too."""
+        parameters, moments = split_snapshot(snapshot, frames)
+        check_payload(snapshot_codecs(self.layout), parameters, snapshot_counts(self.layout))
+        check_moments(moments)
+
+    def average(self, snapshots: Mapping[str, Sequence[Buffer]]) -> tuple[tuple[Buffer, ...], str]:
+        """Return the mean of checked snapshots as one, and ""; or nothing, and why they cannot be averaged.
+
+        snapshots: the frames of each by its node; the first is what the others must be related to.
+        """
+        first, *others = (decode_snapshot(self.layout, frames) for frames in snapshots.values())
+        leaves = self.layout.join(first)
+        cosines = [relatedness(leaves, self.layout.join(flats)) for flats in others]
+        apart = {
+            name: cosine for name, cosine in zip([*snapshots][1:], cosines, strict=True) if not are_related(cosine)
+        }
+        if apart:
+            return (), explain_unrelated([peer.partition("#")[0] for peer in apart], [*apart.values()])
+        for mean, *parts in zip(first, *others, strict=True):
+            for part in parts:
+                mean += part
+            mean /= np.float32(len(snapshots))
+        return encode_snapshot(self.layout, first), ""
 
     def found(self, frames: Sequence[Buffer]) -> None:
         """Take the founder's parameters as version 0."""
@@ -105,17 +156,27 @@ class Aggregator:
             for f in range(len(flats))
         ]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
+        self._shares = [0.0] * len(flats)
+        kept = self.staleness.versions + 1 if self.staleness.versions else 0
+        self._history = [deque([(version, flat.copy())] if kept else [], maxlen=kept) for flat in flats]
         self.version = version
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
         check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
 
-    def accumulate(self, publish: Publish, frames: Sequence[Buffer]) -> None:
-        """Add a checked publish to the sum of the round."""
+    def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Take a checked publish into the round: into its sum, or held until the round closes."""
+        if self.holds:
+            self._held[peer, publish.sequence] = (publish, frames)
+        else:
+            self._decode(publish, frames, out=self._sums[publish.fragment])
+
+    def _decode(self, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
+        """Return D(u); added to `out`, if given."""
         counts = self.layout.counts(publish.fragment)
-        total = self._sums[publish.fragment]
-        decode_payload(self._codecs(publish), frames, counts, out=total, add=True, checked=True)
+        codecs = self._codecs(publish)
+        return decode_payload(codecs, frames, counts, out=out, add=out is not None, checked=True)
 
     def _codecs(self, publish: Publish) -> tuple[Codec, ...]:
         return coding_from_spec(publish.codec).of_fragment(self.layout, publish.fragment)
@@ -123,14 +184,80 @@ class Aggregator:
     def release(self, reduce: Reduce) -> Released:
         """Close the round and return what every peer is to be sent."""
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
+        if self.holds:
+            self._combine(reduce.contributions)
         overflowed = tuple(fragment for fragment in reduce.fragments if not np.isfinite(self._sums[fragment]).all())
         for fragment in overflowed:
             self._sums[fragment].fill(0)
-        frames = tuple(self._release(fragment, reduce.live, coding) for fragment in reduce.fragments)
+        frames = tuple(
+            self._release(fragment, reduce.live, self._takes_turn(fragment, reduce), coding)
+            for fragment in reduce.fragments
+        )
         self.version = reduce.version
+        if self.staleness.versions:
+            for fragment in reduce.fragments:
+                self._history[fragment].append((self.version, self.published[fragment].copy()))
         return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
 
-    def _release(self, fragment: int, live: int, coding: Coding) -> tuple[Buffer, ...]:
+    def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
+        """Return whether, with this round, contributions of the whole federation have come since the last turn."""
+        come = sum(one.fragment == fragment for one in reduce.contributions)
+        self._shares[fragment] += come / reduce.live
+        turn = self._shares[fragment] >= WHOLE
+        if turn:
+            self._shares[fragment] = max(0.0, self._shares[fragment] - 1) % 1
+        return turn
+
+    def _combine(self, contributions: Sequence[Contribution]) -> None:
+        """Make the sums of a round whose publishes were held: n times what they combine to."""
+        held = [(one, *self._held.pop((one.peer, one.sequence))) for one in contributions]
+        held = [(one, publish, frames) for one, publish, frames in held if not one.too_stale]
+        selected = self.selection.weights([one.score for one, _, _ in held], self._score) if held else []
+        self._scores.extend(one.score for one, _, _ in held if np.isfinite(one.score))
+        for fragment in sorted({one.fragment for one, _, _ in held}):
+            of_fragment = [
+                (one, publish, frames, weight)
+                for (one, publish, frames), weight in zip(held, selected, strict=True)
+                if one.fragment == fragment
+            ]
+            by_samples = self.aggregation.weigh([one.samples for one, _, _, _ in of_fragment])
+            weights = [w * s for (_, _, _, w), s in zip(of_fragment, by_samples, strict=True)]
+            counted = [
+                (self._arrived(one, publish, frames), weight)
+                for (one, publish, frames, _), weight in zip(of_fragment, weights, strict=True)
+                if weight > 0
+            ]
+            if counted:
+                self._sum_up([u for u, _ in counted], [w for _, w in counted], len(of_fragment), fragment)
+
+    @property
+    def _score(self) -> float:
+        """The shared model's score, NaN while nobody has said one."""
+        return median(self._scores) if self._scores else float("nan")
+
+    def _arrived(self, one: Contribution, publish: Publish, frames: Sequence[Buffer]) -> Vector:
+        """Return s D(u): damped by its staleness, or corrected for what has been published since its base."""
+        u = self._decode(publish, frames)
+        damping = self.staleness.damping(one.staleness)
+        if damping != 1.0:
+            u *= np.float32(damping)
+        if self.staleness.versions and one.staleness > 0:
+            history = self._history[one.fragment]
+            base = next((array for version, array in reversed(history) if version <= one.base_version), history[0][1])
+            u = compensate(u, self.published[one.fragment] - base, self.staleness.strength)
+        return u
+
+    def _sum_up(self, us: Sequence[Vector], weights: Sequence[float], count: int, fragment: int) -> None:
+        total = self._sums[fragment]
+        scales = self.aggregation.scales([_norm(u) for u in us])
+        for u, scale in zip(us, scales, strict=True):
+            if scale != 1.0:
+                u *= np.float32(scale)
+        for start in range(0, total.size, SLAB_VALUES):
+            part = slice(start, start + SLAB_VALUES)
+            np.multiply(self.aggregation.combine([u[part] for u in us], weights), np.float32(count), out=total[part])
+
+    def _release(self, fragment: int, live: int, turn: bool, coding: Coding) -> tuple[Buffer, ...]:
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
         codecs = coding.of_fragment(self.layout, fragment)
@@ -138,7 +265,7 @@ class Aggregator:
         for start in range(0, total.size, SLAB_VALUES):  # one pass over the memory; the sum becomes what is unpublished
             part = slice(start, start + SLAB_VALUES)
             mean = mean_over_live(total[part], live, out=total[part])
-            parameters[part] += self.outer.update(mean, {name: array[part] for name, array in state.items()})
+            parameters[part] += self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
             np.subtract(parameters[part], published[part], out=total[part])
         try:
             frames = encode_payload(codecs, cut(total, counts), states)
@@ -206,3 +333,9 @@ class Aggregator:
         for key in self._outer_state[0]:
             for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
                 state[key][:] = flat
+
+
+def _norm(u: Vector) -> float:
+    """Return the L2 norm of a finite vector, also where its square is no float32."""
+    largest = float(np.abs(u).max(initial=0.0))
+    return largest * float(np.linalg.norm(u / np.float32(largest))) if largest > 0 else 0.0

@@ -14,12 +14,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import (
     ChannelClosed,
     ChannelFull,
@@ -31,12 +30,14 @@ from zmqtrain.errors import (
     RemoteProtocolError,
     ZmqTrainError,
 )
+from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import (
     Accumulate,
     Aggregate,
     Announcement,
+    Average,
     Broadcast,
     Chunk,
     Credit,
@@ -45,10 +46,12 @@ from zmqtrain.protocol.messages import (
     Found,
     Goodbye,
     HubEffect,
+    Lend,
     Message,
     Publish,
     Reduce,
     Refused,
+    Report,
     Roster,
     SendTo,
     Serve,
@@ -56,14 +59,17 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
+from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
+from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
-from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, count_values
 
-__all__ = ["canonical", "BrokerStatistics", "Broker"]
+__all__ = ["BrokerStatistics", "Broker"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +81,9 @@ GRANT_SECONDS = 2.0
 OUTBOX_WINDOW_BYTES = 2 << 20
 """What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
-"""What may queue for one peer, at least (three models, if that is more); with more it is sent a snapshot instead."""
-
-
-def canonical(settings: RunSettings) -> RunSettings:
-    """Return the settings with every spec string in its full form. Raises ConfigError for one that names nothing."""
-    release_rule_from_spec(settings.release)
-    return replace(
-        settings,
-        codec=coding_from_spec(settings.codec).name,
-        broadcast_codec=coding_from_spec(settings.broadcast_codec).name,
-        outer=outer_from_spec(settings.outer).name,
-    )
+"""What may queue for one peer, at least; with more it is sent a snapshot instead."""
+OUTBOX_MODELS = 3
+"""So many models may queue, if that is more; where optimizer state travels, a snapshot with its state besides."""
 
 
 def _name(peer: PeerId) -> str:
@@ -128,7 +125,8 @@ class Broker:
     """A hub alive on `channel`.
 
     settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.
-    watch: called in the broker's loop with every roster.  Raises ConfigError, CheckpointError.
+    watch: called in the broker's loop with every roster.  events: who is told what happens here, None for nobody.
+    Raises ConfigError, CheckpointError.
     """
 
     def __init__(
@@ -138,11 +136,19 @@ class Broker:
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] | None = None,
+        events: BrokerEvents | None = None,
     ) -> None:
-        self.channel, self.settings, self.watch = channel, canonical(settings), watch
+        self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
         self.checkpoint_seconds = checkpoint_seconds
         run = f"run-{secrets.token_hex(4)}"
-        self.hub = Hub(self.settings, release_rule_from_spec(settings.release), run, time.monotonic())
+        rule = preemption_from_spec(settings.preemption)
+        self.hub = Hub(
+            self.settings,
+            release_rule_from_spec(settings.release),
+            run,
+            time.monotonic(),
+            None if rule is None else Laggards(rule),
+        )
         self.aggregator = Aggregator(self.settings)
         self.keeper = Keeper(checkpoint, self._job_failed)
         self.keeper.resume(self.hub, self.aggregator)
@@ -155,6 +161,7 @@ class Broker:
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
+        self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
         self._transfer = 0
         self._aggregate_seconds = 0.0
         self._bytes_sent = self._bytes_received = self._snapshots_served = self._dropped = 0
@@ -165,6 +172,8 @@ class Broker:
     async def run(self) -> None:
         """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what went wrong here."""
         self._loop = asyncio.get_running_loop()
+        if self._events is not None:
+            self._events.began(self.hub.run, self.settings, self.hub.version)
         receiving = asyncio.create_task(self._receive_forever())
         try:
             while not self._stop.is_set():
@@ -192,6 +201,7 @@ class Broker:
                 await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
             finally:
                 await self.channel.close()
+                self._tell_end()
         if self._failure is not None:
             raise self._failure
 
@@ -212,6 +222,21 @@ class Broker:
             self._snapshots_served,
             self._dropped,
         )
+
+    def _tell_end(self) -> None:
+        if self._events is not None:
+            figures = {
+                "version": self.aggregator.version,
+                "samples": self.hub.samples,
+                "contributions": self.hub.contributions,
+                "refused": self.hub.refused,
+                "bytes_up": self._bytes_received,
+                "bytes_down": self._bytes_sent,
+                **self.hub.scores,
+            }
+            arrays = self.aggregator
+            leaves = arrays.layout.join(arrays.published) if arrays.version >= 0 else []
+            self._events.ended(figures, leaves)
 
     async def _receive_forever(self) -> None:
         while True:
@@ -246,6 +271,8 @@ class Broker:
                 self._pump(peer)
         else:
             self._carry_out(self.hub.receive(peer, message, now))
+            if isinstance(message, Report) and message.scores and self._events is not None:
+                self._events.evaluated(message.score_version, self.hub.samples, message.scores)
 
     def _take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> None:
         link = self._links.get(peer)
@@ -264,7 +291,8 @@ class Broker:
         if isinstance(announcement, Publish):
             self.aggregator.check(announcement, frames)
         else:
-            self.aggregator.check_snapshot(frames)
+            assert isinstance(announcement, Snapshot)
+            self.aggregator.check_snapshot(announcement, frames)
 
     def _checked(self, result: object, peer: PeerId, announcement: Announcement, received: Sequence[Buffer]) -> None:
         now = time.monotonic()
@@ -312,13 +340,23 @@ class Broker:
                 self._expect(peer, announcement)
             case Found(peer, announcement, model):
                 logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
-                self._job(partial(self._found, self._whole.pop(_key(peer, announcement)), self.hub.state()))
+                frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                self._job(partial(self._found, frames, self.hub.state(), peer))
+            case Average(snapshots):
+                gathered = [self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots]
+                parts: dict[str, Sequence[Buffer]] = {
+                    peer: split_snapshot(snapshot, frames)[0]
+                    for (peer, snapshot), frames in zip(snapshots, gathered, strict=True)
+                }
+                self._job(partial(self.aggregator.average, parts), self._averaged, snapshots)
+            case Lend(lender, announcement, peers):
+                self._lend(lender, announcement, peers)
             case Accumulate(peer, publish):
-                self._job(partial(self.aggregator.accumulate, publish, self._whole.pop(_key(peer, publish))))
+                self._job(partial(self.aggregator.accumulate, peer, publish, self._whole.pop(_key(peer, publish))))
             case Reduce():
-                self._job(partial(self._release, effect), self._released, effect)
-            case Serve(peer, known_version, landed):
-                self._job(self.aggregator.snapshot, self._serve, peer, known_version, landed)
+                self._job(partial(self._release, effect, len(self.hub.live)), self._released, effect)
+            case Serve(peer):
+                self._job(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 
@@ -329,7 +367,8 @@ class Broker:
     def _link(self, peer: PeerId) -> _Link:
         if peer not in self._links:
             model_bytes = 4 * sum(leaf.values for leaf in self.hub.model)
-            limit = max(OUTBOX_BYTES, 3 * model_bytes)
+            models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
+            limit = max(OUTBOX_BYTES, models * model_bytes)
             self._links[peer] = _Link(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit))
         return self._links[peer]
 
@@ -349,13 +388,15 @@ class Broker:
         link = self._link(peer)
         now = time.monotonic()
         try:
-            if isinstance(announcement, Publish):
-                bound = self.aggregator.publish_bound(announcement)
-            else:
+            if isinstance(announcement, Snapshot):
                 self.aggregator.plan(self.hub.model)
-                bound = self.aggregator.snapshot_bound()
-            if not 0 < sum(announcement.sizes) <= bound:
-                raise FramingError(f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right")
+                check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
+            else:
+                assert isinstance(announcement, Publish)
+                bound = self.aggregator.publish_bound(announcement)
+                if not 0 < sum(announcement.sizes) <= bound:
+                    text = f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right"
+                    raise FramingError(text)
             link.assembler.expect(announcement)
         except FramingError as error:
             self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), now))
@@ -388,8 +429,11 @@ class Broker:
             logger.info("%s", text)
         else:
             logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
+        if self._events is not None and reason != "observer":
+            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self._credits.forget(peer)
         self._links.pop(peer, None)
+        self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
         self._grant()
 
     # ------------------------------------------------------------------ the codec thread
@@ -427,13 +471,17 @@ class Broker:
         self._failure = self._failure or error
         self._loop.call_soon_threadsafe(self._stop.set)
 
-    def _found(self, frames: Sequence[Buffer], state: dict[str, Any]) -> None:
+    def _found(self, frames: Sequence[Buffer], state: dict[str, Any], peer: PeerId) -> None:
         self.aggregator.found(frames)
+        if self._events is not None:
+            self._events.founded(peer)
         self.keeper.save(state, self.aggregator, wait=True)  # before the founder, or anybody, hears of the run
 
-    def _release(self, reduce: Reduce) -> Released:
+    def _release(self, reduce: Reduce, nodes: int) -> Released:
         released = self.aggregator.release(reduce)
         self.keeper.released(released, reduce)
+        if self._events is not None:
+            self._events.released(reduce, nodes, released.codec, released.frames)
         return released
 
     def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
@@ -454,6 +502,7 @@ class Broker:
             live=reduce.live,
         )
         messages: list[Sequence[Buffer]] = [[encode_message(aggregate)], *split(aggregate.transfer, flat)]
+        self._moments = ()
         for peer, link in list(self._links.items()):
             if not link.following:
                 continue
@@ -461,25 +510,62 @@ class Broker:
                 self._dropped += len(link.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)
 
-    def _serve(
-        self, snapshot: tuple[int, tuple[Buffer, ...]], peer: PeerId, known: int, landed: tuple[tuple[int, int], ...]
-    ) -> None:
+    def _serve(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
+        peer, (version, frames) = serve.peer, snapshot
         if peer not in self.hub.members:
             return
-        version, frames = snapshot
-        if known == version:
-            frames = ()
+        if serve.known_version == version:
+            frames, moments = (), ()
         link = self._link(peer)
         if not link.following:
             logger.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
+            if self._events is not None:
+                self._events.member(peer, "joined", f"at version {version}")
         self._dropped += len(link.outbox.drop_droppable())
-        announcement = Snapshot(self._next_transfer(), version, tuple(len(frame) for frame in frames), landed)
-        messages: list[Sequence[Buffer]] = [[encode_message(announcement)], *split(announcement.transfer, frames)]
-        link.following = link.outbox.push(announcement.transfer, messages, droppable=False)
-        if not link.following:
-            return self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
-        self._snapshots_served += bool(frames)
+        link.following = self._push_snapshot(peer, version, frames, moments, serve.landed, serve.reset)
+        self._snapshots_served += link.following and bool(frames)
+
+    def _push_snapshot(
+        self,
+        peer: PeerId,
+        version: int,
+        frames: Sequence[Buffer],
+        moments: Sequence[Buffer],
+        landed: tuple[tuple[int, int], ...],
+        reset: bool,
+    ) -> bool:
+        transfer, frames = self._next_transfer(), [*frames, *moments]
+        announcement = Snapshot(transfer, version, tuple(len(frame) for frame in frames), landed, len(moments), reset)
+        messages: list[Sequence[Buffer]] = [[encode_message(announcement)], *split(transfer, frames)]
+        if not self._link(peer).outbox.push(transfer, messages, droppable=False):
+            self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
+            return False
         self._pump(peer)
+        return True
+
+    def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
+        """Pass the parameters of one of a population on to those that are to start again from them."""
+        frames, moments = split_snapshot(announcement, self._whole.pop(_key(lender, announcement)))
+        for peer in peers:
+            if peer in self.hub.members:
+                logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
+                self._push_snapshot(peer, -1, frames, moments, (), reset=True)
+
+    def _averaged(
+        self, result: tuple[tuple[Buffer, ...], str] | CodecError, snapshots: Sequence[tuple[PeerId, Snapshot]]
+    ) -> None:
+        if isinstance(result, CodecError):
+            raise result
+        frames, why = result
+        if why:
+            names = ", ".join(_name(peer) for peer, _ in snapshots)
+            logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
+            self._carry_out(self.hub.unrelated(why))
+        else:
+            self._whole[_key(*snapshots[0])] = frames
+            if self._events is not None:
+                self._events.averaged([peer for peer, _ in snapshots])
+            self._carry_out(self.hub.averaged())
 
     def _next_transfer(self) -> int:
         self._transfer += 1

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
+from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.runtime.moments import decode_moments, split_snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update
 
@@ -31,6 +34,7 @@ __all__ = [
     "OnDevice",
     "DeltaCoder",
     "cut",
+    "mean_score",
     "encode_snapshot",
     "decode_snapshot",
     "snapshot_codecs",
@@ -69,6 +73,11 @@ def decode_snapshot(layout: Layout, frames: Sequence[Buffer]) -> list[Vector]:
     """Read what `encode_snapshot` wrote. Raises CodecError."""
     flat = decode_payload(snapshot_codecs(layout), frames, snapshot_counts(layout))
     return cut(flat, [sum(layout.counts(fragment)) for fragment in range(layout.fragments)])
+
+
+def mean_score(offer: Offer) -> float:
+    """Return the mean of an offer's scores, NaN if it has none; waits for those that a device is still computing."""
+    return fmean(float(score) for score in offer.scores) if offer.scores else nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +209,16 @@ class DeltaCoder:
         return Update(aggregate.version, parts, self._own(landed), tuple(landed))
 
     def decode_snapshot(
-        self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool
+        self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool, keep: bool = False
     ) -> Update:
-        """Decode a snapshot: the whole anchor. Raises CodecError."""
-        flats = decode_snapshot(self.layout, frames)
+        """Decode a snapshot: the whole anchor, and an optimizer's state if it came too. Raises CodecError."""
+        parameters, state = split_snapshot(snapshot, frames)
+        flats = decode_snapshot(self.layout, parameters)
+        moments = [decode_moments(state)] if state else None
         own = {} if reset else self._own(landed)
         if reset:
             self.unacked.clear()
-        return Update(snapshot.version, {}, own, tuple(landed), self.layout.join(flats), reset)
+        return Update(snapshot.version, {}, own, tuple(landed), self.layout.join(flats), reset, keep, moments)
 
     def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:
         own: dict[int, list[Encoded]] = {}

@@ -55,7 +55,8 @@ class Inbox:
         if isinstance(deliver.announcement, Snapshot):
             # whatever aggregates still wait are in it; what landed in them has landed
             self._landed_unseen += [sequence for waiting, _ in self._arrived for sequence in waiting.landed]
-            self._arrived.clear()
+            before = [one for one in self._arrived if deliver.keep and one[0].reset]
+            self._arrived = deque(before[-1:])  # who keeps its own parameters has those that it was lent
         self._arrived.append((deliver, frames))
         self.decode(coder)
 
@@ -73,7 +74,7 @@ class Inbox:
             else:
                 landed = (*self._landed_unseen, *deliver.landed)
                 self._landed_unseen.clear()
-                update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset)
+                update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset, deliver.keep)
             self.decode_seconds += time.thread_time() - began
             self._updates.put_nowait(update)
         self._changed()

@@ -100,11 +100,15 @@ class HubLink:
         self._thread.start()
         self._ready.wait()
 
-    def call(self, what: Callable[[], object]) -> None:
-        """Have the network thread do something soon; nothing happens once it has ended."""
-        if self._loop is not None:
+    def call(self, what: Callable[[], object], after_seconds: float = 0.0) -> None:
+        """Have the network thread do something soon, or after some seconds; nothing happens once it has ended."""
+        loop = self._loop
+        if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._do, what)
+                if after_seconds > 0:
+                    loop.call_soon_threadsafe(loop.call_later, after_seconds, self._do, what)
+                else:
+                    loop.call_soon_threadsafe(self._do, what)
 
     def close(self, reason: str) -> None:
         """Say goodbye and end the thread."""
@@ -167,13 +171,13 @@ class HubLink:
         )
         self.carry_out(self.peer.publish(publish))
 
-    def send_founding(self, frames: Sequence[Buffer]) -> None:
-        """Announce the parameters that found the run, unless the hub that asked for them is lost."""
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = ()) -> None:
+        """Announce the parameters that the hub asked for, unless that hub is lost. moments: frames that go behind."""
         if not self._founding:
             return
         self._founding = False
-        transfer, sizes = self._stage(frames)
-        self.send(Snapshot(transfer, 0, sizes))
+        transfer, sizes = self._stage([*frames, *moments])
+        self.send(Snapshot(transfer, 0, sizes, moments=len(moments)))
 
     def _stage(self, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
         self._transfer += 1
@@ -242,7 +246,8 @@ class HubLink:
         while not self._stop.is_set():
             now = time.monotonic()
             self.carry_out(self.peer.tick(now))
-            if self.live and now >= report_at and not self.peer.observer:
+            trains = self.live or self.peer.state is PeerState.APART
+            if trains and now >= report_at and not self.peer.observer:
                 report_at = now + REPORT_SECONDS
                 self.send(self.listener.make_report())
             for task in tasks:

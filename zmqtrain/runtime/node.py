@@ -31,11 +31,13 @@ from zmqtrain.errors import (
 )
 from zmqtrain.protocol.messages import Aggregate, Deliver, Report, Roster, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.delta import DeltaCoder, OnDevice, encode_snapshot
+from zmqtrain.runtime.delta import DeltaCoder, OnDevice, encode_snapshot, mean_score
+from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.inbox import Inbox
 from zmqtrain.runtime.link import HubLink
 from zmqtrain.runtime.mailbox import Mailbox, Worker
-from zmqtrain.runtime.progress import Progress
+from zmqtrain.runtime.moments import encode_moments
+from zmqtrain.runtime.progress import Progress, paces
 from zmqtrain.runtime.units import UnitQueue
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
@@ -43,6 +45,7 @@ from zmqtrain.types import (
     Array,
     Buffer,
     Channel,
+    Clock,
     ExchangeStatistics,
     Layout,
     ModelSpec,
@@ -75,7 +78,8 @@ class Node:
     """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
 
     open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
-    codec_on: where deltas are compressed; the bytes are the same.  Use `connect` for the usual one.
+    codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
+    nobody.  Use `connect` for the usual one.
     """
 
     def __init__(
@@ -86,7 +90,9 @@ class Node:
         address: str,
         observer: bool = False,
         codec_on: CodecOn = "auto",
+        events: NodeEvents | None = None,
     ) -> None:
+        self._events = events
         self.name, self.address, self.peer_id, self.codec_on = name, address, peer, codec_on
         self._peer = Peer(peer, name, observer)
         self._link = HubLink(open_channel, self._peer, address, self)
@@ -96,9 +102,11 @@ class Node:
         self._changed = threading.Condition()
         self._failure: ZmqTrainError | None = None
         self._closed = False
+        self.message_delay: Callable[[], float] | None = None
+        """For experiments: draws by how many seconds a delta is sent late."""
         self._coder: DeltaCoder | None = None
-        self._founding: Sequence[Any] = ()
-        self._settled = False
+        self._founding: tuple[Sequence[Any], Sequence[Any]] = ((), ())
+        self._asked = self._settled = False
         # of the training thread
         self._sequence = 0
         self._applied_version: Version = -1
@@ -132,22 +140,32 @@ class Node:
         assert self._peer.settings is not None
         return self._peer.settings
 
-    def join(self, model: ModelSpec, leaves: Sequence[Any]) -> Update | None:
-        """See Exchange. Waits for the other nodes of a run that starts with several.
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+    ) -> Update | None:
+        """See Exchange. Waits for the other nodes of a run that starts with several, unless it is a population.
 
         Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
         """
-        self._coder, self._founding = DeltaCoder(model, self.wait_welcome(), self._device_coder()), leaves
-        self._link.call(lambda: self._link.carry_out(self._peer.join(model, time.monotonic())))
+        self._coder, self._founding = DeltaCoder(model, self.wait_welcome(), self._device_coder()), (leaves, moments)
+        if self._events is not None:
+            self._events.joining(self.peer_id, self.run, self.settings, self.founded)
+        self._link.call(lambda: self._link.carry_out(self._peer.join(model, time.monotonic(), score)))
         waited = 0.0
         while not self._wait(
-            lambda: self._link.live and (len(self._inbox) > 0 or self._peer.confirmed), SAY_AGAIN_SECONDS
+            lambda: (
+                self._peer.state is PeerState.APART
+                or (self._link.live and (len(self._inbox) > 0 or self._peer.confirmed))
+            ),
+            SAY_AGAIN_SECONDS,
         ):
             waited += SAY_AGAIN_SECONDS
             logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
-        self._founding = ()
+        self._founding = ((), ())
         if self._coder.device is not None:  # while the caller compiles its own
             self._worker.submit(lambda: self._warm_up(0))
+        if self._peer.state is PeerState.APART:
+            return None
         first = self._inbox.peek()
         if first is None or first.anchor is None:  # the founder holds version 0; an aggregate that is here is the next
             self._applied_version = 0
@@ -165,6 +183,30 @@ class Node:
             case PeerState.LIVE if self._units.waiting:
                 return "data units"
         return ""
+
+    @property
+    def founded(self) -> bool:
+        """See Exchange."""
+        return self._peer.founded
+
+    def compare(self, score: float) -> None:
+        """See Exchange."""
+        self._link.call(lambda: self._link.carry_out(self._peer.compare(score)))
+
+    @property
+    def wanted(self) -> bool:
+        """See Exchange."""
+        return self._asked
+
+    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
+        """See Exchange."""
+        self._asked = False
+        self._worker.submit(lambda: self._encode_founding(leaves, moments))
+
+    @property
+    def clock(self) -> Clock:
+        """See Exchange."""
+        return time
 
     @property
     def settings(self) -> RunSettings:
@@ -217,6 +259,8 @@ class Node:
         settings = self._peer.settings
         if settings is None or not self._link.live or len(self._offered) >= settings.offers_in_flight:
             return None
+        if self._applied_version < 0:  # the run has just been founded, and its parameters are on their way
+            return None
         starved = [f for f, since in self._offers_since.items() if since >= 2 * settings.fragments]
         if starved:
             return max(starved, key=lambda fragment: self._offers_since[fragment])
@@ -229,14 +273,14 @@ class Node:
         *,
         samples: int,
         steps: int,
-        score: Any = None,
+        scores: tuple[Any, ...] = (),
         dense: bool = False,
     ) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
         self._raise_failure()
         if self.next_fragment() is None:
             return None
-        offer = Offer(self._sequence, fragment, segments, samples, steps, score, tuple(self._applied), dense)
+        offer = Offer(self._sequence, fragment, segments, samples, steps, scores, tuple(self._applied), dense)
         base = self._applied_version
         taken = [offer]  # from there: the segments need not stay until the next job
         if not self._worker.submit(lambda: self._encode(taken.pop(), base)):
@@ -244,6 +288,8 @@ class Node:
         self._sequence += 1
         self._applied.clear()
         self._offered.add(offer.sequence)
+        if self._events is not None:
+            self._events.offered(offer.sequence, fragment, base, dense)
         for other in range(self.layout.fragments):
             self._offers_since[other] = 0 if other == fragment else self._offers_since.get(other, 0) + 1
         return offer.sequence
@@ -268,6 +314,8 @@ class Node:
             self._applied += update.landed
             self._offered.difference_update(update.landed)
             self._worker.submit(self._decode)
+            if self._events is not None:
+                self._events.applied(update)
         return update
 
     def wait_update(self, timeout_seconds: float) -> Update:
@@ -294,6 +342,8 @@ class Node:
         """
         batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
         while (unit := self._units.take(self._raise_failure)) is not None:
+            if self._events is not None:
+                self._events.began(unit)
             yield from batches_of(unit)
             self._units.done(unit)
 
@@ -309,11 +359,20 @@ class Node:
 
     # ------------------------------------------------------------------ figures, and the end
 
+    def pace(self) -> tuple[float, Sequence[float]]:
+        """See Exchange."""
+        own, rates = paces(self._peer.roster, self.peer_id)
+        if self._events is not None:
+            self._events.paced(own, rates)
+        return own, rates
+
     def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
         """See Exchange."""
         progress = self._progress
         progress.step, progress.samples, progress.loss = step, samples, loss
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
+        if self._events is not None:
+            self._events.stepped(step, samples, loss)
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """See Exchange."""
@@ -343,6 +402,8 @@ class Node:
             atexit.unregister(self.close)
             self._link.close(reason)
             self._worker.close()
+            if self._events is not None:
+                self._events.closed()
 
     def __enter__(self) -> Node:
         return self
@@ -386,12 +447,16 @@ class Node:
             logger.warning("%s: the broker refused delta %d (%s); the next one holds it", self.name, sequence, why)
         if self._coder is not None:
             coder = self._coder
-            self._worker.submit(lambda: coder.withdraw(sequence))
+            self._worker.submit(lambda: self._withdraw(coder, sequence, reason))
         self._withdrawn.put_nowait(sequence)
 
     def on_founding(self) -> None:
         """See Listener."""
-        self._worker.submit(self._encode_founding)
+        if self._peer.state is PeerState.APART:  # what it holds changes with every step: the training thread answers
+            self._asked = True
+        else:
+            leaves, moments = self._founding
+            self._worker.submit(lambda: self._encode_founding(leaves, moments))
 
     def on_work(self, answer: WorkUnit) -> None:
         """See Listener."""
@@ -401,6 +466,7 @@ class Node:
         """See Listener."""
         if self._peer.state is PeerState.CONNECTING:  # who only waits for a snapshot keeps what it was dealt
             self._units.reset()
+            self._asked = False
         if self._units.drained:  # a hub that had lost this node has forgotten that it said so
             self._ask_for_units()
         self._notify()
@@ -431,9 +497,17 @@ class Node:
             )
             raise NonFiniteDelta(text, error.leaf) from None
         self._encode_seconds += time.thread_time() - began
-        score = math.nan if offer.score is None else float(offer.score)
+        if self._events is not None:
+            self._events.encoded(offer.sequence)
+        score = mean_score(offer)
         offer = replace(offer, segments=())  # their memory is the device's, and free from here on
-        self._link.call(lambda: self._link.publish(offer, base, encoded, score))
+        late = self.message_delay() if self.message_delay is not None else 0.0
+        self._link.call(lambda: self._link.publish(offer, base, encoded, score), late)
+
+    def _withdraw(self, coder: DeltaCoder, sequence: int, reason: str) -> None:
+        coder.withdraw(sequence)
+        if self._events is not None:
+            self._events.withdrawn(sequence, reason)
 
     def _device_coder(self) -> OnDevice | None:
         """Return the coder of jax's device if parameters live there, as far as can be known before the first offer."""
@@ -457,15 +531,16 @@ class Node:
             self._coder.warm_up(fragment)
             self._worker.submit(lambda: self._warm_up(fragment + 1))
 
-    def _encode_founding(self) -> None:
+    def _encode_founding(self, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
         assert self._coder is not None
         layout = self._coder.layout
         try:
-            frames = encode_snapshot(layout, layout.split(self._founding))
+            frames = encode_snapshot(layout, layout.split(leaves))
+            state = encode_moments(moments)
         except NonFiniteDelta as error:
             text = f"{self.name}: the initial parameters are not finite ({error}); check how they are initialised"
             raise NonFiniteDelta(text, error.leaf) from None
-        self._link.call(lambda: self._link.send_founding(frames))
+        self._link.call(lambda: self._link.send_founding(frames, state))
 
     def _arrive(self, deliver: Deliver, frames: list[Buffer]) -> None:
         assert self._coder is not None
@@ -505,6 +580,7 @@ def connect(
     observer: bool = False,
     timeout_seconds: float = 10.0,
     codec_on: CodecOn = "auto",
+    events: NodeEvents | None = None,
 ) -> Node:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
@@ -512,6 +588,7 @@ def connect(
 
     name: for people; the host's name if not given.  server_key: the hub's public CURVE key, where it has one.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
+    events: who is told what happens here, as a `NodeRecorder`.
     Raises ConfigError for an address that is none and for another choice, HubUnreachable when no broker answers,
     JoinRefused.
     """
@@ -525,7 +602,7 @@ def connect(
     def open_channel() -> Channel:
         return DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
-    node = Node(open_channel, peer, name, address, observer, codec_on)
+    node = Node(open_channel, peer, name, address, observer, codec_on, events)
     atexit.register(node.close)
     try:
         node.wait_welcome(timeout_seconds)

@@ -1,4 +1,4 @@
-"""Turn what a training thread says of itself into the report that the hub gets.
+"""Turn what a training thread says of itself into the report that the hub gets, and read what others have said.
 
 Rule: the training thread only leaves values here; a loss that is still computed on the device is not waited for.
 """
@@ -9,10 +9,17 @@ import math
 import time
 from typing import Any
 
-from zmqtrain.protocol.messages import Report
-from zmqtrain.types import Version
+from zmqtrain.protocol.messages import Report, Roster
+from zmqtrain.types import PeerId, Version
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "paces"]
+
+
+def paces(roster: Roster | None, peer: PeerId) -> tuple[float, list[float]]:
+    """Return the samples per second of `peer` and of all nodes that have said theirs; NaN and [] where none has."""
+    members = roster.members if roster is not None else ()
+    said = {str(one["peer"]): float(one["samples_per_second"]) for one in members if "samples_per_second" in one}
+    return said.get(peer, math.nan), list(said.values())
 
 
 class Progress:

@@ -15,7 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.broker import Broker, BrokerStatistics, canonical
+from zmqtrain.runtime.broker import Broker, BrokerStatistics
+from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys, RouterChannel
 
@@ -35,12 +37,13 @@ def serve(
     ready: Callable[[Broker], None] = lambda broker: None,
     watch: Callable[[Roster], None] | None = None,
     interrupted: Callable[[int], None] | None = None,
+    events: BrokerEvents | None = None,
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
     interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
-    thread only; None leaves signals alone).
+    thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
     Raises ConfigError, AddressInUse, CheckpointError, and whatever ended the broker.
     """
 
@@ -48,7 +51,7 @@ def serve(
         canonical(settings)  # refused before anybody can connect
         channel = RouterChannel.bind(address, keys=keys)
         try:
-            broker = Broker(channel, settings, checkpoint, checkpoint_seconds, watch)
+            broker = Broker(channel, settings, checkpoint, checkpoint_seconds, watch, events)
         except BaseException:
             await channel.close(0.0)
             raise
@@ -79,7 +82,8 @@ def _stop_at_signals(broker: Broker, interrupted: Callable[[int], None]) -> None
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    watch: called in the broker's thread with every roster. Raises what `serve` raises before the broker listens.
+    watch: called in the broker's thread with every roster.  events: as for `serve`.
+    Raises what `serve` raises before the broker listens.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class BrokerThread:
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] = lambda roster: None,
+        events: BrokerEvents | None = None,
     ) -> None:
         self.roster: Roster | None = None
         self.failure: BaseException | None = None
@@ -107,6 +112,7 @@ class BrokerThread:
                     checkpoint_seconds=checkpoint_seconds,
                     ready=self._ready,
                     watch=self._see,
+                    events=events,
                 )
             except BaseException as error:
                 self.failure = error

@@ -7,17 +7,14 @@ Rule 2: while no broker deals, the node draws units of its own: training never s
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable
 
 from zmqtrain.protocol.messages import WorkRequest, WorkUnit
-from zmqtrain.types import PeerId
+from zmqtrain.types import LOCAL_UNITS, PeerId, first_local_unit
 
-__all__ = ["LOCAL_UNITS", "UnitQueue"]
+__all__ = ["UnitQueue"]
 
-LOCAL_UNITS = 1 << 40
-"""Units that a node draws for itself are numbered from here, each node in its own range."""
 AHEAD = 2
 ASK_AGAIN_SECONDS = 1.0
 
@@ -30,7 +27,7 @@ class UnitQueue:
 
     def __init__(self, peer: PeerId, ask: Callable[[], None], live: Callable[[], bool]) -> None:
         self._ask, self._live = ask, live
-        self._next_local = LOCAL_UNITS + (zlib.crc32(peer.encode()) << 24)
+        self._next_local = first_local_unit(peer)
         self._units: deque[int] = deque()
         self._done: list[int] = []
         self._finished = self._asked = self._idle = self._drained = False
@@ -63,7 +60,7 @@ class UnitQueue:
 
     def done(self, unit: int) -> None:
         """Take note that a unit is trained on."""
-        if unit < LOCAL_UNITS:
+        if unit < LOCAL_UNITS:  # others were not dealt
             with self._changed:
                 self._done.append(unit)
 

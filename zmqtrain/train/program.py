@@ -8,13 +8,14 @@ Rule 3: every batch of a program has one shape, so that the step is compiled onc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
     import optax
 
-__all__ = ["Params", "Batch", "Program", "missing_members"]
+__all__ = ["Params", "Batch", "Program", "missing_members", "score_of"]
 
 Params = Any
 """A pytree of float32 jax arrays: what is trained, and what the nodes average."""
@@ -28,6 +29,11 @@ class Program(Protocol):
     """One model, its data and its optimizer: all that a node needs in order to train alone.
 
     A class need not inherit from this one; it is enough that it has these members. Attributes may be plain ones.
+
+    A program may have one member more, `score(params) -> float | jax.Array | None`: the mean loss over a small, fixed
+    part of the training data that no unit holds (None: it has too little data to set any aside). By it nodes are
+    compared while a run goes on; never by `evaluate`, or the validation split would choose what it is to judge. It is
+    called often: compiled once, and about as cheap as a few steps. Read it with `score_of`.
     """
 
     @property
@@ -83,3 +89,15 @@ def missing_members(candidate: object) -> tuple[str, ...]:
     `isinstance(candidate, Program)` says whether; this says what, for an error that a user can act upon.
     """
     return tuple(member for member in MEMBERS if not hasattr(candidate, member))
+
+
+def score_of(program: Program, params: Params) -> float:
+    """Return the program's score of these parameters (lower is better): NaN if it offers none, inf if it diverged.
+
+    So NaN always means "nothing to compare by", and parameters that give NaN or infinity lose every comparison.
+    """
+    score = getattr(program, "score", None)
+    value = None if score is None else score(params)
+    if value is None:
+        return nan
+    return float(value) if isfinite(value) else inf

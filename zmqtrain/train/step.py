@@ -2,24 +2,34 @@
 
     params = anchor + pending          pending(f) leaves for the hub, rebase brings back what landed
 
-Rule 1: pure functions of arrays; no clock, no exchange.  Rule 2: the anchor is float32 whatever the parameters are, and
-is only ever added to, in version order: so it is the same on all nodes, bit for bit.
+Rule 1: pure functions of arrays; no exchange, and no clock but the one that a timed step is given.
+Rule 2: the anchor is float32 whatever the parameters are, and is only ever added to, in version order: so it is the
+same on all nodes, bit for bit.
+Rule 3: a step is one update of the optimizer, of whatever many gradients it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from zmqtrain.errors import ConfigError
+from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
-from zmqtrain.types import Layout, LeafSpec, ModelSpec
+from zmqtrain.types import Clock, Layout, LeafSpec, ModelSpec
 
-__all__ = ["TrainState", "LocalStep", "Rebase", "describe_model"]
+__all__ = ["TrainState", "LocalStep", "MinibatchStep", "Rebase", "rebase_of", "describe_model"]
+
+COMPILED_KEPT = 16
+"""What is compiled is kept for so many programs, and so many layouts, of one process."""
 
 Leaves = list[jax.Array]
 Segments = Mapping[int, Sequence[jax.Array]]
@@ -43,17 +53,59 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
+class _Sum(NamedTuple):
+    """What the parts of one step add up to: their mean losses and their mean gradients, float32."""
+
+    loss: jax.Array
+    gradient: Any
+
+
+class _Functions:
+    """The jitted functions of one loss and one optimizer."""
+
+    def __init__(self, loss: Callable[..., jax.Array], optimizer: Callable[[], optax.GradientTransformation]) -> None:
+        self.loss, self.optimizer = loss, optimizer()
+        self.one = jax.jit(self._one, donate_argnums=0)
+        self.first = jax.jit(self._first)
+        self.next = jax.jit(self._next, donate_argnums=0)
+        self.finish = jax.jit(self._finish, donate_argnums=0)
+
+    def _one(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        loss, gradient = jax.value_and_grad(self.loss)(state.params, batch)
+        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
+
+    def _first(self, params: Any, part: Any) -> tuple[_Sum, jax.Array]:
+        loss, gradient = jax.value_and_grad(self.loss)(params, part)
+        return _Sum(loss.astype(jnp.float32), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)), loss
+
+    def _next(self, total: _Sum, params: Any, part: Any) -> tuple[_Sum, jax.Array]:
+        more, loss = self._first(params, part)
+        return jax.tree.map(jnp.add, total, more), loss
+
+    def _finish(self, state: TrainState, total: _Sum, parts: Any) -> tuple[TrainState, jax.Array]:
+        gradient = jax.tree.map(lambda g, p: (g / parts).astype(p.dtype), total.gradient, state.params)
+        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), total.loss / parts
+
+
+_functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
+
+
 class LocalStep:
-    """A program's own step, as it would train alone: one gradient, one optimizer update, the old buffers donated."""
+    """A program's own step, as it would train alone: one gradient, one optimizer update, the old buffers donated.
+
+    Steps of one loss and one optimizer (the program's very methods) are compiled once, whoever makes them.
+    """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.optimizer = program, program.optimizer()
-        self._step = jax.jit(self._one, donate_argnums=0)
+        self.program = program
+        self._functions = _functions(program.loss, program.optimizer)
 
     def init(self, seed: int) -> TrainState:
         """Return fresh parameters and optimizer state."""
         params = self.program.init(seed)
-        return TrainState(params, self.optimizer.init(params))
+        return TrainState(params, self._functions.optimizer.init(params))
 
     def compile(self, state: TrainState, batch: Any) -> None:
         """Have the step compiled, on a copy: a node that joins can then train at once. `state` stays as it is."""
@@ -61,21 +113,126 @@ class LocalStep:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         """Take one batch; return the new state and the loss before it (a device scalar). `state` is used up."""
-        result: tuple[TrainState, jax.Array] = self._step(state, batch)
+        result: tuple[TrainState, jax.Array] = self._functions.one(state, batch)
         return result
 
-    def _one(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-        loss, gradient = jax.value_and_grad(self.program.loss)(state.params, batch)
-        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
+
+class MinibatchStep:
+    """A program's own step of as many gradients as the run's `minibatch` says, and one optimizer update.
+
+    A *part* is what one gradient is taken of: a batch, or (timed) one of the equal parts of a batch. All parts hold
+    as many samples, so the mean of their gradients is the gradient of all their samples. Of one batch, it is
+    `LocalStep`'s very step.
+    before_step, before_part: called once in each step, and before each gradient: there, an experiment makes this node
+    slow (the time of both counts against a timed step's), and a simulation moves its clock, which nothing else does.
+    Raises ConfigError: batches that cannot be cut into as many equal parts.
+    Source: Anytime Minibatch, Ferdinand et al. 2019; Async-Timed, Al-Lawati et al., JSAIT 2021.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        minibatch: Minibatch,
+        clock: Clock,
+        *,
+        before_step: Callable[[], None] = lambda: None,
+        before_part: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.program, self.minibatch, self.clock = program, minibatch, clock
+        self.before_step, self.before_part = before_step, before_part
+        self._partitions, self._most_parts, self._seconds = 1, inf, inf
+        if isinstance(minibatch, FixedMinibatch):
+            self._most_parts = minibatch.batches
+        else:
+            self._partitions, self._seconds = minibatch.partitions, minibatch.seconds
+        self._part_samples, rest = divmod(program.samples_per_batch, self._partitions)
+        if rest:
+            raise ConfigError(
+                f"minibatch = {minibatch.name!r}: a batch of {program.samples_per_batch} {program.sample_word} cannot "
+                f"be cut into {self._partitions} equal parts; change partitions, or the program's batch"
+            )
+        self._left: deque[Any] = deque()
+        self._local, self._functions = LocalStep(program), _functions(program.loss, program.optimizer)
+
+    def init(self, seed: int) -> TrainState:
+        """Return fresh parameters and optimizer state."""
+        return self._local.init(seed)
+
+    def compile(self, state: TrainState, batch: Any) -> None:
+        """Have the step compiled, on copies: a node that joins can then train at once. `state` stays as it is."""
+        if self._most_parts == 1:
+            self._local.compile(state, batch)
+            return
+        part = self._cut(batch)[0]
+        total = self._functions.next(self._functions.first(state.params, part)[0], state.params, part)[0]
+        self._functions.finish(jax.tree.map(jnp.copy, state), total, np.float32(2))[1].block_until_ready()
+
+    def step(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, jax.Array, int] | None:
+        """Take one step; return the new state, the mean loss before it (a device scalar) and how many samples it used.
+
+        None when the data has ended; data that ends within a step makes it a smaller one. `state` is used up. What is
+        left of a batch when the time is up, the next step begins with.
+        A gradient is always begun before the one ahead of it is waited for, so that the device is never idle; what was
+        begun when the time is up is finished, and counts: a timed step ends less than two parts late.
+        """
+        until = self.clock.monotonic() + self._seconds
+        part = self._next_part(batches)
+        if part is None:
+            return None
+        self.before_step()
+        self.before_part()
+        if self._most_parts == 1:
+            return *self._local.step(state, part), self._part_samples
+        total, previous = self._functions.first(state.params, part)
+        parts = 1
+        while parts < self._most_parts and self.clock.monotonic() < until:
+            if (part := self._next_part(batches)) is None:
+                break
+            self.before_part()
+            total, loss = self._functions.next(total, state.params, part)
+            parts += 1
+            previous.block_until_ready()
+            previous = loss
+        state, mean = self._functions.finish(state, total, np.float32(parts))
+        return state, mean, parts * self._part_samples
+
+    def _next_part(self, batches: Iterator[Any]) -> Any | None:
+        if not self._left:
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            self._left.extend(self._cut(batch))
+        return self._left.popleft()
+
+    def _cut(self, batch: Any) -> list[Any]:
+        """The parts of one batch: views of its arrays, equal pieces along the first axis."""
+        if self._partitions == 1:
+            return [batch]
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        for path, leaf in leaves:
+            shape = np.shape(leaf)
+            if not shape or shape[0] % self._partitions:
+                raise ConfigError(
+                    f"minibatch = {self.minibatch.name!r}: the batch's "
+                    f"{jax.tree_util.keystr(path, simple=True, separator='/') or 'array'} has the shape "
+                    f"[{','.join(map(str, shape))}], whose first axis cannot be cut into {self._partitions} equal "
+                    "parts; change partitions, or the program's batch"
+                )
+        cut = [np.split(np.asarray(leaf), self._partitions) for _, leaf in leaves]
+        return [jax.tree.unflatten(tree, pieces) for pieces in zip(*cut, strict=True)]
 
 
 class Rebase:
-    """The moves of the one equation on the device, for one model. donate: the caller's parameters may be used up."""
+    """The moves of the one equation on the device, for one model.
 
-    def __init__(self, layout: Layout, donate: bool) -> None:
-        self.layout = layout
-        self._pending = jax.jit(self._take, static_argnums=2)
+    donate: the caller's parameters may be used up.  elastic: the share of what is pending that is offered; under 1 each
+    node's parameters stay its own, and are pulled toward the others' (Zhang et al. 2015, Deep learning with elastic
+    averaging SGD, with both pulls in the one equation).
+    """
+
+    def __init__(self, layout: Layout, donate: bool, elastic: float = 1.0) -> None:
+        self.layout, self.elastic = layout, elastic
+        self._pending = jax.jit(self._take, static_argnums=(2, 3))
         self._move = jax.jit(self._add, static_argnums=2, donate_argnums=0)
         self._move_kept = self._move if donate else jax.jit(self._add, static_argnums=2)
         self._less = jax.jit(partial(jax.tree.map, jnp.subtract))
@@ -86,14 +243,19 @@ class Rebase:
         """Have all that an exchange needs compiled, on copies: later, none holds training up for a compiler."""
         params, anchor = [jnp.copy(leaf) for leaf in params], [jnp.copy(leaf) for leaf in anchor]
         for fragment in range(self.layout.fragments):
-            still = {fragment: [jnp.zeros_like(segment) for segment in self.pending(params, anchor, fragment)]}
+            for whole in {True, self.elastic == 1}:
+                segments = self.pending(params, anchor, fragment, whole=whole)
+            still = {fragment: [jnp.zeros_like(segment) for segment in segments]}
             params, anchor = self.apply(params, anchor, still, still)
         jax.tree.map(lambda leaf: leaf.block_until_ready(), (params, anchor))
 
-    def pending(self, params: Leaves, anchor: Leaves, fragment: int) -> list[jax.Array]:
-        """Return params - anchor of one fragment: one flat float32 array per leaf that it touches."""
-        touched = self.layout.leaves(fragment)
-        result: Leaves = self._pending([params[i] for i in touched], [anchor[i] for i in touched], fragment)
+    def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
+        """Return params - anchor of one fragment, or the elastic share of it: one flat float32 array per leaf.
+
+        whole: all of it, also where nodes are elastic.
+        """
+        touched, share = self.layout.leaves(fragment), 1.0 if whole else self.elastic
+        result: Leaves = self._pending([params[i] for i in touched], [anchor[i] for i in touched], fragment, share)
         return result
 
     def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
@@ -123,12 +285,13 @@ class Rebase:
         result: tuple[Leaves, Leaves] = self._replace(params, anchor, list(new), dict(own))
         return result
 
-    def _take(self, params: Leaves, anchor: Leaves, fragment: int) -> list[jax.Array]:
+    def _take(self, params: Leaves, anchor: Leaves, fragment: int, share: float) -> list[jax.Array]:
         take = self.layout.take
-        return [
+        pending = [
             take(p, i, fragment).astype(jnp.float32) - take(a, i, fragment)
             for p, a, i in zip(params, anchor, self.layout.leaves(fragment), strict=True)
         ]
+        return pending if share == 1 else [share * segment for segment in pending]
 
     def _shift(self, params: Leaves, segments: Segments, sign: float) -> Leaves:
         moved = [leaf.astype(jnp.float32) for leaf in params]
@@ -145,3 +308,7 @@ class Rebase:
         pending = self._shift([p.astype(jnp.float32) - a for p, a in zip(params, anchor, strict=True)], own, -1.0)
         adopted = [(n + rest).astype(p.dtype) for n, rest, p in zip(new, pending, params, strict=True)]
         return adopted, [jnp.copy(n) for n in new]
+
+
+rebase_of = lru_cache(maxsize=COMPILED_KEPT)(Rebase)
+"""Return the `Rebase` of these arguments: it has no state, and is compiled once, whoever asks."""

@@ -1,0 +1,136 @@
+"""Nodes of different initial parameters over real sockets: the best founds, a population agrees, a mean is refused."""
+
+import logging
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from runs import batches, broker, loss, parameters
+
+from zmqtrain.errors import JoinRefused
+from zmqtrain.runtime.node import connect
+from zmqtrain.settings import RunSettings
+from zmqtrain.train.apart import own_seed
+from zmqtrain.train.loop import TrainingLoop
+
+HELD_OUT, VALIDATION = 10**6, 10**6 + 1
+NAMES = ("pc-1", "pc-2", "pc-3")
+
+
+class Program:
+    """The tiny model as a program. init: what makes the initial parameters of a seed."""
+
+    name, samples_per_batch, sample_word, units_per_epoch = "tiny", 16, "rows", None
+    loss, batches = staticmethod(loss), staticmethod(batches)
+
+    def __init__(self, init=parameters):
+        self.init, self.seeds, self.scores = init, [], []
+        self.score_of_batch = jax.jit(loss)
+
+    def optimizer(self):
+        return optax.adam(0.02)
+
+    def score(self, params):
+        self.scores.append(self.score_of_batch(params, next(batches(HELD_OUT))))
+        return self.scores[-1]
+
+    def evaluate(self, params):
+        return {"loss": float(self.score_of_batch(params, next(batches(VALIDATION))))}
+
+
+class Nodes:
+    """Three nodes that train in threads of their own until the run's units are done."""
+
+    def __init__(self, address, init=parameters):
+        self.programs, self.ends = {name: Program(init) for name in NAMES}, {}
+        self.threads = [threading.Thread(target=self.train, args=(address, name), daemon=True) for name in NAMES]
+        for thread in self.threads:
+            thread.start()
+
+    def train(self, address, name):
+        try:
+            with connect(address, name=name) as node:
+                program = self.programs[name]
+                self.ends[name] = TrainingLoop(program, node).run(node.batches(program))
+        except BaseException as error:
+            self.ends[name] = error
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(60.0)
+            assert not thread.is_alive()
+        for end in self.ends.values():
+            if isinstance(end, BaseException):
+                raise end
+        return [self.ends[name] for name in NAMES]
+
+
+def founders(caplog):
+    return [record.args[0] for record in caplog.records if " founded %s" in record.msg]
+
+
+def assert_equal_ends(ends):
+    for end in ends[1:]:
+        for name, leaf in end.params.items():
+            np.testing.assert_allclose(leaf, ends[0].params[name], atol=1e-5)
+
+
+def test_the_best_of_three_seeds_founds_the_run_and_all_end_with_its_descendants(caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    settings = RunSettings(every=4, delay=2, units=24, initial="best", apart_steps=12, start_nodes=3)
+    with broker(settings) as hub:
+        nodes = Nodes(hub.address)
+        ends = nodes.join()
+        assert hub.broker.statistics().refused == 0
+    scores = {name: float(program.scores[0]) for name, program in nodes.programs.items()}
+    assert len({own_seed(settings, name) for name in NAMES}) == 3 == len(set(scores.values()))
+    assert founders(caplog) == [min(scores, key=scores.get)]
+    assert_equal_ends(ends)
+    assert ends[0].scores["loss"] < min(scores.values())
+
+
+def test_strict_runs_that_begin_with_the_best_end_with_the_same_bits():
+    settings = RunSettings(
+        mode="strict", release="all", every=4, delay=2, units=6, initial="best", apart_steps=8, start_nodes=3
+    )
+    bits = []
+    for _ in range(2):
+        with broker(settings) as hub:
+            bits.append(
+                [leaf.tobytes() for end in Nodes(hub.address).join() for leaf in map(np.asarray, end.params.values())]
+            )
+    assert bits[0] == bits[1]
+
+
+def test_a_population_trains_on_until_all_descend_from_the_best_and_ends_with_equal_parameters(caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    settings = RunSettings(
+        every=4, delay=2, units=24, initial="own", apart_steps=8, start_nodes=3, preemption="score:patience=2,margin=0"
+    )
+    with broker(settings) as hub:
+        nodes = Nodes(hub.address)
+        ends = nodes.join()
+        assert hub.broker.statistics().contributions > 0
+    preempted = {record.args[0] for record in caplog.records if "is preempted" in record.msg}
+    assert len(founders(caplog)) == 1 and len(preempted) >= 2  # all but one, and that one too if it fell back later
+    assert_equal_ends(ends)
+    assert ends[0].scores["loss"] < min(float(program.scores[0]) for program in nodes.programs.values())
+
+
+def test_elastic_nodes_keep_their_own_parameters_and_are_drained_to_equal_ones():
+    settings = RunSettings(every=4, delay=2, units=24, initial="own", elastic=0.5, start_nodes=3)
+    with broker(settings) as hub:
+        assert_equal_ends(Nodes(hub.address).join())
+
+
+def test_unrelated_parameters_are_not_averaged_and_the_broker_goes_on_with_those_that_are(caplog):
+    with broker(RunSettings(every=4, delay=2, units=6, initial="mean", start_nodes=3)) as hub:
+        unrelated = Nodes(hub.address)
+        with pytest.raises(JoinRefused, match="unrelated"):
+            unrelated.join()
+        assert all(isinstance(end, JoinRefused) for end in unrelated.ends.values())
+        assert "cannot be averaged" in caplog.text
+        nearly = {seed: jax.tree.map(lambda leaf, s=seed: leaf * (1 + s), parameters()) for seed in (0.0, 0.1)}
+        assert_equal_ends(Nodes(hub.address, lambda seed: nearly[0.1 if seed % 2 else 0.0]).join())

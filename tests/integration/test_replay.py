@@ -1,0 +1,111 @@
+"""A run over real sockets is recorded, and computed again in one process: the same bits, at the hub and the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+from runs import broker
+
+from zmqtrain.monitor import BrokerRecorder, NodeRecorder
+from zmqtrain.monitor.records import Record, read_records
+from zmqtrain.programs import load_program
+from zmqtrain.runtime.node import Node, connect
+from zmqtrain.settings import RunSettings
+from zmqtrain.sim.replay import replay
+from zmqtrain.train.leaves import host_leaves
+from zmqtrain.train.loop import TrainingLoop
+
+TOY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "batches_per_unit": 8}
+PROGRAM_ARGUMENTS = ",".join(f"{name}={value}" for name, value in TOY.items())
+NODES = ("pc-1", "pc-2", "pc-3")
+
+
+class RecordedNode:
+    """A node that trains the toy program in a thread of its own, and records it. after: waits before it joins."""
+
+    def __init__(self, address, folder, name, program, after=lambda: None):
+        self.address, self.path, self.name, self.program, self.after = (
+            address,
+            folder / f"{name}.jsonl",
+            name,
+            program,
+            after,
+        )
+        self.node: Node | None = None
+        self.failure: BaseException | None = None
+        self.steps = 0
+        self.stepped = threading.Condition()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.after()
+            recorder = NodeRecorder(self.path)
+            with recorder, connect(self.address, self.name, events=recorder) as self.node:
+                result = TrainingLoop(self.program, self.node, watch=self._count).run(self.node.batches(self.program))
+                recorder.ended({"steps": result.statistics.steps}, host_leaves(result.params))
+        except BaseException as error:
+            self.failure = error
+        with self.stepped:
+            self.stepped.notify_all()
+
+    def _count(self, number, loss):
+        with self.stepped:
+            self.steps = number
+            self.stepped.notify_all()
+
+    def wait_steps(self, steps):
+        with self.stepped:
+            assert self.stepped.wait_for(lambda: self.steps >= steps or self.failure is not None, 60)
+
+    def join(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive(), f"{self.name} does not end"
+        if self.failure is not None:
+            raise self.failure
+
+
+def recorded_run(folder: Path, program, **settings) -> tuple[list[Record], list[list[Record]]]:
+    """Two nodes begin a run, a third joins it later; return what the broker and the nodes have recorded."""
+    run = RunSettings(program="text", program_arguments=PROGRAM_ARGUMENTS, start_nodes=2, **settings)
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(BrokerRecorder(folder / "broker.jsonl"))
+        hub = stack.enter_context(broker(run, events=recorder))
+        first, second = (RecordedNode(hub.address, folder, name, program) for name in NODES[:2])
+        third = RecordedNode(hub.address, folder, NODES[2], program, after=lambda: first.wait_steps(24))
+        for node in (first, second, third):
+            node.join()
+    return read_records(folder / "broker.jsonl"), [read_records(folder / f"{name}.jsonl") for name in NODES]
+
+
+@pytest.fixture(scope="module")
+def program():
+    """One object for all runs: it is compiled once."""
+    return load_program("text", dict(TOY))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"release": "immediately", "every": 4, "delay": 2},
+        {"release": "quorum", "every": 2, "delay": 4, "fragments": 2, "max_staleness": 2},
+    ],
+    ids=["immediately", "quorum with fragments, two in flight"],
+)
+def test_a_run_over_real_sockets_is_replayed_to_the_same_bits(tmp_path, program, settings):
+    broker_records, node_records = recorded_run(tmp_path, program, units=24, **settings)
+    result = replay(broker_records, node_records, program)
+    assert result.difference == ""
+    assert result.version > 5 and result.crc == result.recorded_crc
+    assert list(result.nodes) == list(NODES)
+    assert all(node.crc == node.recorded_crc is not None for node in result.nodes.values())
+    joined = [one["what"] for one in broker_records if one["kind"] == "membership"]
+    assert joined.count("joined") == joined.count("left") == 3
+
+    applied = [one for one in node_records[0] if one["kind"] == "application" and not one["draining"]]
+    applied[len(applied) // 2]["step"] += 1  # a record of what did not happen
+    assert not replay(broker_records, node_records, program).equal

@@ -1,0 +1,167 @@
+"""Recorders: a line an event, at the step at which it happened, on disk at once, and never the end of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.monitor import BrokerRecorder, NodeRecorder
+from zmqtrain.monitor.records import read_records
+from zmqtrain.protocol.messages import Contribution, Reduce
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Update
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 10.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Loss:
+    """A loss that must not be asked for yet."""
+
+    ready = False
+
+    def __float__(self):
+        assert self.ready, "nobody waits for a loss"
+        return 0.5
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def node(tmp_path, clock):
+    with NodeRecorder(tmp_path / "pc-1.jsonl", {"data": "x"}, clock) as recorder:
+        recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False)
+        yield recorder
+
+
+def kinds(recorder):
+    return [record["kind"] for record in read_records(recorder.path)]
+
+
+def update(version, landed=(), anchor=None):
+    return Update(version, {}, {}, landed, anchor)
+
+
+def test_a_node_says_first_who_it_is(node, clock):
+    assert read_records(node.path) == [
+        {
+            "kind": "node", "seconds": 0.0, "node": "pc-1", "peer": "pc-1#ab", "run": "run-1", "program": "text",
+            "program_arguments": "", "founded": False, "data": "x",
+        }
+    ]  # fmt: skip
+
+
+def test_what_happens_in_a_step_is_written_with_its_number_when_the_step_is_over(node, clock):
+    node.applied(update(3, (0,)))
+    clock.now += 1.5
+    node.offered(1, 0, 3, False)
+    assert kinds(node) == ["node"]
+    node.stepped(4, 64, 0.5)
+    _, applied, offered = read_records(node.path)
+    assert (applied["step"], applied["samples"], applied["draining"]) == (4, 64, False)
+    assert (applied["version"], applied["landed"], applied["snapshot"]) == (3, [0], False)
+    assert (offered["step"], offered["sequence"], offered["base_version"], offered["seconds"]) == (4, 1, 3, 1.5)
+
+
+def test_what_happens_after_the_last_step_is_marked_and_written_at_once_from_the_first_drain_on(node):
+    node.stepped(4, 64, 0.5)
+    node.applied(update(4))
+    assert "application" not in kinds(node)  # a step may still follow
+    node.offered(1, 0, 4, True)
+    assert kinds(node)[-2:] == ["application", "offer"]
+    node.applied(update(5, (1,)))
+    late = read_records(node.path)[-3:]
+    assert all(record["draining"] and record["step"] == 4 for record in late)
+
+
+def test_what_is_still_held_is_written_when_the_node_closes(node):
+    node.stepped(1, 16, 0.5)
+    node.applied(update(9, anchor=[]))
+    node.closed()
+    last = read_records(node.path)[-1]
+    assert (last["version"], last["snapshot"], last["draining"]) == (9, True, True)
+
+
+def test_a_loss_is_written_a_step_late_and_never_waited_for(node):
+    loss = Loss()
+    node.stepped(1, 16, loss)
+    assert "step" not in kinds(node)
+    loss.ready = True
+    node.stepped(2, 32, None)
+    node.closed()
+    first, second = (one for one in read_records(node.path) if one["kind"] == "step")
+    assert (first["step"], first["loss"], first["samples"]) == (1, 0.5, 16)
+    assert (second["step"], second["loss"]) == (2, None)
+
+
+def test_a_withdrawal_tells_after_which_encoding_it_came(node):
+    node.encoded(0)
+    node.encoded(1)
+    node.withdrawn(0, "stale")
+    node.encoded(2)
+    last = read_records(node.path)[-1]
+    assert (last["kind"], last["sequence"], last["encoded"], last["reason"]) == ("withdrawal", 0, 1, "stale")
+
+
+def test_a_node_that_ends_tells_the_crc_of_its_parameters(node):
+    node.ended({"steps": 3}, [])
+    assert read_records(node.path)[-1] == {"kind": "node_end", "seconds": 0.0, "node": "pc-1", "steps": 3, "crc": 0}
+
+
+def test_a_broker_records_from_its_beginning_to_its_end(tmp_path, clock):
+    with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock) as broker:
+        broker.began("run-1", RunSettings(), -1)
+        broker.founded("pc-1#ab")
+        broker.member("pc-1#ab", "joined", "at version 0")
+        contribution = Contribution("pc-1#ab", 0, 0, 16, float("nan"), 0, 0)
+        broker.released(Reduce(1, (0,), (contribution,), 1, False), 1, "float32", ((b"x",),))
+        broker.evaluated(1, 16, {"loss": 2.0})
+        broker.ended({"version": 1}, [])
+        found = read_records(broker.path)
+    assert [one["kind"] for one in found] == ["run", "founding", "membership", "release", "evaluation", "run_end"]
+    assert RunSettings.from_dict(found[0]["settings"]) == RunSettings()
+    assert found[1]["peers"] == ["pc-1#ab"] and found[3]["contributions"][0]["score"] is None
+    assert found[-1]["crc"] is None  # nobody's parameters are here
+
+
+def test_a_mean_of_several_is_recorded_with_all_of_them(tmp_path, clock):
+    with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock) as broker:
+        broker.averaged(["pc-1#ab", "pc-2#cd"])
+        broker.founded("pc-1#ab")
+        assert read_records(broker.path)[0]["nodes"] == ["pc-1", "pc-2"]
+
+
+def test_a_disk_that_is_full_ends_the_record_and_nothing_else(node, monkeypatch, caplog):
+    def full(text):
+        raise OSError(28, "No space left on device")
+
+    file = node._file
+    monkeypatch.setattr(node, "_file", type("Full", (), {"write": staticmethod(full), "close": file.close})())
+    node.began(1)
+    node.began(2)
+    node.stepped(1, 16, 0.5)
+    assert caplog.text.count("No space left") == 1
+
+
+def test_after_the_file_is_closed_nothing_is_written(node):
+    node.close()
+    node.close()
+    node.began(1)
+    assert kinds(node) == ["node"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="--record"):
+        BrokerRecorder(tmp_path / "no" / "where.jsonl")

@@ -1,0 +1,184 @@
+"""Simulate a run on modelled computers and wires, or live a recorded one again: `zmqtrain sim SCENARIO.toml`.
+
+Rule 1: what is trained is trained for real; what is modelled is time. Rule 2: a scenario is a file (see
+`zmqtrain.sim.reading`); the command adds the seed, and where the records go.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.cli.display import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_scores,
+    format_seconds,
+    log_to_stderr,
+)
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.settings import read_config
+from zmqtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zmqtrain.sim.replay import ReplayResult
+    from zmqtrain.sim.run import SimResult
+
+__all__ = ["SimConfig", "main", "result_tables", "replay_table"]
+
+PROGRAM = "zmqtrain sim"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimConfig:
+    """Simulate the run that SCENARIO (a TOML file) describes: real training and codecs, modelled computers and wires.
+
+    The same scenario and seed give the same run, bit for bit. Example: zmqtrain sim bench/scenarios/straggler.toml
+
+    With --replay, a recorded real run is computed again instead, in the order in which it happened; it ends with the
+    same bits (exit code 0) or says where it first differs (1). Example: zmqtrain sim --replay broker.jsonl pc-*.jsonl
+    """
+
+    scenario: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="SCENARIO")] = None
+    """What is simulated: the run's settings, its nodes with their speeds and faults, and the wires."""
+    seed: int = -1
+    """Seeds the parameters, the data and all delays; -1: as the scenario says."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write every record of the run to this file, one line of JSON each."""
+    record: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Write what a real broker (broker.jsonl) and real nodes (NAME.jsonl) would record into this folder."""
+    replay: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="BROKER NODE [NODE ...]")] = ()
+    """The files that the broker and all nodes of a run have written (--record), the broker's first: replay that run."""
+    quiet: bool = False
+    """Print no progress."""
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        if self.seed < -1:
+            raise ConfigError(f"seed must be at least 0 (or -1: as the scenario says), got {self.seed}")
+        if (self.scenario is None) == (not self.replay):
+            raise ConfigError("say what to simulate: zmqtrain sim SCENARIO.toml, or --replay with the files of a run")
+        if len(self.replay) == 1:
+            raise ConfigError("--replay takes the broker's file and, behind it, those of all its nodes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate a scenario and print what came of it; return the exit code."""
+    return run_command(PROGRAM, lambda: _run(read_config(SimConfig, PROGRAM, argv)))
+
+
+def _run(config: SimConfig) -> int:
+    log_to_stderr(config.verbose)
+    return _replay(config.replay) if config.scenario is None else _simulate(config, config.scenario)
+
+
+def _simulate(config: SimConfig, scenario_file: Path) -> int:
+    from zmqtrain.monitor.records import write_records
+    from zmqtrain.sim.reading import read_scenario  # imports jax: not for --help
+    from zmqtrain.sim.run import simulate
+
+    scenario = read_scenario(scenario_file, None if config.seed < 0 else config.seed)
+    if config.json is not None:
+        write_records(config.json, ())  # to know now, not after the run, that it cannot be written
+    console = Console(highlight=False)
+    watch = None if config.quiet else partial(_show, console)
+    if config.record is not None:
+        config.record.mkdir(parents=True, exist_ok=True)
+    result = simulate(scenario, watch=watch, record=config.record)
+    for table in result_tables(result):
+        console.print(table)
+    if config.json is not None:
+        write_records(config.json, result.records)
+    return 0
+
+
+def _replay(files: Sequence[Path]) -> int:
+    from zmqtrain.monitor.records import read_records
+    from zmqtrain.sim.replay import replay  # imports jax
+
+    broker, *nodes = (read_records(file) for file in files)
+    result = replay(broker, nodes)
+    console = Console(highlight=False)
+    console.print(replay_table(result))
+    if result.equal:
+        console.print(f"equal: {_crcs(result)}", soft_wrap=True)
+        return 0
+    console.print(f"different: {result.difference}", markup=False, soft_wrap=True)
+    return 1
+
+
+def _crcs(result: ReplayResult) -> str:
+    """Say what was compared."""
+    ended = sum(node.recorded_crc is not None for node in result.nodes.values())
+    nodes = f"the final parameters of {ended} of {len(result.nodes)} nodes"
+    if result.recorded_crc is None:
+        return f"every aggregate, and {nodes}; the broker's record has no end (the shared model is {result.crc:08x})"
+    return f"every aggregate, the shared model ({result.crc:08x}), and {nodes}"
+
+
+def replay_table(result: ReplayResult) -> Table:
+    """Return what each node of a replayed run did."""
+    title = f"replayed: version {result.version}, {result.contributions:,} contributions"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("node", "steps", "offers", "updates", "crc", "recorded"):
+        table.add_column(column, justify="left" if column == "node" else "right")
+    for name, node in result.nodes.items():
+        crcs = ("" if crc is None else f"{crc:08x}" for crc in (node.crc, node.recorded_crc))
+        table.add_row(name, f"{node.steps:,}", f"{node.offers:,}", f"{node.updates:,}", *crcs)
+    return table
+
+
+def _show(console: Console, record: dict[str, Any]) -> None:
+    """Print what is worth a line while the simulation runs."""
+    when = f"{record['seconds']:10.2f} s  "
+    if record["kind"] == "evaluation":
+        samples = format_count(record["samples"])
+        console.print(f"{when}version {record['version']}, {samples} samples: loss {format_number(record['loss'], 4)}")
+    elif record["kind"] == "membership":
+        console.print(f"{when}{record['node']} {record['what']}", markup=False)
+
+
+def result_tables(result: SimResult) -> tuple[Table, Table]:
+    """Return the figures of the run, and those of its nodes."""
+    run = Table(box=None, show_header=False, pad_edge=False)
+    run.add_column()
+    run.add_column()
+    rows = {
+        "virtual time": f"{format_seconds(result.seconds)}, simulated in {format_seconds(result.wall_seconds)}",
+        "held-out": format_scores(result.scores),
+        "steps": f"{result.steps:,}",
+        "samples in the model": format_count(result.samples),
+        "contributions": f"{result.contributions:,} in {max(0, result.version):,} aggregates, {result.refused} refused",
+        "sent, received": f"{format_bytes(result.bytes_up)}, {format_bytes(result.bytes_down)}",
+    }
+    if result.target_seconds < inf:
+        rows["target loss after"] = format_seconds(result.target_seconds)
+    for name, value in rows.items():
+        run.add_row(name, value)
+    nodes = Table(title="nodes that ended by themselves", title_justify="left")
+    columns = ("node", "steps", "offers", "put off", "aggregates", "median age", "sent", "received")
+    for column in columns:
+        nodes.add_column(column, justify="left" if column == "node" else "right")
+    for name, ended in result.nodes.items():
+        figures = ended.statistics
+        nodes.add_row(
+            name, f"{figures.steps:,}", str(figures.offers), str(figures.offers_refused),
+            str(figures.aggregates_applied), format_number(figures.age_steps, 0), format_bytes(figures.bytes_sent),
+            format_bytes(figures.bytes_received),
+        )  # fmt: skip
+    return run, nodes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Write the record of a living broker or node: a line of JSON an event, on disk before the next event.
+
+Rule 1: a record must never end a run: a disk that is full costs the rest of the record, and a line in the log.
+Rule 2: an event of a training thread is written at the end of its step, with the step's number; what comes after the
+last step is marked as draining.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from math import nan
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.monitor import records
+from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
+from zmqtrain.protocol.messages import Reduce
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Array, Buffer, Clock, PeerId, Update, Version
+
+__all__ = ["Recorder", "BrokerRecorder", "NodeRecorder"]
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """A file of records; any thread may write.
+
+    facts: what else its first record holds, as {"zmqtrain": "0.1.0"}.  clock: the run's own.
+    Raises ConfigError if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
+        self.path, self.facts, self._clock = path, dict(facts or {}), clock
+        self._began = clock.monotonic()
+        self._lock = threading.RLock()
+        try:
+            self._file: TextIO | None = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path} (--record): {error.strerror}") from error
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the record began."""
+        return self._clock.monotonic() - self._began
+
+    def write(self, record: Record) -> None:
+        """Write one record, and have it on its way to the disk; after `close`, nothing happens."""
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(format_record(record))
+                self._file.flush()
+            except OSError as error:
+                logger.error("the record in %s ends here: %s", self.path, error.strerror)
+                self._shut()
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        with self._lock:
+            self._shut()
+
+    def _shut(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:  # what was not written yet does not fit either
+                logger.error("the record in %s is not complete: %s", self.path, error.strerror)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BrokerRecorder(Recorder):
+    """The record of a broker: a `BrokerEvents`."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
+        super().__init__(path, facts, clock)
+        self._averaged: Sequence[PeerId] = ()
+
+    def began(self, run: str, settings: RunSettings, version: Version) -> None:
+        """See BrokerEvents."""
+        self.write(records.run(self.seconds, run, settings.to_dict(), version, self.facts))
+
+    def member(self, peer: PeerId, what: str, text: str) -> None:
+        """See BrokerEvents."""
+        self.write(records.membership(self.seconds, name_of(peer), what, peer, text))
+
+    def averaged(self, peers: Sequence[PeerId]) -> None:
+        """See BrokerEvents."""
+        self._averaged = peers
+
+    def founded(self, peer: PeerId) -> None:
+        """See BrokerEvents."""
+        self.write(records.founding(self.seconds, self._averaged or (peer,)))
+
+    def released(self, reduce: Reduce, nodes: int, codec: str, frames: Sequence[Sequence[Buffer]]) -> None:
+        """See BrokerEvents."""
+        self.write(records.release(self.seconds, reduce, nodes, codec, frames))
+
+    def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
+        """See BrokerEvents."""
+        self.write(records.evaluation(self.seconds, version, samples, scores))
+
+    def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
+        """See BrokerEvents."""
+        crc = crc_of_leaves(leaves) if leaves else None
+        self.write(records.run_end(self.seconds, {**figures, "crc": crc}))
+
+
+class NodeRecorder(Recorder):
+    """The record of a node: a `NodeEvents`. Who trains says with `ended` what it came to."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None, clock: Clock = time) -> None:
+        super().__init__(path, facts, clock)
+        self._name = ""
+        self._encoded = -1
+        self._held: list[Record] = []  # of the step that goes on
+        self._step = self._samples = 0
+        self._draining = False
+        self._unsaid: tuple[float, int, int, Any] | None = None  # the step whose loss may not be ready
+
+    def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool) -> None:
+        """See NodeEvents."""
+        self._name = name_of(peer)
+        self.write(records.node(self.seconds, peer, run, settings.to_dict(), founded, self.facts))
+
+    def began(self, unit: int) -> None:
+        """See NodeEvents."""
+        self.write(records.unit(self.seconds, self._name, unit))
+
+    def offered(self, sequence: int, fragment: int, base_version: Version, dense: bool) -> None:
+        """See NodeEvents."""
+        if dense:  # only who drains offers so
+            self._say_step()
+            self._write_held(True)
+        self._hold(records.offer(self.seconds, self._name, sequence, fragment, base_version, dense))
+
+    def encoded(self, sequence: int) -> None:
+        """See NodeEvents."""
+        self._encoded = sequence
+
+    def withdrawn(self, sequence: int, reason: str) -> None:
+        """See NodeEvents."""
+        self.write(records.withdrawal(self.seconds, self._name, sequence, self._encoded, reason))
+
+    def applied(self, update: Update) -> None:
+        """See NodeEvents."""
+        record = records.application(
+            self.seconds,
+            self._name,
+            update.version,
+            update.landed,
+            snapshot=update.anchor is not None,
+            reset=update.reset,
+            keep=update.keep,
+            moments=update.moments is not None,
+        )
+        self._hold(record)
+
+    def paced(self, own: float, rates: Sequence[float]) -> None:
+        """See NodeEvents."""
+        self._hold(records.pace(self.seconds, self._name, own, rates))
+
+    def stepped(self, step: int, samples: int, loss: Any) -> None:
+        """See NodeEvents."""
+        self._say_step()
+        self._step, self._samples = step, samples
+        self._write_held(False)
+        self._unsaid = (self.seconds, step, samples, loss)
+
+    def ended(self, figures: Mapping[str, Any], leaves: Sequence[Array]) -> None:
+        """Write how the training has ended. figures: steps, samples, ...; leaves: of the final parameters."""
+        self.closed()
+        self.write(records.node_end(self.seconds, self._name, {**figures, "crc": crc_of_leaves(leaves)}))
+
+    def closed(self) -> None:
+        """See NodeEvents."""
+        self._say_step()
+        self._write_held(True)
+
+    def _hold(self, record: Record) -> None:
+        self._held.append(record)
+        if self._draining:
+            self._write_held(True)
+
+    def _write_held(self, draining: bool) -> None:
+        self._draining = draining
+        for record in self._held:
+            self.write({**record, "step": self._step, "samples": self._samples, "draining": draining})
+        self._held.clear()
+
+    def _say_step(self) -> None:
+        if self._unsaid is not None:
+            seconds, step, samples, loss = self._unsaid
+            self._unsaid = None
+            self.write(records.step(seconds, self._name, step, nan if loss is None else float(loss), samples))

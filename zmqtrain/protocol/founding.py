@@ -1,0 +1,261 @@
+"""Decide whose parameters a run begins with, and bring every node to them: the first half of the hub's machine.
+
+    founder  the first node that waits is asked, and all others take its parameters
+    best     start_nodes nodes have trained apart; the best-scored is asked, and all take its optimizer state too
+    mean     all that wait are asked; the run begins with their mean, if they are related at all
+    own      a population: each trains on with its own parameters and says how they score; who lags is lent the best
+             one's, until all descend from one node. Its parameters are then version 0, and what each node's own differ
+             from them is pending there. With `elastic` under 1 there is no population: the first node founds the run,
+             and all others keep their own, their difference from it pending.
+
+Rule 1: nobody is waited for who may have left: whoever goes, the next in order takes the place.
+Rule 2: at most one node is asked at a time, but for the mean.  Rule 3: arrays are the aggregator's affair.
+Sources: population-based training, Jaderberg et al. 2017 (exploit); elastic averaging, Zhang et al. 2015.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isnan
+from typing import Protocol
+
+from zmqtrain.protocol.members import Member, MemberState
+from zmqtrain.protocol.messages import (
+    Average,
+    Disconnect,
+    Fetch,
+    Found,
+    HubEffect,
+    Lend,
+    Refused,
+    SendTo,
+    Serve,
+    Snapshot,
+    model_from_wire,
+)
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import ModelSpec, PeerId, Score, describe_mismatch
+
+__all__ = ["takes_moments", "Preemption", "Founding"]
+
+Landed = tuple[tuple[int, int], ...]
+
+
+def takes_moments(settings: RunSettings) -> bool:
+    """Return whether the state of optimizers travels with the parameters of a run before it is founded."""
+    return not settings.fresh_moments and settings.initial in ("best", "own")
+
+
+class Preemption(Protocol):
+    """Who of a population has lagged for so long that it is to adopt another's parameters."""
+
+    def report(self, peer: PeerId, score: Score) -> PeerId | None:
+        """Take a peer's score (NaN: not known); return the peer whose parameters it is to adopt now, or None."""
+
+    def forget(self, peer: PeerId) -> None:
+        """Begin anew with this node: it has left, or has new parameters."""
+
+
+class Founding:
+    """The founding of one run.
+
+    members: the hub's, which are shared: a member is sent away here if its model is another.  landed: what the hub
+    remembers of a peer's publishes.  preemption: None preempts nobody.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        members: dict[PeerId, Member],
+        landed: Callable[[PeerId], Landed],
+        preemption: Preemption | None = None,
+    ) -> None:
+        self.settings, self._members, self._landed, self._preemption = settings, members, landed, preemption
+        self.model: ModelSpec = ()
+        self.founded = self.started = False
+        self._population = settings.initial == "own" and settings.elastic == 1
+        self._enough = False  # start_nodes nodes have been here: from then on fewer will do
+        self._gathered: dict[PeerId, Snapshot] = {}
+        self._averaging: tuple[tuple[PeerId, Snapshot], ...] = ()
+        self._borrowers: tuple[PeerId, ...] = ()  # of the member that is lending; nobody: it founds the run
+        self._laggards: set[PeerId] = set()
+
+    def resume(self, model: ModelSpec) -> None:
+        """Take note that the run was founded before this hub began."""
+        self.model, self.founded, self.started = model, True, True
+
+    # ------------------------------------------------------------------ what the hub hears
+
+    def fetched(self, member: Member, fetch: Fetch) -> list[HubEffect]:
+        """A member that is not live asks for parameters, or says again how its own score."""
+        member.score, member.told = fetch.score, True
+        if member.state in (MemberState.APART, MemberState.LENDING):
+            return self._compare(member)
+        member.known_version = fetch.version
+        member.model = model_from_wire(fetch.model)
+        if not member.model:
+            return self.send_away(member, "model", "a node that joins must describe its model; this one described none")
+        if self.founded:
+            member.state = MemberState.WAITING
+            return self.serve_waiting()
+        if self._population:
+            member.state, member.lineage = MemberState.APART, member.peer
+            away = self._send_others_away(MemberState.APART)
+            return away + (self._compare(member) if member.peer in self._members else [])
+        member.state = MemberState.WAITING
+        return self.go_on()
+
+    def whole(self, member: Member, snapshot: Snapshot) -> list[HubEffect]:
+        """The parameters of a member that was asked for them are here, and sound."""
+        if member.state is MemberState.LENDING:
+            return self._lent(member, snapshot)
+        member.state = MemberState.WAITING
+        if self.settings.initial == "mean":
+            self._gathered[member.peer] = snapshot
+            return self.go_on()
+        member.known_version = 0
+        return self._found(member.peer, snapshot)
+
+    def averaged(self) -> list[HubEffect]:
+        """The gathered parameters are related: their mean is the run's."""
+        peer, snapshot = self._averaging[0]
+        self._averaging = ()
+        return self._found(peer, snapshot)
+
+    def unrelated(self, text: str) -> list[HubEffect]:
+        """The gathered parameters are not related: say so to everybody who waits; others may try again."""
+        self._averaging = ()
+        effects: list[HubEffect] = []
+        for member in self._in(MemberState.WAITING):
+            effects += self.send_away(member, "initial", text)
+        return effects
+
+    def left(self, member: Member) -> list[HubEffect]:
+        """A member has gone (or begins anew): what was awaited of it is awaited no more."""
+        self._gathered.pop(member.peer, None)
+        self._forget(member.peer)
+        return self.go_on()
+
+    # ------------------------------------------------------------------ the moves
+
+    def go_on(self) -> list[HubEffect]:
+        """Ask whom there is to ask, if nobody is being asked."""
+        if self.founded or self._averaging or self._in(MemberState.FOUNDING) or self._in(MemberState.LENDING):
+            return []
+        if self._population:
+            return self._go_on_apart()
+        if self._gathered:
+            self._averaging = tuple(sorted(self._gathered.items()))
+            self._gathered.clear()
+            return [Average(self._averaging, self.model)]
+        waiting = self._in(MemberState.WAITING)
+        if self.settings.initial in ("best", "mean"):
+            self._enough |= len(waiting) >= self.settings.start_nodes
+            if not self._enough:
+                return []
+        if self.settings.initial == "mean":
+            return self._gather()
+        if self.settings.initial == "best":
+            waiting.sort(key=lambda member: member.rank)
+        return self._ask(waiting[0], MemberState.FOUNDING) if waiting else []
+
+    def _gather(self) -> list[HubEffect]:
+        self._enough = False  # who fails to be averaged is replaced by as many
+        effects = self._send_others_away(MemberState.WAITING)
+        for member in self._in(MemberState.WAITING):
+            effects += self._ask(member, MemberState.FOUNDING)
+        return effects
+
+    def _go_on_apart(self) -> list[HubEffect]:
+        apart = self._in(MemberState.APART)
+        self._enough |= len(apart) >= self.settings.start_nodes
+        if not apart or not self._enough:
+            return []
+        best = min(apart, key=lambda member: member.rank)
+        unknown = all(member.told and isnan(member.score) for member in apart)  # nothing to compare by: as `founder`
+        if unknown or all(member.lineage == best.lineage for member in apart):
+            self._borrowers = ()
+            return self._ask(best, MemberState.LENDING)
+        others = [m for m in apart if m.peer in self._laggards and m.lineage != best.lineage and m.rank > best.rank]
+        if not others:
+            return []
+        self._borrowers = tuple(sorted(member.peer for member in others))
+        return self._ask(best, MemberState.LENDING)
+
+    def _compare(self, teller: Member) -> list[HubEffect]:
+        """One of the population has told its score."""
+        population = self._in(MemberState.APART, MemberState.LENDING)
+        told = [teller] if self._enough else population  # the first comparison is of all that are here
+        self._enough |= len(population) >= self.settings.start_nodes
+        if self._enough and self._preemption is not None:
+            for one in told:
+                better = self._members.get(self._preemption.report(one.peer, one.score) or one.peer, one)
+                if better.lineage != one.lineage:
+                    self._laggards.add(one.peer)
+        return self.go_on()
+
+    def _lent(self, lender: Member, snapshot: Snapshot) -> list[HubEffect]:
+        borrowers, self._borrowers = self._borrowers, ()
+        lender.state = MemberState.APART
+        if not borrowers:
+            return self._found(lender.peer, snapshot, lender.lineage)
+        taking = [m for m in self._in(MemberState.APART) if m.peer in borrowers and m.lineage != lender.lineage]
+        for member in taking:
+            member.lineage, member.score, member.told = lender.lineage, float("nan"), False
+            self._forget(member.peer)
+        return [Lend(lender.peer, snapshot, tuple(member.peer for member in taking)), *self.go_on()]
+
+    def _ask(self, member: Member, state: MemberState) -> list[HubEffect]:
+        member.state, self.model = state, member.model
+        return [SendTo(member.peer, Fetch())]
+
+    def _found(self, peer: PeerId, snapshot: Snapshot, lineage: PeerId | None = None) -> list[HubEffect]:
+        self.founded = True
+        self._laggards.clear()
+        effects: list[HubEffect] = [Found(peer, snapshot, self.model)]
+        for member in self._in(MemberState.APART):
+            member.state = MemberState.WAITING
+            member.newcomer = member.lineage != lineage  # all others go on from what is their own
+        return effects + self.serve_waiting()
+
+    # ------------------------------------------------------------------ bringing nodes to the parameters
+
+    def serve_waiting(self) -> list[HubEffect]:
+        """Send the run's parameters to all who wait for them; not before start_nodes do."""
+        effects = self._send_others_away(MemberState.WAITING, self.model)
+        waiting = self._in(MemberState.WAITING)
+        if not (self.started or self._population or len(waiting) >= self.settings.start_nodes):
+            return effects
+        first, self.started = not self.started, True
+        for member in waiting:
+            member.state, member.idle = MemberState.LIVE, False
+            reset = self._population and member.newcomer
+            moments = first and takes_moments(self.settings) and (reset or self.settings.initial == "best")
+            member.newcomer = False
+            landed = self._landed(member.peer)
+            effects.append(Serve(member.peer, member.known_version, landed, moments=moments, reset=reset))
+        return effects
+
+    def _send_others_away(self, state: MemberState, model: ModelSpec = ()) -> list[HubEffect]:
+        """Send those of that state away whose model is not this one; the first one's, if none is given."""
+        effects: list[HubEffect] = []
+        for member in self._in(state):
+            model = model or member.model
+            difference = describe_mismatch(model, member.model)
+            if difference is not None:
+                effects += self.send_away(member, "model", f"{difference[1]}; start this node with the run's model")
+        return effects
+
+    def send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
+        """Tell a member that it cannot take part, and forget it."""
+        del self._members[member.peer]
+        self._forget(member.peer)
+        return [SendTo(member.peer, Refused(reason, text)), Disconnect(member.peer, reason, text)]
+
+    def _forget(self, peer: PeerId) -> None:
+        self._laggards.discard(peer)
+        if self._preemption is not None:
+            self._preemption.forget(peer)
+
+    def _in(self, *states: MemberState) -> list[Member]:
+        return [member for member in self._members.values() if member.state in states]

@@ -1,0 +1,88 @@
+"""Say what the hub holds of one peer, in which states a peer can be, and which message is welcome in which.
+
+Rule: `ALLOWED` is the whole truth: a message that it does not allow costs its sender its place, and nobody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from math import isnan
+
+from zmqtrain.protocol.messages import (
+    Announcement,
+    Fetch,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    Publish,
+    Relay,
+    Report,
+    Snapshot,
+    WorkRequest,
+)
+from zmqtrain.types import ModelSpec, PeerId
+
+__all__ = ["MemberState", "ALLOWED", "Member"]
+
+
+class MemberState(Enum):
+    """Where a peer stands with the hub."""
+
+    OBSERVER = "observing"
+    WELCOMED = "welcomed"
+    WAITING = "waiting for its snapshot"
+    FOUNDING = "founding the run"
+    APART = "training apart"
+    LENDING = "lending its parameters"
+    LIVE = "live"
+
+
+_NODES = frozenset(MemberState) - {MemberState.OBSERVER}
+ALLOWED: dict[type[Message], frozenset[MemberState]] = {
+    Hello: frozenset(MemberState),
+    Heartbeat: frozenset(MemberState),
+    Goodbye: frozenset(MemberState),
+    Report: _NODES,
+    Fetch: _NODES - {MemberState.FOUNDING},
+    Snapshot: frozenset({MemberState.FOUNDING, MemberState.LENDING}),
+    Publish: frozenset({MemberState.LIVE}),
+    WorkRequest: frozenset({MemberState.LIVE}),
+    Relay: frozenset({MemberState.LIVE}),
+}
+
+
+@dataclass
+class Member:
+    """One peer as the hub sees it.
+
+    known_version: what it holds.  newcomer: it has never held parameters of this run.  score: of its own parameters, as
+    it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
+    whose initial parameters its own descend from.
+    """
+
+    peer: PeerId
+    name: str
+    state: MemberState
+    last_seen: float
+    joined: float
+    known_version: int = -1
+    newcomer: bool = True
+    model: ModelSpec = ()
+    score: float = float("nan")
+    told: bool = False
+    lineage: PeerId | None = None
+    idle: bool = False
+    drained: bool = False
+    contributions: int = 0
+    samples: int = 0
+    staleness: int = 0
+    refused: int = 0
+    report: Report | None = None
+    open: dict[int, Announcement] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[bool, float, PeerId]:
+        """What members are ordered by, the best first: scores, unknown ones last, and the same order on every run."""
+        return isnan(self.score), 0.0 if isnan(self.score) else self.score, self.peer

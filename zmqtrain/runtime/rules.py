@@ -1,0 +1,54 @@
+"""Know which settings of a run are spec strings, and who reads each.
+
+Rule 1: one list, for the broker, the commands and the simulator.  Rule 2: no jax here: the broker imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.rounds import canonical_release
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.aggregate import aggregation_from_spec
+from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec
+from zmqtrain.strategies.staleness import staleness_from_spec
+from zmqtrain.train.minibatch import minibatch_from_spec
+
+__all__ = ["CANONICAL", "canonical"]
+
+
+def _preemption(text: str) -> str:
+    preemption = preemption_from_spec(text)
+    return preemption.name if preemption is not None else "none"
+
+
+CANONICAL: Mapping[str, Callable[[str], str]] = {
+    "codec": lambda text: coding_from_spec(text).name,
+    "broadcast_codec": lambda text: coding_from_spec(text).name,
+    "release": canonical_release,
+    "aggregate": lambda text: aggregation_from_spec(text).name,
+    "selection": lambda text: selection_from_spec(text).name,
+    "staleness": lambda text: staleness_from_spec(text).name,
+    "outer": lambda text: outer_from_spec(text).name,
+    "preemption": _preemption,
+    "minibatch": lambda text: minibatch_from_spec(text).name,
+}
+"""By setting: what writes a spec out in full. Each raises ConfigError for one that names nothing."""
+
+
+def canonical(settings: RunSettings) -> RunSettings:
+    """Return the settings with every spec string in its full form.
+
+    Raises ConfigError, naming the setting, for one that names nothing.
+    """
+    written = {}
+    for name, write in CANONICAL.items():
+        try:
+            written[name] = write(getattr(settings, name))
+        except ConfigError as error:
+            raise ConfigError(f"{name} = {error}") from error
+    return replace(settings, **written)  # type: ignore[arg-type]

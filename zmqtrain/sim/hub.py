@@ -1,0 +1,337 @@
+"""Be the hub in virtual time: the Hub and the Aggregator of a real run, joined as the living broker joins them.
+
+Rule 1: the same machines, rules and codecs, effects in the same order; what is modelled is time alone.
+Rule 2: a round is released at the moment at which its rule says so, not at the next look of a loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
+from zmqtrain.protocol.founding import takes_moments
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import (
+    Accumulate,
+    Aggregate,
+    Announcement,
+    Average,
+    Broadcast,
+    Credit,
+    Disconnect,
+    Expect,
+    Found,
+    HubEffect,
+    Lend,
+    Message,
+    Publish,
+    Reduce,
+    Refused,
+    SendTo,
+    Serve,
+    Snapshot,
+)
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.aggregator import Aggregator, Released
+from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.moments import check_sizes, split_snapshot
+from zmqtrain.runtime.rules import canonical
+from zmqtrain.settings import RunSettings
+from zmqtrain.sim.clock import Scheduler
+from zmqtrain.sim.star import HubPorts, Wire
+from zmqtrain.strategies.selection import Laggards, preemption_from_spec
+from zmqtrain.types import Buffer, PeerId, Version, count_values
+
+__all__ = ["CodecThread", "Receiver", "SimHub"]
+
+TICK_SECONDS = 0.25
+NANO = 1e-9
+
+
+def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
+    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
+
+
+class CodecThread:
+    """A thread that codes one thing after the other, in virtual time. ns_per_value: 0 codes in no time, at once."""
+
+    def __init__(self, scheduler: Scheduler, ns_per_value: float) -> None:
+        self._scheduler, self._seconds_per_value = scheduler, NANO * ns_per_value
+        self._free_at = 0.0
+
+    def do(self, values: int, work: Callable[[], object]) -> None:
+        """Do some work on so many values; its result is there when their time is over."""
+        if not self._seconds_per_value:
+            work()
+            return
+        self._free_at = max(self._free_at, self._scheduler.now) + self._seconds_per_value * values
+        self._scheduler.call_at(self._free_at, work)
+
+
+class Receiver(Protocol):
+    """A node, as the hub reaches it."""
+
+    @property
+    def wire(self) -> Wire:
+        """Its connection."""
+
+    def take(self, message: Message) -> None:
+        """Take a head."""
+
+    def take_payload(self, announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> None:
+        """Take an aggregate or a snapshot, whole."""
+
+
+class SimHub:
+    """The hub of one simulated run. released: called after each release; events: as for a `Broker`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        settings: RunSettings,
+        codec_ns: float,
+        released: Callable[[Reduce], object],
+        events: BrokerEvents | None = None,
+    ) -> None:
+        self.settings = canonical(settings)
+        rule, preemption = release_rule_from_spec(settings.release), preemption_from_spec(settings.preemption)
+        laggards = None if preemption is None else Laggards(preemption)
+        self.hub = Hub(self.settings, rule, "run-simulated", scheduler.now, laggards)
+        self.aggregator = Aggregator(self.settings)
+        self.ports = HubPorts()
+        self.nodes: dict[PeerId, Receiver] = {}
+        self._scheduler, self._released_hook, self._events = scheduler, released, events
+        self._codec = CodecThread(scheduler, codec_ns)
+        self._following: dict[PeerId, None] = {}
+        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
+        self._effects: deque[HubEffect] = deque()
+        self._carrying_out = False
+        self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
+        self._transfer = 0
+        self._looks_at = float("inf")
+        self._tick()
+
+    # ------------------------------------------------------------------ what comes in
+
+    def take(self, peer: PeerId, message: Message) -> None:
+        """Take a head from a node."""
+        try:
+            self._carry_out(self.hub.receive(peer, message, self._scheduler.now))
+        except (FramingError, RemoteProtocolError) as error:
+            self._expel(peer, error)
+
+    def take_payload(self, peer: PeerId, transfer: int, frames: Sequence[Buffer]) -> None:
+        """Take the whole payload of a transfer that was expected."""
+        self.hub.saw(peer, self._scheduler.now)
+        member = self.hub.members.get(peer)
+        announcement = member.open.get(transfer) if member else None
+        if announcement is None:
+            return  # of a transfer that was given up
+        self._codec.do(self._values(announcement), lambda: self._check(peer, announcement, frames))
+
+    def _check(self, peer: PeerId, announcement: Announcement, frames: Sequence[Buffer]) -> None:
+        now, transfer = self._scheduler.now, announcement.transfer
+        try:
+            if isinstance(announcement, Publish):
+                self.aggregator.check(announcement, frames)
+            else:
+                assert isinstance(announcement, Snapshot)
+                self.aggregator.check_snapshot(announcement, frames)
+        except CodecError as error:
+            reason = "non-finite" if isinstance(error, NonFiniteDelta) else "corrupt"
+            self._carry_out(self.hub.broken(peer, transfer, reason, str(error), now))
+            return
+        member = self.hub.members.get(peer)
+        if member is not None and transfer in member.open:
+            self._whole[_key(peer, announcement)] = frames
+            self._carry_out(self.hub.received(peer, transfer, now))
+
+    def gone(self, peer: PeerId, why: str) -> None:
+        """The connection to a node is gone."""
+        self._carry_out(self.hub.gone(peer, why, self._scheduler.now))
+
+    def _expel(self, peer: PeerId, error: Exception) -> None:
+        self._send(peer, Refused("protocol", str(error)))
+        self.gone(peer, f"sent away: {error}")
+
+    def _tick(self) -> None:
+        self._carry_out(self.hub.tick(self._scheduler.now))
+        self._scheduler.call_later(TICK_SECONDS, self._tick)
+
+    def _look(self) -> None:
+        """See to a round that falls due now."""
+        if self._scheduler.now >= self._looks_at:
+            self._looks_at = float("inf")
+            self._carry_out(self.hub.tick(self._scheduler.now))
+
+    # ------------------------------------------------------------------ carrying out effects
+
+    def _carry_out(self, effects: Sequence[HubEffect]) -> None:
+        self._effects.extend(effects)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._effects:
+                self._carry_out_one(self._effects.popleft())
+        finally:
+            self._carrying_out = False
+        due = self.hub.rounds.due_at(self.hub.live)
+        if due is not None and due < self._looks_at:
+            self._looks_at = max(due, self._scheduler.now)
+            self._scheduler.call_at(self._looks_at, self._look)
+
+    def _carry_out_one(self, effect: HubEffect) -> None:
+        match effect:
+            case SendTo(peer, message):
+                self._send(peer, message)
+            case Broadcast(message):
+                for peer in list(self.hub.members):
+                    self._send(peer, message)
+            case Expect(peer, announcement):
+                self._expect(peer, announcement)
+            case Found(peer, announcement):
+                frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                self._codec.do(count_values(self.hub.model), partial(self._found, frames, peer))
+            case Average(snapshots):
+                gathered = {peer: self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots}
+                values = len(snapshots) * count_values(self.hub.model)
+                self._codec.do(values, partial(self._average, snapshots, gathered))
+            case Lend():
+                self._lend(effect)
+            case Accumulate(peer, publish):
+                payload = self._whole.pop(_key(peer, publish))
+                self._codec.do(self._values(publish), partial(self.aggregator.accumulate, peer, publish, payload))
+            case Reduce():
+                self._codec.do(sum(map(self._of_fragment, effect.fragments)), partial(self._release, effect))
+            case Serve():
+                self._codec.do(0, partial(self._serve, effect, self._moments if effect.moments else ()))
+            case Disconnect(peer):
+                self._following.pop(peer, None)
+                self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
+
+    def _expect(self, peer: PeerId, announcement: Announcement) -> None:
+        try:
+            if isinstance(announcement, Snapshot):
+                self.aggregator.plan(self.hub.model)
+                check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
+            else:
+                assert isinstance(announcement, Publish)
+                bound = self.aggregator.publish_bound(announcement)
+                if not 0 < sum(announcement.sizes) <= bound:
+                    text = f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right"
+                    raise FramingError(text)
+        except FramingError as error:
+            self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), self._scheduler.now))
+        except ConfigError as error:
+            self._carry_out(self.hub.broken(peer, announcement.transfer, "model", str(error), self._scheduler.now))
+        else:
+            self._send(peer, Credit(announcement.transfer, len(announcement.sizes)))
+
+    def _average(
+        self, snapshots: Sequence[tuple[PeerId, Snapshot]], gathered: Mapping[PeerId, Sequence[Buffer]]
+    ) -> None:
+        parts: dict[str, Sequence[Buffer]] = {
+            peer: split_snapshot(snapshot, gathered[peer])[0] for peer, snapshot in snapshots
+        }
+        frames, why = self.aggregator.average(parts)
+        if why:
+            self._carry_out(self.hub.unrelated(why))
+        else:
+            self._whole[_key(*snapshots[0])] = frames
+            if self._events is not None:
+                self._events.averaged([peer for peer, _ in snapshots])
+            self._carry_out(self.hub.averaged())
+
+    def _lend(self, lend: Lend) -> None:
+        """Pass the parameters of one of a population on to those that are to start again from them."""
+        frames, moments = split_snapshot(lend.announcement, self._whole.pop(_key(lend.lender, lend.announcement)))
+        for peer in lend.peers:
+            if peer in self.hub.members:
+                self._push_snapshot(peer, -1, frames, moments, (), reset=True)
+
+    def _found(self, frames: Sequence[Buffer], peer: PeerId) -> None:
+        self.aggregator.found(frames)
+        if self._events is not None:
+            self._events.founded(peer)
+
+    def _release(self, reduce: Reduce) -> None:
+        released = self.aggregator.release(reduce)
+        if self._events is not None:
+            self._events.released(reduce, len(self.hub.live), released.codec, released.frames)
+        self._moments = ()
+        self._released_hook(reduce)
+        aggregate = self._announce(released, reduce)
+        frames = tuple(frame for frames in released.frames for frame in frames)
+        for peer in list(self._following):
+            self._push(peer, aggregate, frames)
+
+    def _announce(self, released: Released, reduce: Reduce) -> Aggregate:
+        return Aggregate(
+            transfer=self._next_transfer(),
+            version=released.version,
+            codec=released.codec,
+            fragments=released.fragments,
+            frames=tuple(len(frames) for frames in released.frames),
+            sizes=tuple(len(frame) for frames in released.frames for frame in frames),
+            landed=reduce.landed,
+            live=reduce.live,
+        )
+
+    def _serve(self, serve: Serve, moments: Sequence[Buffer]) -> None:
+        if serve.peer not in self.hub.members:
+            return
+        version, frames = self.aggregator.snapshot()
+        if serve.known_version == version:
+            frames, moments = (), ()
+        self._following[serve.peer] = None
+        self._push_snapshot(serve.peer, version, frames, moments, serve.landed, serve.reset)
+
+    def _push_snapshot(
+        self,
+        peer: PeerId,
+        version: Version,
+        frames: Sequence[Buffer],
+        moments: Sequence[Buffer],
+        landed: tuple[tuple[int, int], ...],
+        reset: bool,
+    ) -> None:
+        whole = (*frames, *moments)
+        sizes = tuple(len(frame) for frame in whole)
+        self._push(peer, Snapshot(self._next_transfer(), version, sizes, landed, len(moments), reset), whole)
+
+    def _push(self, peer: PeerId, announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> None:
+        """Send a payload down, its announcement first, on the same lane."""
+        node = self.nodes[peer]
+        size = len(encode_message(announcement)) + sum(announcement.sizes)
+        node.wire.payload(False, size, lambda: node.take_payload(announcement, frames))
+
+    def _send(self, peer: PeerId, message: Message) -> None:
+        node = self.nodes.get(peer)
+        if node is None or node.wire.dead:
+            if peer in self.hub.members:
+                self.gone(peer, "its connection is gone")
+            return
+        node.wire.head(False, len(encode_message(message)), lambda: node.take(message))
+
+    # ------------------------------------------------------------------ sizes
+
+    def _next_transfer(self) -> int:
+        self._transfer += 1
+        return self._transfer
+
+    def _values(self, announcement: Announcement) -> int:
+        if isinstance(announcement, Publish):
+            return self._of_fragment(announcement.fragment)
+        return count_values(self.hub.model)
+
+    def _of_fragment(self, fragment: int) -> int:
+        return sum(self.aggregator.layout.counts(fragment))
+
+    def published(self) -> list[Any]:
+        """Return the leaves of the shared model as all nodes have them, [] before somebody has founded the run."""
+        return list(self.aggregator.layout.join(self.aggregator.published)) if self.aggregator.version >= 0 else []

@@ -1,0 +1,125 @@
+"""Read a scenario from a TOML file: [run] the run's settings, [link] the wires, one [[node]] per kind of node.
+
+    max_seconds = 60            # and the other fields of `Scenario`
+    [run]
+    program = "text"            # the fields of `RunSettings`; program_arguments may be a table
+    [[node]]
+    count = 3                   # so many of these; the fields of `SimNode`
+    step_seconds = 0.05
+
+Rule: what cannot be used is a ConfigError that says where it stands, and what was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.settings import RunSettings
+from zmqtrain.sim.scenario import Scenario, SimNode
+from zmqtrain.transport.memory import LinkModel
+
+__all__ = ["read_scenario", "scenario_from_tables"]
+
+TABLES = ("run", "link", "node")
+
+
+def read_scenario(path: Path, seed: int | None = None) -> Scenario:
+    """Return the scenario that a TOML file describes. seed: instead of the file's. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the scenario {path} cannot be read: {why}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    scenario = scenario_from_tables(tables, str(path))
+    return scenario if seed is None else replace(scenario, settings=replace(scenario.settings, seed=seed))
+
+
+def scenario_from_tables(tables: Mapping[str, Any], place: str) -> Scenario:
+    """Return the scenario that the tables of a TOML file describe. place: for messages. Raises ConfigError."""
+    own = [field.name for field in fields(Scenario) if field.name not in ("settings", "nodes", "link")]
+    _check_keys(place, tables, (*own, *TABLES))
+    settings = _settings(f"{place} [run]", _table(place, tables, "run"))
+    link = _record(LinkModel, f"{place} [link]", _table(place, tables, "link"))
+    nodes = tables.get("node", [])
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+        raise ConfigError(f"{place}: a scenario has at least one [[node]] (with two brackets)")
+    values = {name: _value(f"{place}: {name}", Scenario, name, tables[name]) for name in own if name in tables}
+    every = [one for number, node in enumerate(nodes, start=1) for one in _nodes(f"{place} [[node]] {number}", node)]
+    named = tuple(replace(one, name=one.name or f"node-{number}") for number, one in enumerate(every))
+    try:
+        return Scenario(settings=settings, nodes=named, link=link, **values)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _settings(place: str, table: Mapping[str, Any]) -> RunSettings:
+    _check_keys(place, table, [field.name for field in fields(RunSettings)])
+    values = dict(table)
+    if isinstance(arguments := values.get("program_arguments"), dict):
+        values["program_arguments"] = ",".join(
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in arguments.items()
+        )
+    try:
+        return RunSettings.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _nodes(place: str, table: Mapping[str, Any]) -> list[SimNode]:
+    """The nodes that one table describes: `count` of them; with a name, they are numbered if they are several."""
+    _check_keys(place, table, ("count", *(field.name for field in fields(SimNode))))
+    count = table.get("count", 1)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"{place}: count must be a whole number of at least 1, got {count!r}")
+    node = _record(SimNode, place, {name: value for name, value in table.items() if name != "count"})
+    if count == 1 or not node.name:
+        return [node] * count
+    return [replace(node, name=f"{node.name}-{number}") for number in range(count)]
+
+
+def _record(kind: Any, place: str, table: Mapping[str, Any]) -> Any:
+    _check_keys(place, table, [field.name for field in fields(kind)])
+    try:
+        return kind(**{name: _value(f"{place}: {name}", kind, name, value) for name, value in table.items()})
+    except ConfigError as error:
+        raise error if str(error).startswith(place) else ConfigError(f"{place}: {error}") from error
+
+
+def _value(place: str, kind: Any, name: str, value: Any) -> Any:
+    """Return a value in the type of the field's default: numbers as numbers, lists as tuples of numbers."""
+    (default,) = (field.default for field in fields(kind) if field.name == name)
+    if isinstance(default, tuple) and not (name == "straggler" and isinstance(value, str)):
+        try:
+            return tuple(tuple(float(number) for number in part) for part in value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{place} must be a list of lists of numbers, got {value!r}") from None
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if type(value) is not type(default) and name != "straggler":
+        word = {int: "a whole number", float: "a number", bool: "true or false"}.get(type(default), "a text")
+        raise ConfigError(f"{place} must be {word}, got {value!r}")
+    return value
+
+
+def _table(place: str, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: {name} is a table: [{name}]")
+    return table
+
+
+def _check_keys(place: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+    names = list(known)
+    for key in table:
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
+            raise ConfigError(f"{place}: there is no {key!r}; {hint}")

@@ -1,0 +1,122 @@
+"""Say what is simulated: the run's settings, its nodes with their speeds and faults, the wires, and when it is over.
+
+Rule: plain frozen records, checked when they are made; nothing here knows how a simulation works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Literal
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.settings import RunSettings
+from zmqtrain.train.induce import Induced, induced_from_spec
+from zmqtrain.transport.memory import LinkModel
+
+__all__ = ["SimNode", "Scenario"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimNode:
+    """One simulated PC. Raises ConfigError for what cannot be.
+
+    step_seconds: one batch takes so long, times slowness.  straggler: a random delay on top of each batch: (mean,
+    deviation, weight) of each component of a mixture, in seconds, or a text as for a real node ("cedar,scale=0.5", see
+    `zmqtrain.train.induce`).  message_sigma: each delta is sent |N(0, sigma)| seconds late.
+    pauses: windows (from, to) in which it computes nothing.
+    joins_at, leaves_at, killed_at: seconds; who leaves sends what it has pending first, who is killed does not.
+    cut: windows (from, to) in which its wire is cut.  corrupt: what is wrong with its data: "", or a kind of
+    `zmqtrain.train.corrupt`.  initial_scale: its own initial parameters are multiplied by that.
+    initial: "diverged": and drowned in noise.  steps: it stops after so many batches; 0: it does not.
+    """
+
+    name: str = ""
+    step_seconds: float = 0.05
+    slowness: float = 1.0
+    straggler: str | tuple[tuple[float, float, float], ...] = ()
+    pauses: tuple[tuple[float, float], ...] = ()
+    message_sigma: float = 0.0
+    joins_at: float = 0.0
+    leaves_at: float = inf
+    killed_at: float = inf
+    cut: tuple[tuple[float, float], ...] = ()
+    corrupt: str = ""
+    initial_scale: float = 1.0
+    initial: Literal["", "diverged"] = ""
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        where = f"the node {self.name!r}" if self.name else "a node"
+        if not self.name.isprintable() or len(self.name) > 64 or "#" in self.name:
+            raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {self.name!r}")
+        for name in ("step_seconds", "message_sigma", "joins_at", "leaves_at", "killed_at", "steps"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} of {where} must be at least 0, got {getattr(self, name)}")
+        if not self.slowness > 0:
+            raise ConfigError(f"slowness of {where} must be more than 0, got {self.slowness:g}")
+        if self.initial not in ("", "diverged"):
+            raise ConfigError(f'initial of {where} must be "" or "diverged", got {self.initial!r}')
+        if not isinstance(self.straggler, str) and any(len(part) != 3 for part in self.straggler):
+            raise ConfigError(f"straggler of {where} is a list of [mean, deviation, weight], got {self.straggler}")
+        self.induced(0)
+        for name in ("pauses", "cut"):
+            windows = getattr(self, name)
+            if any(len(window) != 2 or not 0 <= window[0] <= window[1] for window in windows):
+                raise ConfigError(f"{name} of {where} is a list of [from, to] in seconds, got {windows}")
+
+    def induced(self, seed: int) -> Induced:
+        """Return this node's random delays. Raises ConfigError."""
+        if not isinstance(self.straggler, str):
+            return Induced(self.straggler, self.message_sigma, seed)
+        induced = induced_from_spec(self.straggler, seed)
+        return replace(induced, message_sigma=self.message_sigma) if self.message_sigma else induced
+
+    def done_at(self, now: float, seconds: float) -> float:
+        """Return when a computation of so many seconds is done that begins now: pauses put it off."""
+        done = now + seconds
+        for begin, end in sorted(self.pauses):
+            if begin < done and end > now:
+                done += end - max(begin, now)
+        return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One simulated run. Raises ConfigError for what cannot be.
+
+    evaluate_seconds, evaluate_versions: the shared model is scored so often (0: not); it costs no virtual time.
+    target_loss: the run is over when it scores so.  max_seconds: or when so much virtual time is over.
+    node_codec_ns, hub_codec_ns: time of the codec threads per value that they encode, decode or add.
+    score_nodes: each node's own final parameters are scored too.
+    """
+
+    settings: RunSettings
+    nodes: tuple[SimNode, ...]
+    link: LinkModel = field(default_factory=LinkModel)
+    evaluate_seconds: float = 0.0
+    evaluate_versions: int = 0
+    target_loss: float = -inf
+    max_seconds: float = inf
+    node_codec_ns: float = 0.0
+    hub_codec_ns: float = 0.0
+    score_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ConfigError("a scenario needs at least one node")
+        names = [node.name or f"node-{number}" for number, node in enumerate(self.nodes)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"two nodes have the same name: {', '.join(sorted(twice))}")
+        for name in ("evaluate_seconds", "evaluate_versions", "node_codec_ns", "hub_codec_ns"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.max_seconds > 0:
+            raise ConfigError(f"max_seconds must be more than 0, got {self.max_seconds:g}")
+        ends = self.settings.units or self.max_seconds < inf
+        if not ends and any(node.steps == 0 and node.leaves_at == inf and node.killed_at == inf for node in self.nodes):
+            raise ConfigError(
+                "the run would never end: give the run units, every node steps, or the scenario max_seconds"
+            )
+        if self.target_loss > -inf and not (self.evaluate_seconds or self.evaluate_versions):
+            raise ConfigError("target_loss needs evaluate_seconds or evaluate_versions")

@@ -1,0 +1,120 @@
+"""Be the wires: ports of a star with rates and latency, and what a cut does to what is on its way.
+
+Rule 1: a port carries one payload after the other, each way; the switch forwards as it receives.
+Rule 2: heads are small: they take the latency alone, and never wait behind payloads (a second connection).
+Rule 3: a wire that is cut holds what is sent over it, as TCP does, and delivers it when it is whole again; what was
+sent on a connection that one side has given up by then is lost.
+
+    node --tx port--> switch --hub's rx port--> hub          node <--rx port-- switch <--hub's tx port-- hub
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zmqtrain.sim.clock import Scheduler
+from zmqtrain.transport.memory import LinkModel
+
+__all__ = ["Port", "HubPorts", "Wire"]
+
+Delivery = Callable[[], object]
+
+
+class Port:
+    """One direction of one machine's port: free again at a time."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def reserve(self, now: float, seconds: float) -> float:
+        """Occupy the port for `seconds` as soon as it is free; return when that starts."""
+        start = max(now, self.free_at)
+        self.free_at = start + seconds
+        return start
+
+
+class HubPorts:
+    """The two directions of the hub's one port, which all nodes share."""
+
+    def __init__(self) -> None:
+        self.receiving, self.sending = Port(), Port()
+
+
+class Wire:
+    """The connection of one node with the hub, both ways. up, down: bytes of payload and heads that were sent."""
+
+    def __init__(self, scheduler: Scheduler, link: LinkModel, hub: HubPorts) -> None:
+        self.up = self.down = 0
+        self.dead = False
+        self._scheduler, self._link = scheduler, link
+        self._ports = {True: (Port(), hub.receiving), False: (hub.sending, Port())}
+        self._connection = 0
+        self._cut = False
+        self._held: list[tuple[int, bool, int, Delivery]] = []
+
+    def head(self, up: bool, size: int, deliver: Delivery) -> None:
+        """Send a head of `size` bytes."""
+        self._count(up, size)
+        self._send(self._connection, up, 0, deliver)
+
+    def payload(self, up: bool, size: int, deliver: Delivery) -> None:
+        """Send a payload of `size` bytes through the ports."""
+        self._count(up, size)
+        self._send(self._connection, up, size, deliver)
+
+    def reconnect(self) -> None:
+        """Give the connection up: what is on its way, or held, is lost."""
+        self._connection += 1
+        self._held.clear()
+
+    def cut(self) -> None:
+        """Let nothing through until `mend`."""
+        self._cut = True
+
+    def mend(self) -> None:
+        """Be whole again: what was held goes on its way."""
+        self._cut = False
+        held, self._held = self._held, []
+        for connection, up, size, deliver in held:
+            self._send(connection, up, size, deliver)
+
+    def die(self) -> None:
+        """The node is dead: nothing gets through any more, and the hub is told when it sends."""
+        self.dead = True
+        self.reconnect()
+
+    def _count(self, up: bool, size: int) -> None:
+        if up:
+            self.up += size
+        else:
+            self.down += size
+
+    def _send(self, connection: int, up: bool, size: int, deliver: Delivery) -> None:
+        if self._cut:
+            self._held.append((connection, up, size, deliver))
+            return
+        first, second = self._ports[up]
+        seconds = self._link.seconds(size)
+        start = first.reserve(self._scheduler.now, seconds) if size else self._scheduler.now
+
+        def reach() -> None:
+            if connection != self._connection:
+                return
+            if self._cut:
+                self._held.append((connection, up, size, deliver))
+            elif size:
+                self._scheduler.call_at(second.reserve(self._scheduler.now, seconds) + seconds, arrive)
+            else:
+                deliver()
+
+        def arrive() -> None:
+            if connection != self._connection:
+                return
+            if self._cut:
+                self._held.append((connection, up, size, deliver))
+            else:
+                deliver()
+
+        self._scheduler.call_at(start + self._link.latency_seconds, reach)

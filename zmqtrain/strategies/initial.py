@@ -1,0 +1,163 @@
+"""Tell whether parameters descend from one beginning, and whose to begin with where they do not.
+
+Rule 1: only what is related is averaged. Two networks that learn the same from different initial parameters hold it in
+different units: their mean is neither.  Rule 2: nothing here trains or scores; scores are losses, lower is better.
+Source: permutation symmetry, Entezari et al. 2022; loss barriers, Frankle et al. 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf, isfinite, isnan, nan, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.errors import LocalProtocolError
+from zmqtrain.types import PeerId, Score
+
+__all__ = [
+    "RELATED_COSINE",
+    "BARRIER_SHARE",
+    "relatedness",
+    "are_related",
+    "explain_unrelated",
+    "midpoint_barrier",
+    "has_barrier",
+    "best_of",
+]
+
+Leaf = NDArray[Any]
+
+RELATED_COSINE = 0.2
+"""Parameters whose `relatedness` is below are unrelated.
+
+Independent beginnings have a cosine of about 0 +- 1/sqrt(values), and keep it. Measured after so many steps apart, each
+node on its own data: the text program (width 64, Shakespeare), the image program (width 16, digits), and that at five
+times its rate.
+
+    steps              0     32     128    512    1024
+    one beginning      1     .999   .983   .897   .823   text      own beginnings: at most .021 in magnitude,
+                       1     .994   .971   .948   .938   image     all three, at all times
+                       1      -     .783    -     .630   image, 5 x the rate
+"""
+
+BARRIER_SHARE = 0.1
+"""A midpoint that is worse than the mean of its ends by more than this share of it lies on a barrier.
+
+In the same runs: one beginning, at most 128 steps apart: -1 to +4 % (at five times the rate +35 %), 1024 apart: +5 %
+text, +49 % image. Own beginnings, from 32 steps on: +30 to +760 %.
+"""
+
+_PIECE_VALUES = 65_536  # so many at a time are made float64
+_RESOLUTION = 1e-7  # a leaf that varies by less of its mean is a constant, in float32
+
+
+def relatedness(a: Sequence[Leaf], b: Sequence[Leaf]) -> float:
+    """Return the cosine between two sets of parameters, in [-1, 1]: about 0 if they began independently.
+
+    a, b: the leaves of one model in one order, float arrays of any shape (numpy or jax). Of each leaf its mean is
+    taken away, and only leaves of two dimensions or more count (all, if there is none): scales that begin at 1 and
+    biases that begin at 0 are the same in all models. 1.0 if nothing varies on a side (it began at constants: that is
+    no sign of different beginnings). NaN if a value is not finite. Sums are float64, a piece of a leaf at a time.
+    Raises LocalProtocolError if the shapes differ.
+    """
+    shapes = [leaf.shape for leaf in a], [leaf.shape for leaf in b]
+    if shapes[0] != shapes[1]:
+        raise LocalProtocolError(f"parameters of different models were compared: {shapes[0]} and {shapes[1]}")
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.ndim >= 2 and x.size]
+    product = square_a = square_b = 0.0
+    for x, y in pairs or [(x, y) for x, y in zip(a, b, strict=True) if x.size]:
+        xy, xx, yy = _centred_products(np.asarray(x).reshape(-1), np.asarray(y).reshape(-1))
+        product, square_a, square_b = product + xy, square_a + xx, square_b + yy
+    if isnan(product + square_a + square_b):
+        return nan
+    if not (square_a and square_b):
+        return 1.0
+    return max(-1.0, min(1.0, product / (sqrt(square_a) * sqrt(square_b))))
+
+
+def are_related(cosine: float) -> bool:
+    """Return whether parameters of this `relatedness` may be averaged: at least RELATED_COSINE; NaN may not."""
+    return cosine >= RELATED_COSINE
+
+
+def explain_unrelated(names: Sequence[str], cosines: Sequence[float]) -> str:
+    """Say to people why the parameters of these nodes are not averaged with the run's, and what to do.
+
+    cosines: the `relatedness` of each node's parameters to the run's.
+    Raises LocalProtocolError if there is no name, or not one cosine for each.
+    """
+    if not names or len(names) != len(cosines):
+        raise LocalProtocolError(f"{len(names)} unrelated nodes were given {len(cosines)} cosines")
+    who = " and ".join(
+        ", ".join(part) for part in (_each(names[:-1], cosines[:-1]), _each(names[-1:], cosines[-1:])) if part
+    )
+    return (
+        f"the parameters of {who} are unrelated to the run's (related ones have a cosine of at least "
+        f"{RELATED_COSINE:g}): they began from other random values, and learn the same things in other units. "
+        "Averaging unrelated networks destroys both (+2 to +14 % loss measured; the cause is permutation symmetry, "
+        "Entezari et al. 2022). Begin with --initial best or --initial founder, or give all nodes the same checkpoint"
+    )
+
+
+def midpoint_barrier(score_a: Score, score_b: Score, score_middle: Score) -> float:
+    """Return how much worse the parameters halfway between a and b score than a and b do in the mean.
+
+    Positive: a barrier lies between the two. Infinite if only the middle scores no finite number; NaN if an end does.
+    Source: Frankle et al. 2020, Linear mode connectivity, sec. 2 (the highest point of the path; here its middle).
+    """
+    if not (isfinite(score_a) and isfinite(score_b)):
+        return nan
+    return score_middle - (score_a / 2 + score_b / 2) if isfinite(score_middle) else inf
+
+
+def has_barrier(score_a: Score, score_b: Score, score_middle: Score, share: float = BARRIER_SHARE) -> bool:
+    """Return whether averaging a and b would lose: the barrier is above `share` of the mean score's magnitude.
+
+    True if an end or the middle scores no finite number. Networks that have learnt nothing yet all score alike: no
+    barrier is found between them however they began, and only `relatedness` tells. Related ones that went far apart
+    have a barrier too: it says that their mean loses, not why.
+    """
+    barrier = midpoint_barrier(score_a, score_b, score_middle)
+    return not barrier <= share * abs(score_a / 2 + score_b / 2)
+
+
+def best_of(scores: Mapping[PeerId, Score]) -> PeerId:
+    """Return the peer with the lowest score; NaN comes after all numbers, equals go by id.
+
+    Raises LocalProtocolError if there is none.
+    """
+    if not scores:
+        raise LocalProtocolError("the best of no peers was asked for")
+    return min(scores, key=lambda peer: (isnan(scores[peer]), 0.0 if isnan(scores[peer]) else scores[peer], peer))
+
+
+def _centred_products(x: Leaf, y: Leaf) -> tuple[float, float, float]:
+    """Return the sums of (x - mean) (y - mean), (x - mean)^2 and (y - mean)^2; of a constant leaf they are 0."""
+    with np.errstate(invalid="ignore"):  # infinities of both signs: the mean is NaN
+        mean_x, mean_y = (sum(float(piece.sum()) for piece in _pieces(flat)) / flat.size for flat in (x, y))
+    if not (isfinite(mean_x) and isfinite(mean_y)):
+        return nan, nan, nan
+    xy = xx = yy = 0.0
+    for piece_x, piece_y in zip(_pieces(x), _pieces(y), strict=True):
+        piece_x -= mean_x
+        piece_y -= mean_y
+        xy += float((piece_x * piece_y).sum())
+        xx += float(np.square(piece_x, out=piece_x).sum())
+        yy += float(np.square(piece_y, out=piece_y).sum())
+    if xx <= x.size * (_RESOLUTION * mean_x) ** 2:
+        xx = xy = 0.0
+    if yy <= y.size * (_RESOLUTION * mean_y) ** 2:
+        yy = xy = 0.0
+    return xy, xx, yy
+
+
+def _pieces(flat: Leaf) -> Iterator[NDArray[np.float64]]:
+    for start in range(0, flat.size, _PIECE_VALUES):
+        yield flat[start : start + _PIECE_VALUES].astype(np.float64)
+
+
+def _each(names: Sequence[str], cosines: Sequence[float]) -> list[str]:
+    return [f"{name} (cosine {cosine:.2f})" for name, cosine in zip(names, cosines, strict=True)]

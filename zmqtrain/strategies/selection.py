@@ -1,0 +1,257 @@
+"""Say whose progress counts, by the nodes' scores, and who is so far behind that it adopts another's parameters.
+
+Rule 1: a score is a loss: lower is better.  Rule 2: an unknown score (NaN) is taken for the median of the known ones:
+never against its node, never for it. One that is infinite is known, and worse than all others.
+Rule 3: nothing here asks in which order the scores stand: equal scores get equal weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, inf, isfinite, isnan
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.specs import Number, format_spec, parse_spec
+from zmqtrain.types import PeerId, Score
+
+__all__ = [
+    "Selection",
+    "everything",
+    "best",
+    "better",
+    "healthy",
+    "by_score",
+    "selection_from_spec",
+    "Preemption",
+    "Laggards",
+    "preemption_from_spec",
+]
+
+_WORST = 1e100  # a loss beyond is as good as infinite; sums and differences of what is below stay finite
+_LARGEST_TEMPERATURE = 1e6
+
+
+class Selection(NamedTuple):
+    """Which contributions count, and how much.
+
+    name: the canonical spec; `selection_from_spec(name)` gives this very rule.
+    weights(scores, own) -> one weight for each score, in [0, 1], never all 0: where none qualifies, the best counts
+      (all, if several are equally good). scores: of the round's contributions; own: the shared model's; NaN is unknown.
+    """
+
+    name: str
+    weights: Callable[[Sequence[Score], Score], list[float]]
+
+
+def everything() -> Selection:
+    """Let every contribution count alike, whatever its score: the best rule while all nodes are healthy."""
+    return Selection("all", lambda scores, own: [1.0] * len(scores))
+
+
+def best(count: int = 2) -> Selection:
+    """Let the `count` lowest scores count alike; those that tie with the last of them count too."""
+
+    def weights(scores: Sequence[Score], own: Score) -> list[float]:
+        known = _known(scores)
+        limit = sorted(known)[min(count, len(known)) - 1] if known else inf
+        return [float(score <= limit) for score in known]
+
+    return Selection(f"best:count={count}", weights)
+
+
+def better() -> Selection:
+    """Let those count whose score is lower than the shared model's own; all, while that is unknown.
+
+    The scores of both must be of the same data, or nearly: a loss in training is no measure for one that is held out.
+    """
+
+    def weights(scores: Sequence[Score], own: Score) -> list[float]:
+        return _qualified(_known(scores), lambda score: isnan(own) or score < own)
+
+    return Selection("better", weights)
+
+
+def healthy(factor: float = 1.1) -> Selection:
+    """Leave out scores above `factor` times the median: median + (factor - 1) * |median|, for scores of any sign.
+
+    With one of four nodes training on shuffled labels this came closest to the healthy nodes alone; it costs little
+    while all are healthy.
+    """
+
+    def weights(scores: Sequence[Score], own: Score) -> list[float]:
+        known = _known(scores)
+        middle = _median([score for score in known if isfinite(score)])
+        return _qualified(known, lambda score: score <= middle + (factor - 1) * abs(middle))
+
+    return Selection(_name("healthy", factor=factor), weights)
+
+
+def by_score(temperature: float = 1.0) -> Selection:
+    """Weigh by exp(-(score - best) / (temperature * spread)): a softmax, scaled so that the best weighs 1.
+
+    spread: the median absolute deviation of the finite scores from their median; where that is 0 (most are equal), the
+    mean one. All equal weigh 1; an infinite score weighs 0.
+    """
+
+    def weights(scores: Sequence[Score], own: Score) -> list[float]:
+        known = _known(scores)
+        finite = [score for score in known if isfinite(score)]
+        if not finite:
+            return [1.0] * len(known)
+        lowest, middle = min(finite), _median(finite)
+        off = [abs(score - middle) for score in finite]
+        spread = temperature * (median(off) or fmean(off))
+        if spread == 0:
+            return [float(isfinite(score)) for score in known]
+        return [exp(-min((score - lowest) / spread, _WORST)) for score in known]
+
+    return Selection(_name("score", temperature=temperature), weights)
+
+
+_SELECTION_FAMILIES: dict[str, dict[str, Number]] = {
+    "all": {},
+    "best": {"count": 2},
+    "better": {},
+    "healthy": {"factor": 1.1},
+    "score": {"temperature": 1.0},
+}
+_SELECTIONS: dict[str, Callable[..., Selection]] = {
+    "all": everything,
+    "best": best,
+    "better": better,
+    "healthy": healthy,
+    "score": by_score,
+}
+_made: dict[str, Selection] = {}
+
+
+def selection_from_spec(text: str) -> Selection:
+    """Return the rule of a spec such as "all" or "healthy:factor=1.1"; what is left out takes its default.
+
+    Raises ConfigError: an unknown name or argument, a count or a factor below 1, a temperature outside (0, 1e6].
+    """
+    name, arguments = parse_spec(text, _SELECTION_FAMILIES)
+    for argument in ("count", "factor"):
+        if arguments.get(argument, 1) < 1:
+            raise ConfigError(f"{text!r}: {argument}={arguments[argument]:g} is not at least 1")
+    if not 0 < arguments.get("temperature", 1) <= _LARGEST_TEMPERATURE:
+        raise ConfigError(
+            f"{text!r}: temperature={arguments['temperature']:g} is not in 0 < temperature <= {_LARGEST_TEMPERATURE:g}"
+        )
+    canonical = format_spec(name, arguments)
+    if canonical not in _made:
+        _made.setdefault(canonical, _SELECTIONS[name](**arguments))
+    return _made[canonical]
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """When a node that keeps its own parameters gives them up for the best one's.
+
+    patience: after so many reports in a row in which it lags, at least 1.
+    margin: a score lags if it is worse than the best by more than this share of it, at least 0.
+    Raises ConfigError.
+    """
+
+    patience: int = 4
+    margin: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ConfigError(f"preemption: patience={self.patience} is not at least 1")
+        if not self.margin >= 0:
+            raise ConfigError(f"preemption: margin={self.margin:g} is not at least 0")
+
+    @property
+    def name(self) -> str:
+        """The canonical spec; `preemption_from_spec(name)` is equal to this."""
+        return format_spec("score", {"patience": self.patience, "margin": float(self.margin)})
+
+    def lagging(self, score: Score, best: Score) -> bool:
+        """Return whether `score` lags behind `best`: above best + margin * |best|, or no number while best is one."""
+        if not isfinite(best):
+            return False
+        return not isfinite(score) or score > best + self.margin * abs(best)
+
+
+class Laggards:
+    """Who is to adopt whose parameters: the count of each peer's reports in a row in which it lagged.
+
+    Pure bookkeeping: reports come one by one, and each is answered at once.
+    """
+
+    def __init__(self, rule: Preemption) -> None:
+        self.rule = rule
+        self._latest: dict[PeerId, Score] = {}
+        self._lagged: dict[PeerId, int] = {}
+
+    @property
+    def best(self) -> PeerId | None:
+        """The peer whose latest score is the lowest finite one, the first by id of equals; None while there is none."""
+        finite = [(score, peer) for peer, score in self._latest.items() if isfinite(score)]
+        return min(finite)[1] if finite else None
+
+    def report(self, peer: PeerId, score: Score) -> PeerId | None:
+        """Take a peer's score; return the peer whose parameters it is to adopt now, or None.
+
+        After an adoption its count begins anew, and its score is unknown until its next report: nobody adopts
+        parameters for a score that others had. A score that is no number lags behind any that is.
+        """
+        self._latest[peer] = score
+        best = self.best
+        if best is None or not self.rule.lagging(score, self._latest[best]):
+            self._lagged.pop(peer, None)
+            return None
+        self._lagged[peer] = self._lagged.get(peer, 0) + 1
+        if self._lagged[peer] < self.rule.patience:
+            return None
+        self.forget(peer)
+        return best
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what is known of a peer that has left; others are measured against those that remain."""
+        self._latest.pop(peer, None)
+        self._lagged.pop(peer, None)
+
+
+_PREEMPTION_FAMILIES: dict[str, dict[str, Number]] = {"score": {"patience": 4, "margin": 0.05}, "none": {}}
+
+
+def preemption_from_spec(text: str) -> Preemption | None:
+    """Return the rule of a spec such as "score:patience=4,margin=0.05"; None for "none".
+
+    Raises ConfigError: an unknown name or argument, a patience below 1, a margin below 0.
+    """
+    name, arguments = parse_spec(text, _PREEMPTION_FAMILIES)
+    if name == "none":
+        return None
+    try:
+        return Preemption(patience=int(arguments["patience"]), margin=arguments["margin"])
+    except ConfigError as error:
+        raise ConfigError(f"{text!r}: {error}") from None
+
+
+def _known(scores: Sequence[Score]) -> list[Score]:
+    """Return the scores, the unknown ones (and what no loss can be) at the median of the finite known ones."""
+    cut = [inf if score >= _WORST else score for score in scores]
+    finite = [score for score in cut if -_WORST < score < _WORST]
+    middle = _median(finite)
+    return [score if score > -_WORST else middle for score in cut]
+
+
+def _median(scores: Sequence[Score]) -> Score:
+    return median(scores) if scores else 0.0
+
+
+def _qualified(scores: Sequence[Score], qualifies: Callable[[Score], bool]) -> list[float]:
+    weights = [float(qualifies(score)) for score in scores]
+    if any(weights):
+        return weights
+    return [float(score == min(scores)) for score in scores]
+
+
+def _name(name: str, **arguments: Any) -> str:
+    return format_spec(name, {key: float(value) for key, value in arguments.items()})

@@ -1,0 +1,171 @@
+"""Begin a run: with parameters of a node's own, trained apart for a while where nodes are compared, then shared.
+
+    begin    initialise, train apart, join, adopt what the run begins with
+    follow   after each step: the optimizer state of whom this node has adopted; scores, while nodes still train apart
+
+Rule 1: apart, a node trains on local units: no dealt one is lost.  Rule 2: own seeds, units and scores follow from the
+run's seed and the node's name alone: the same nodes begin with the same bits.
+Source: a short tournament from different initial parameters; population-based training, Jaderberg et al. 2017.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from math import isfinite
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from zmqtrain.settings import RunSettings
+from zmqtrain.train.program import Program, score_of
+from zmqtrain.train.step import TrainState
+from zmqtrain.train.sync import Adoption, DelayedSync
+from zmqtrain.types import Array, Exchange, first_local_unit
+
+__all__ = ["Step", "own_seed", "train_apart", "pack_moments", "unpack_moments", "begin", "follow"]
+
+logger = logging.getLogger(__name__)
+
+BARRIER_SHARE = 0.1
+"""A mean of parameters that is worse than a node's own by more than this share of their score is worth a warning."""
+
+
+class Step(Protocol):
+    """One local step: see `zmqtrain.train.step.MinibatchStep`, which is one."""
+
+    def init(self, seed: int) -> TrainState:
+        """Return fresh parameters and optimizer state."""
+
+    def compile(self, state: TrainState, batch: Any) -> None:
+        """Have the step compiled; `state` stays as it is."""
+
+    def step(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, jax.Array, int] | None:
+        """Take one step: the new state, the loss before it, and how many samples it used; None at the data's end."""
+
+
+def own_seed(settings: RunSettings, name: str) -> int:
+    """Return the seed of this node's initial parameters: the run's, or one of its own where nodes begin apart."""
+    if settings.initial == "founder":
+        return settings.seed
+    return zlib.crc32(f"{settings.seed}/{name}".encode()) & 0x7FFF_FFFF
+
+
+def train_apart(
+    step: Step, state: TrainState, batches: Iterator[Any], steps: int, stop: Callable[[], bool]
+) -> TrainState:
+    """Return the state after so many steps, fewer if `stop` says so or the data ends. `state` is used up."""
+    for _ in range(steps):
+        if stop() or (result := step.step(state, batches)) is None:
+            return state
+        state, loss, _ = result
+        loss.block_until_ready()  # or the host would run all of them ahead of the device
+    return state
+
+
+def pack_moments(opt_state: Any) -> list[Array]:
+    """Return an optimizer's state as flat float32 arrays, one a leaf; [] if it holds what cannot travel.
+
+    Floats as they are (float64 in single precision); integers and the rest byte by byte, so that no count is rounded.
+    """
+    packed: list[Array] = []
+    for leaf in jax.tree.leaves(opt_state):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+            return []  # a typed random key
+        values = np.asarray(leaf)
+        if not jax.numpy.issubdtype(values.dtype, jax.numpy.floating):
+            values = np.frombuffer(values.tobytes(), np.uint8)
+        packed.append(np.array(values, np.float32).reshape(-1))
+    return packed if all(np.isfinite(values).all() for values in packed) else []
+
+
+def unpack_moments(opt_state: Any, moments: Sequence[Array]) -> Any | None:
+    """Return the state that `pack_moments` made flat, in the form of `opt_state`; None if it does not fit that."""
+    flat = np.concatenate(
+        [np.asarray(values, np.float32).reshape(-1) for values in moments] or [np.zeros(0, np.float32)]
+    )
+    leaves, tree = jax.tree.flatten(opt_state)
+    filled = []
+    for leaf in leaves:
+        like = np.asarray(leaf)
+        floating = jax.numpy.issubdtype(like.dtype, jax.numpy.floating)
+        values, flat = np.split(flat, [like.size if floating else like.nbytes])
+        if not floating:
+            values = (
+                np.frombuffer(values.astype(np.uint8).tobytes(), like.dtype) if values.size == like.nbytes else values
+            )
+        if values.size != like.size:
+            return None
+        filled.append(jax.numpy.array(values.reshape(like.shape), like.dtype))
+    return jax.tree.unflatten(tree, filled) if flat.size == 0 else None
+
+
+def begin(
+    program: Program,
+    exchange: Exchange,
+    step: Step,
+    stop: Callable[[], bool] = lambda: False,
+    make_sync: Callable[..., DelayedSync] = DelayedSync,
+) -> tuple[DelayedSync, TrainState]:
+    """Join the run as its setting `initial` says; return what keeps in step with it, and the state to go on with.
+
+    stop: ends the training apart, not the joining.  make_sync: makes the `DelayedSync`.
+    Raises what `DelayedSync` does: ModelMismatch, JoinRefused (text: why parameters cannot be averaged) among others.
+    """
+    settings = exchange.settings
+    state = step.init(own_seed(settings, exchange.name))
+    step.compile(state, next(iter(program.batches(0))))
+    compared = settings.initial == "best" or (settings.initial == "own" and settings.elastic == 1)
+    score = float("nan")
+    if compared and not exchange.founded:
+        units = count(first_local_unit(exchange.name))
+        batches = (batch for unit in units for batch in program.batches(unit))
+        alone = settings.apart_steps
+        state = train_apart(step, state, batches, alone, lambda: stop() or exchange.founded)
+        score = score_of(program, state.params)
+        logger.info("%s trained apart for %d steps, and scores %.4g", exchange.name, alone, score)
+    moments = pack_moments(state.opt_state) if compared and not settings.fresh_moments else ()
+    sync = make_sync(exchange, state.params, donate=True, score=score, moments=moments)
+    adoption = sync.take_adoption()
+    if adoption is None:
+        return sync, TrainState(sync.start, state.opt_state)
+    before, state = state, _adopt(program, settings, sync.start, adoption)
+    if settings.initial == "mean":
+        _warn_of_barrier(exchange.name, score_of(program, before.params), score_of(program, state.params))
+    return sync, state
+
+
+def follow(program: Program, sync: DelayedSync, state: TrainState) -> TrainState:
+    """Return the state to go on with after `sync.step` has made its `params`.
+
+    While the run is one of a population, this node's score is told every `apart_steps` steps; one that was preempted
+    goes on with the optimizer state of whom it has adopted, or a fresh one (`fresh_moments`).
+    """
+    settings, adoption = sync.settings, sync.take_adoption()
+    if adoption is not None:
+        return _adopt(program, settings, state.params, adoption)
+    if settings.initial == "own" and not sync.exchange.founded and sync.steps % settings.apart_steps == 0:
+        sync.exchange.compare(score_of(program, state.params))
+    return state
+
+
+def _adopt(program: Program, settings: RunSettings, params: Any, adoption: Adoption) -> TrainState:
+    fresh = program.optimizer().init(params)
+    if adoption.moments is None or settings.fresh_moments:
+        return TrainState(params, fresh)
+    opt_state = unpack_moments(fresh, adoption.moments)
+    if opt_state is None:
+        logger.warning("the optimizer state that came is not of this node's optimizer: it begins a fresh one")
+    return TrainState(params, fresh if opt_state is None else opt_state)
+
+
+def _warn_of_barrier(name: str, own: float, mean: float) -> None:
+    if isfinite(own) and not mean <= own + BARRIER_SHARE * abs(own):
+        text = (
+            "%s: the mean of the initial parameters scores %.4g, its own scored %.4g: they lie in different valleys. "
+        )
+        logger.warning(text + "Begin with --initial best, or give all nodes the same checkpoint", name, mean, own)

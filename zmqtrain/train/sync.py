@@ -1,0 +1,355 @@
+"""Keep the parameters of a loop of one's own in step with the run: exchange every k steps, without waiting.
+
+Rule 1: knows an Exchange, not a network; time is the exchange's, which may be a virtual one.
+Rule 2: nothing here waits for another node unless the settings say so (strict mode, bounded staleness): then an
+aggregate is applied at exactly k + d.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from zmqtrain.errors import AggregateTimeout, ModelMismatch
+from zmqtrain.train.minibatch import dynamic_every
+from zmqtrain.train.step import describe_model, rebase_of
+from zmqtrain.types import Array, Exchange, Update, Version
+
+__all__ = ["SyncStatistics", "Adoption", "DelayedSync"]
+
+Params = TypeVar("Params")
+
+STRICT_WAIT_SECONDS = 600.0
+STRICT_LOOK_SECONDS = 10.0
+"""After so long without an aggregate, strict mode looks again whether it still has one to wait for."""
+FLUSH_SECONDS = 30.0
+LANDING_LOOK_SECONDS = 0.005
+AGES_KEPT = 1024
+SCORES_KEPT = 256
+
+
+@dataclass(frozen=True)
+class SyncStatistics:
+    """Running figures of one node. age_steps: median, offer to application; held_seconds: of the training thread."""
+
+    steps: int
+    offers: int
+    offers_refused: int
+    aggregates_applied: int
+    age_steps: float
+    held_seconds: float
+    bytes_sent: int
+    bytes_received: int
+    encode_seconds: float
+    decode_seconds: float
+    version: Version
+    peers: int
+
+
+class Adoption(NamedTuple):
+    """This node has another's parameters. moments: the state of its optimizer; None: it did not come with them."""
+
+    moments: Sequence[Array] | None
+
+
+class _Offered(NamedTuple):
+    """An offer on its way: the step at which it was made, and the samples and steps it stands for."""
+
+    step: int
+    samples: int
+    steps: int
+
+
+class DelayedSync:
+    """Keep a training loop's parameters in step with the run: offer every k steps, apply d steps later.
+
+        sync = DelayedSync(node, params)
+        for batch in batches:
+            params, opt_state, loss = train_step(params, opt_state, batch)
+            params = sync.step(params, score=loss)
+
+    params: any pytree of float arrays. The first node's founds the run; at any other node the first `step` returns the
+    run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the buffers it is given.
+    score: of `params` on training data that was held out, where the run begins with the best (NaN: not known).
+    moments: the optimizer's state as float32 arrays, for who adopts these parameters.
+    Raises ModelMismatch when the run has another model.  k, d and the rest are `exchange.settings`: the broker's.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        params: Any,
+        *,
+        donate: bool = False,
+        score: float = float("nan"),
+        moments: Sequence[Array] = (),
+    ) -> None:
+        self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
+        self._tree: Any
+        leaves, self._tree = jax.tree.flatten(params)
+        model = describe_model(params)
+        for spec in model:
+            if not jax.numpy.issubdtype(np.dtype(jax.numpy.dtype(spec.dtype)), jax.numpy.floating):
+                raise ModelMismatch(
+                    f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is "
+                    "given to DelayedSync (counters and keys belong to the node)",
+                    spec.path,
+                )
+        update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
+        self._rebase = rebase_of(exchange.layout, donate, self.settings.elastic)
+        start = leaves if update is None or update.anchor is None else update.anchor
+        self._dtypes = [jax.numpy.dtype(spec.dtype) for spec in model]
+        self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in start]
+        self._own = leaves if update is not None and update.keep else None
+        self._adopted = update is not None and not update.keep
+        self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
+        self._rebase.warm_up([a.astype(d) for a, d in zip(self._anchor, self._dtypes, strict=True)], self._anchor)
+        self._step = self._samples = 0
+        self._unsaid = (0, 0)  # samples and steps that no offer on its way, or landed, stands for
+        self._offers = self._refused = self._applied = 0
+        self._offered: dict[int, _Offered] = {}
+        self._ages: list[int] = []
+        self._held_seconds = 0.0
+        self._score_before: Any = None
+        self._scores: list[Any] = []
+        self._said: tuple[Any, ...] = ()
+        self._every, self._delay = self.settings.every, self.settings.delay
+        self._offer_at = self._every
+
+    @property
+    def params(self) -> Any:
+        """A copy of the shared parameters as this node has them (the anchor), in the caller's tree and dtypes."""
+        leaves = [jax.numpy.array(leaf, dtype) for leaf, dtype in zip(self._anchor, self._dtypes, strict=True)]
+        self._adopted = False
+        return jax.tree.unflatten(self._tree, leaves)
+
+    @property
+    def start(self) -> Any:
+        """A copy of the parameters to begin with: the shared ones, or the node's own where each node keeps its own."""
+        if self._own is None:
+            return self.params
+        return jax.tree.unflatten(self._tree, [jax.numpy.array(leaf) for leaf in self._own])
+
+    def take_adoption(self) -> Adoption | None:
+        """Return, once, that this node has adopted another's parameters since the last call: by joining, or preempted.
+
+        Its optimizer then begins anew, or goes on from the other's state.
+        """
+        adoption, self._adoption = self._adoption, None
+        return adoption
+
+    @property
+    def steps(self) -> int:
+        """How many step boundaries there have been."""
+        return self._step
+
+    @property
+    def version(self) -> Version:
+        """The version of the anchor."""
+        return self.exchange.statistics().version
+
+    def step(
+        self,
+        params: Params,
+        score: Any = None,
+        samples: int = 1,
+        moments: Callable[[], Sequence[Array]] = tuple,
+    ) -> Params:
+        """Mark a step boundary: apply what is due, offer when k steps are over, return the parameters to go on with.
+
+        score: the loss of this step, lower is better; an offer's score is the mean of those since the last offer.
+        A device scalar is not waited for; the one of the step before is: a loop that ran a hundred steps ahead of its
+        device would apply everything a hundred steps late.
+        samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
+        Raises NonFiniteDelta when training has diverged here, AggregateTimeout in strict mode.
+        """
+        if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
+            self._score_before.block_until_ready()
+        self._score_before = score
+        began = time.perf_counter()
+        self._step += 1
+        self._samples += samples
+        self._unsaid = (self._unsaid[0] + samples, self._unsaid[1] + 1)
+        if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
+            params, self._unsaid = self.params, (0, 0)
+        self._own = None
+        leaves = self._apply_due(self._flatten(params))
+        if self.exchange.wanted:
+            self.exchange.lend(_to_host(leaves), moments())
+        if score is not None:
+            self._scores.append(score)
+        if self._step >= self._offer_at:
+            leaves = self._offer(leaves)
+            self._plan()
+        self.exchange.report(
+            step=self._step,
+            samples=self._samples,
+            loss=float("nan") if score is None else score,
+            age_steps=float(self._ages[-1]) if self._ages else float("nan"),
+            offers_refused=self._refused,
+        )
+        self._held_seconds += time.perf_counter() - began
+        result: Params = jax.tree.unflatten(self._tree, leaves)
+        return result
+
+    def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS) -> Params:
+        """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
+
+        Returns the parameters, which are then the anchor but for rounding; at the end of a run, the same on all nodes.
+        What is refused or lost is sent again. Gives up, without error, after the time, or when the run cannot be
+        reached for `lost_seconds`: what has not landed by then stays in the returned parameters alone.
+        """
+        until = self._clock.monotonic() + timeout_seconds
+        leaves = self._await_landing(self._flatten(params), until)
+        # who never made a step has nothing to drain, unless it has kept parameters of its own; and an empty round would
+        # only move the outer momentum on
+        begun = self.exchange.founded and (self._step or self._own is not None)
+        for fragment in range(self.exchange.layout.fragments if begun else 0):
+            leaves = self._drain(leaves, fragment, until)
+        while not self.exchange.everyone_drained() and self._clock.monotonic() < until:
+            self._clock.sleep(LANDING_LOOK_SECONDS)
+            leaves = self._await_landing(leaves, until)
+        result: Params = jax.tree.unflatten(self._tree, leaves)
+        return result
+
+    def statistics(self) -> SyncStatistics:
+        """Return the running figures."""
+        exchange = self.exchange.statistics()
+        return SyncStatistics(
+            steps=self._step,
+            offers=self._offers,
+            offers_refused=self._refused,
+            aggregates_applied=self._applied,
+            age_steps=float(statistics.median(self._ages)) if self._ages else float("nan"),
+            held_seconds=self._held_seconds,
+            bytes_sent=exchange.bytes_sent,
+            bytes_received=exchange.bytes_received,
+            encode_seconds=exchange.encode_seconds,
+            decode_seconds=exchange.decode_seconds,
+            version=exchange.version,
+            peers=exchange.peers,
+        )
+
+    # ------------------------------------------------------------------ the moves
+
+    def _flatten(self, params: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(params)
+        if tree != self._tree:
+            raise ModelMismatch(f"the tree given to step is {tree}, the one that joined the run is {self._tree}")
+        return leaves
+
+    def _plan(self) -> None:
+        """Say when to offer next, and how late to apply it: k and d, or as much less of both as this node is slower."""
+        settings = self.settings
+        if settings.local_updates == "dynamic":
+            self._every = dynamic_every(settings.every, *self.exchange.pace())
+            self._delay = round(settings.delay * self._every / settings.every)
+        self._offer_at = self._step + self._every
+
+    def _offer(self, leaves: list[Any]) -> list[Any]:
+        fragment = self.exchange.next_fragment()
+        if fragment is None or self._offer_fragment(leaves, fragment) is None:
+            self._refused += 1
+            return leaves
+        return self._apply_due(leaves) if self._delay == 0 else leaves
+
+    def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
+        self._take_back_withdrawn()
+        segments = self._rebase.pending(leaves, self._anchor, fragment, whole=dense)
+        samples, steps = self._unsaid
+        self._said = tuple(self._scores) or self._said  # who drains has made no step since, and is as good as before
+        sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, scores=self._said, dense=dense)
+        if sequence is not None:
+            self._offers += 1
+            self._offered[sequence] = _Offered(self._step, samples, steps)
+            self._unsaid = (0, 0)
+            self._scores.clear()
+        del self._scores[:-SCORES_KEPT]
+        return sequence
+
+    def _take_back_withdrawn(self) -> None:
+        """What a withdrawn offer stood for is still pending: the next offer stands for it too."""
+        for sequence in self._offered.keys() - set(self.exchange.in_flight()):
+            withdrawn = self._offered.pop(sequence)
+            self._unsaid = (self._unsaid[0] + withdrawn.samples, self._unsaid[1] + withdrawn.steps)
+
+    def _apply_due(self, leaves: list[Any]) -> list[Any]:
+        while (update := self.exchange.peek()) is not None and self._is_due(update):
+            taken = self.exchange.poll()
+            assert taken is update
+            leaves = self._apply(leaves, update)
+        return self._await_due(leaves) if self.settings.waits else leaves
+
+    def _await_due(self, leaves: list[Any]) -> list[Any]:
+        """Wait for what must be applied now; an offer that is withdrawn meanwhile is not waited for any longer."""
+        until = self._clock.monotonic() + STRICT_WAIT_SECONDS
+        while any(
+            self._step >= self._offered[s].step + self._delay for s in self.exchange.in_flight() if s in self._offered
+        ):
+            try:
+                leaves = self._apply(leaves, self.exchange.wait_update(STRICT_LOOK_SECONDS))
+            except AggregateTimeout as error:
+                if self._clock.monotonic() >= until:
+                    raise AggregateTimeout(f"nothing came for {STRICT_WAIT_SECONDS:g} s. {error}") from None
+        return leaves
+
+    def _is_due(self, update: Update) -> bool:
+        offered = [self._offered[sequence] for sequence in update.landed if sequence in self._offered]
+        return all(self._step >= one.step + self._delay for one in offered)
+
+    def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
+        if update.reset:
+            assert update.anchor is not None
+            self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in update.anchor]
+            leaves = [jax.numpy.array(leaf, d) for leaf, d in zip(update.anchor, self._dtypes, strict=True)]
+            self._unsaid, self._adoption = (0, 0), Adoption(update.moments)
+        elif update.keep:
+            assert update.anchor is not None
+            self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in update.anchor]
+        elif update.anchor is not None:
+            leaves, self._anchor = self._rebase.adopt(leaves, self._anchor, update.anchor, update.own)
+        else:
+            leaves, self._anchor = self._rebase.apply(leaves, self._anchor, update.aggregate, update.own)
+        self._applied += 1
+        for sequence in update.landed:
+            if sequence in self._offered:
+                self._ages.append(self._step - self._offered.pop(sequence).step)
+        del self._ages[:-AGES_KEPT]
+        return leaves
+
+    def _drain(self, leaves: list[Any], fragment: int, until: float) -> list[Any]:
+        taken_at = self._clock.monotonic()
+        while True:
+            sequence = self._offer_fragment(leaves, fragment, dense=True)
+            leaves = self._await_landing(leaves, until)
+            now = self._clock.monotonic()
+            if sequence is not None:
+                taken_at = now
+                if sequence not in self._offered:
+                    return leaves
+            if now >= until or now >= taken_at + self.settings.lost_seconds:
+                return leaves
+            if sequence is None:
+                self._clock.sleep(LANDING_LOOK_SECONDS)
+
+    def _await_landing(self, leaves: list[Any], until: float) -> list[Any]:
+        reached_at = self._clock.monotonic()
+        while True:
+            while (update := self.exchange.poll()) is not None:
+                leaves = self._apply(leaves, update)
+            now = self._clock.monotonic()
+            reached_at = now if self.exchange.reachable else reached_at
+            gone = now - reached_at >= self.settings.lost_seconds
+            if not self.exchange.in_flight() or now >= until or gone:
+                return leaves
+            self._clock.sleep(min(LANDING_LOOK_SECONDS, until - now))
+
+
+def _to_host(leaves: Sequence[Any]) -> list[Any]:
+    return [np.array(leaf, np.float32) for leaf in leaves]
