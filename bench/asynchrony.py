@@ -6,8 +6,8 @@ Rule 1: a run is `zmqtrain.sim`'s: the Hub, the Peers, the codecs, the rules and
 All methods of a comparison share the data units, the schedule, the initial parameters and the held-out set of a seed.
 Rule 2: `warm` starts every method at one checkpoint, reached by training on the batches of all nodes at once, with a
 fresh optimizer and a third of the rate.
-Rule 3: a finished run is a line of JSON in the file of results; a run whose line is there, in any of the files given, is
-not made again. So a sweep can be cut and resumed, and one process can run on each core (`--part 0/2 --core 0`).
+Rule 3: a finished run is a line of JSON in the file of results; a run whose line is there, in any of the files given,
+is not made again. So a sweep can be cut and resumed, and one process can run on each core (`--part 0/2 --core 0`).
 Rule 4: held-out data only measure. Nodes are compared by scores on training data that nobody trains on.
 
 What each experiment holds is said in `asynchrony_cases.py`.
@@ -58,9 +58,9 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned. steps: of each of four nodes (others get the same samples in all).  rate: of the inner optimizer.
+    """What is learned. steps: of each of four nodes (others get the same samples in all).
 
-    warm_steps: of the checkpoint that warm runs start at, four nodes' batches a step.
+    rate: of the inner optimizer.  warm_steps: of the checkpoint that warm runs start at, four nodes' batches a step.
     """
 
     name: str

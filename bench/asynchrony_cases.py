@@ -22,8 +22,9 @@ class Case:
 
     settings: of the run, where they are not the defaults.  every_node, some_nodes: fields of `SimNode`: of all nodes,
     and of the node of that number ("0").  steps: of one node; 0: the task's samples divided over the nodes.
-    rate: a factor to the task's.  inner, batch: an inner optimizer and a batch other than the task's.  sync: how what arrives is applied,
-    if otherwise than in the product.  initial: "mean": all nodes begin with the mean of their own initial parameters.
+    rate: a factor to the task's.  inner, batch: an inner optimizer and a batch other than the task's.  sync: how what
+    arrives is applied, if otherwise than in the product.  initial: "mean": all nodes begin with the mean of their own
+    parameters.
     max_seconds: the run ends then, not when its data ends.  group: the condition under which methods are compared.
     """
 

@@ -145,6 +145,11 @@ class RunSettings:
         return self.mode == "strict" or self.release.partition(":")[0] == "bounded"
 
     @property
+    def trains_apart(self) -> bool:
+        """Whether nodes begin apart and are compared: a run that begins with one node has nobody to compare it with."""
+        return (self.initial == "best" and self.start_nodes > 1) or (self.initial == "own" and self.elastic == 1)
+
+    @property
     def offers_in_flight(self) -> int:
         """How many offers of one node may be on their way: just as many as `delay` asks for."""
         return max(1, -(-self.delay // self.every))

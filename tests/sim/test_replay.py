@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,6 +86,20 @@ def test_a_run_is_replayed_to_the_same_bits(record, program, settings):
 def test_strict_runs_are_replayed_too(record, program):
     run = record(3, mode="strict", release="all", units=18, fragments=2)
     assert run.replay(program).difference == ""
+
+
+def test_a_run_that_begins_with_the_mean_of_all_is_replayed_too(tmp_path, scenario, program):
+    class Related(type(program)):
+        """Initial parameters that differ little from node to node: their mean is worth something."""
+
+        def init(self, seed):
+            return {"bias": jnp.zeros((2,)), "weights": 0.1 * super().init(seed)["weights"] - jnp.asarray(self.true)}
+
+    related = Related()
+    run = Recorded(tmp_path, scenario(3, initial="mean"), related)
+    founded = next(one for one in run.broker if one["kind"] == "founding")
+    assert founded["nodes"] == ["node-0", "node-1", "node-2"]
+    assert run.replay(related).difference == ""
 
 
 def test_a_node_that_joins_late_begins_with_the_snapshot_that_it_was_sent(record, program):

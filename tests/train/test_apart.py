@@ -115,10 +115,11 @@ def test_a_founder_begins_from_the_runs_seed_and_trains_nothing_before_it_joins(
 
 
 def test_seeds_apart_differ_by_name_and_are_the_same_every_time():
-    settings = [RunSettings(initial="best", seed=seed) for seed in (0, 1)]
+    settings = [RunSettings(initial="best", start_nodes=2, seed=seed) for seed in (0, 1)]
     seeds = [own_seed(one, name) for one in settings for name in ("pc-1", "pc-2")]
     assert len(set(seeds)) == 4 and seeds == [own_seed(one, name) for one in settings for name in ("pc-1", "pc-2")]
     assert own_seed(RunSettings(seed=9), "pc-1") == 9
+    assert own_seed(RunSettings(initial="best", seed=9), "pc-1") == 9, "a run of one node compares it with nobody"
 
 
 def test_who_is_compared_trains_apart_on_its_own_units_and_says_how_it_scores():

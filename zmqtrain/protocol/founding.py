@@ -43,7 +43,7 @@ Landed = tuple[tuple[int, int], ...]
 
 def takes_moments(settings: RunSettings) -> bool:
     """Return whether the state of optimizers travels with the parameters of a run before it is founded."""
-    return not settings.fresh_moments and settings.initial in ("best", "own")
+    return settings.trains_apart and not settings.fresh_moments
 
 
 class Preemption(Protocol):

@@ -25,7 +25,8 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.program import NodeProgram
 from zmqtrain.sim.scenario import SimNode
-from zmqtrain.sim.script import Diverged, NodeScript, RecordEnds, ScriptedExchange, ScriptedHub
+from zmqtrain.sim.script import NodeScript, RecordEnds, ScriptedExchange
+from zmqtrain.sim.script_hub import Diverged, ScriptedHub
 from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import TimedMinibatch, minibatch_from_spec

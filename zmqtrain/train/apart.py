@@ -49,7 +49,7 @@ class Step(Protocol):
 
 def own_seed(settings: RunSettings, name: str) -> int:
     """Return the seed of this node's initial parameters: the run's, or one of its own where nodes begin apart."""
-    if settings.initial == "founder":
+    if settings.initial == "founder" or (settings.initial == "best" and not settings.trains_apart):
         return settings.seed
     return zlib.crc32(f"{settings.seed}/{name}".encode()) & 0x7FFF_FFFF
 
@@ -119,7 +119,7 @@ def begin(
     settings = exchange.settings
     state = step.init(own_seed(settings, exchange.name))
     step.compile(state, next(iter(program.batches(0))))
-    compared = settings.initial == "best" or (settings.initial == "own" and settings.elastic == 1)
+    compared = settings.trains_apart
     score = float("nan")
     if compared and not exchange.founded:
         units = count(first_local_unit(exchange.name))
