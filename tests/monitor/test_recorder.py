@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
 from zmqtrain.errors import ConfigError
@@ -104,6 +105,14 @@ def test_a_loss_is_written_a_step_late_and_never_waited_for(node):
     first, second = (one for one in read_records(node.path) if one["kind"] == "step")
     assert (first["step"], first["loss"], first["samples"]) == (1, 0.5, 16)
     assert (second["step"], second["loss"]) == (2, None)
+
+
+def test_a_loss_whose_buffer_is_gone_is_not_known(node):
+    loss = jnp.zeros(())
+    node.stepped(1, 16, loss)
+    loss.delete()
+    node.closed()
+    assert [one["loss"] for one in read_records(node.path) if one["kind"] == "step"] == [None]
 
 
 def test_a_withdrawal_tells_after_which_encoding_it_came(node):

@@ -21,7 +21,7 @@ import tyro
 
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.rules import canonical
+from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.transport.address import is_loopback, parse_address
@@ -80,7 +80,7 @@ class BrokerConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        canonical(RunSettings.from_dict(self.to_dict()))
+        check_rules(self)
         _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
         _, port = parse_address(self.bind, "tcp://*:5555")
         if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
@@ -165,7 +165,7 @@ class LocalConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        canonical(RunSettings.from_dict(self.to_dict()))
+        check_rules(self)
         _require("nodes", self.nodes, 1)
         _require("seconds", self.seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)

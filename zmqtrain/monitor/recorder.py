@@ -206,4 +206,5 @@ class NodeRecorder(Recorder):
         if self._unsaid is not None:
             seconds, step, samples, loss = self._unsaid
             self._unsaid = None
-            self.write(records.step(seconds, self._name, step, nan if loss is None else float(loss), samples))
+            unknown = loss is None or getattr(loss, "is_deleted", lambda: False)()  # a loop may donate its buffers
+            self.write(records.step(seconds, self._name, step, nan if unknown else float(loss), samples))

@@ -18,7 +18,7 @@ from zmqtrain.strategies.selection import preemption_from_spec, selection_from_s
 from zmqtrain.strategies.staleness import staleness_from_spec
 from zmqtrain.train.minibatch import minibatch_from_spec
 
-__all__ = ["CANONICAL", "canonical"]
+__all__ = ["CANONICAL", "check_rules", "canonical"]
 
 
 def _preemption(text: str) -> str:
@@ -45,10 +45,15 @@ def canonical(settings: RunSettings) -> RunSettings:
 
     Raises ConfigError, naming the setting, for one that names nothing.
     """
+    return replace(settings, **check_rules(settings))  # type: ignore[arg-type]
+
+
+def check_rules(settings: RunSettings) -> dict[str, str]:
+    """Return the full form of every spec string, by setting. Raises ConfigError, as `canonical` does."""
     written = {}
     for name, write in CANONICAL.items():
         try:
             written[name] = write(getattr(settings, name))
         except ConfigError as error:
             raise ConfigError(f"{name} = {error}") from error
-    return replace(settings, **written)  # type: ignore[arg-type]
+    return written
