@@ -8,7 +8,8 @@ Rule 2: `warm` starts every method at one checkpoint, reached by training on the
 fresh optimizer and a third of the rate.
 Rule 3: a finished run is a line of JSON in the file of results; a run whose line is there, in any of the files given,
 is not made again. So a sweep can be cut and resumed, and one process can run on each core (`--part 0/2 --core 0`).
-Rule 4: held-out data only measure. Nodes are compared by scores on training data that nobody trains on.
+Rule 4: k is the same on all nodes and the first node founds, unless a case says otherwise.
+Rule 5: held-out data only measure; nodes are compared by scores on training data that nobody trains on.
 
 What each experiment holds is said in `asynchrony_cases.py`.
 """
@@ -186,6 +187,8 @@ def run_case(case: Case, seed: int, data: Mapping[str, str]) -> Line:
             "units": 0 if case.max_seconds else case.nodes * steps // task.batches_per_unit,
             "start_nodes": case.nodes,
             "evaluate_seconds": 0.0,
+            "local_updates": "fixed",
+            "initial": "founder",
             **case.settings,
         }
     )
@@ -250,7 +253,7 @@ def sweep(jobs: Sequence[tuple[Case, int]], files: Sequence[Path], data: Mapping
         if files:
             with files[0].open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        what = f"loss {line['loss']:.4f}" if line["loss"] is not None else line["failed"]
+        what = f"loss {line['loss']:.4f}" if line["loss"] is not None else line.get("failed", "no shared model")
         title = f"{case.experiment} {case.task} {case.start} N={case.nodes} {case.method} seed {seed}"
         print(f"[{number}/{len(missing)}] {title}: {what}, {line['seconds']:.1f} s", file=sys.stderr, flush=True)
         yield line

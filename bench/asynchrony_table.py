@@ -53,7 +53,7 @@ LEVELS = (0.3, 0.6, 0.9)
 NODES_POINTS = 1.0
 FOUNDER, TOURNAMENT, INITIAL_PERCENT = "founder", "best", 1.0
 SELECTION_REFERENCES = {"all healthy": "all", "one corrupted": "the healthy alone"}
-ROBUST, SELECTION_PERCENT = "healthy 1.1", {"all healthy": 1.0, "one corrupted": 3.0}
+ROBUST, SELECTION_PERCENT = "sign majority", {"all healthy": 1.0, "one corrupted": 3.0}
 
 # ---------------------------------------------------------------------- 1: the delay
 

@@ -91,6 +91,8 @@ class Task:
             units=nodes * self.steps // self.batches_per_unit,
             start_nodes=nodes,
             evaluate_seconds=0.0,
+            initial="founder",
+            local_updates="fixed",
         )
 
     def _arguments(self, rate: float, seed: int) -> dict[str, str | int | float]:

@@ -41,3 +41,15 @@ def test_a_codec_and_a_run_that_name_different_fragments_are_refused():
     assert RunSettings(codec="ternary:fragments=8", fragments=8).fragments == 8
     with pytest.raises(ConfigError, match="says fragments=8, the setting fragments says 4"):
         RunSettings(codec="ternary:fragments=8", fragments=4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"elastic": 0.5}])
+def test_strict_mode_and_nodes_of_their_own_parameters_exclude_each_other(settings):
+    with pytest.raises(ConfigError, match="say --initial best"):
+        RunSettings(mode="strict", release="all", initial="own", **settings)
+
+
+@pytest.mark.parametrize("settings", [{"minibatch": "timed:seconds=0.3"}, {"mode": "strict", "release": "all"}])
+def test_where_steps_take_as_long_on_all_nodes_or_are_to_be_repeated_no_k_follows_from_speed(settings):
+    assert RunSettings(local_updates="dynamic").follows_speed
+    assert not RunSettings(local_updates="dynamic", **settings).follows_speed

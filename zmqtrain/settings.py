@@ -54,20 +54,22 @@ class RunSettings:
     elastic: float = 1.0
     """The share of what is pending that a node offers: under 1, nodes keep parameters of their own around the shared
     ones (elastic averaging)."""
-    initial: Literal["founder", "best", "mean", "own"] = "founder"
-    """Whose parameters the run begins with: the first node's; the best-scored of nodes that have trained apart for a
-    while; the mean of all; or each node keeps its own, exchanging by score until all descend from one."""
+    initial: Literal["founder", "best", "mean", "own"] = "best"
+    """Whose parameters the run begins with: the first node's (founder); the best-scored of start_nodes nodes that have
+    trained apart for a while (with one, the first node's); the mean of all; or each node keeps its own, exchanging by
+    score until all descend from one."""
     apart_steps: int = 64
     """How many steps nodes train apart before they are compared (initial best and own)."""
-    preemption: str = "score:patience=4,margin=0.05"
+    preemption: str = "score:patience=2,margin=0"
     """While each node keeps its own parameters (initial own): one whose score was worse than the best's by this share
     so many times in a row adopts the best's parameters."""
     fresh_moments: bool = False
     """Who adopts another node's initial parameters begins a fresh optimizer state, and does not take over its."""
-    local_updates: Literal["fixed", "dynamic"] = "fixed"
-    """dynamic: a slower node makes fewer steps between its offers, so that all offer at about the same time."""
+    local_updates: Literal["fixed", "dynamic"] = "dynamic"
+    """dynamic: a slower node makes fewer steps between its offers, so that all offer at about the same time (not in
+    strict mode). fixed: every node makes k."""
     minibatch: str = "fixed:batches=1"
-    """What one step is made of: "fixed:batches=4" (gradients of so many batches, summed), or "timed:seconds=0.3,
+    """What one step is made of: "fixed:batches=4" (gradients of so many batches, averaged), or "timed:seconds=0.3,
     partitions=8" (of as many parts of batches as there is time for)."""
     mode: Literal["default", "strict"] = "default"
     """strict: aggregates are applied at exactly k+d steps, waiting if need be; same seeds, same bits."""
@@ -128,16 +130,35 @@ class RunSettings:
                 f'mode "strict" needs release "all" (bit-identical runs wait for every node), got {self.release!r}; '
                 "say --release all"
             )
-        if self.mode == "strict" and (self.local_updates == "dynamic" or self.minibatch.startswith("timed")):
+        if self.mode == "strict" and self._is_timed:
             raise ConfigError(
                 'mode "strict" makes the same bits again, and what depends on the speed of nodes does not: say '
-                "--local-updates fixed, and a fixed minibatch"
+                "--minibatch fixed:batches=1, or as many as you like"
+            )
+        if self.initial == "own" and self.elastic == 1 and self.preemption == "none":
+            raise ConfigError(
+                'initial "own" with preemption "none" never brings the nodes together: say --preemption score, or '
+                "--elastic 0.5 for nodes that keep parameters of their own for ever"
+            )
+        if self.mode == "strict" and self.initial == "own":
+            raise ConfigError(
+                'mode "strict" makes the same bits again, and whose parameters nodes of their own come to share '
+                "depends on when they tell their scores, or on who comes first: say --initial best"
             )
         if self.mode == "strict" and self.units % self.start_nodes:
             raise ConfigError(
                 f'mode "strict" needs the same number of data units for each node: units ({self.units}) must be a '
                 f"multiple of start_nodes ({self.start_nodes})"
             )
+
+    @property
+    def _is_timed(self) -> bool:
+        return self.minibatch.partition(":")[0] == "timed"
+
+    @property
+    def follows_speed(self) -> bool:
+        """Whether a node's k follows from its speed: not in strict mode, nor where every node's steps are timed."""
+        return self.local_updates == "dynamic" and self.mode == "default" and not self._is_timed
 
     @property
     def waits(self) -> bool:

@@ -1,4 +1,4 @@
-"""The experiments on asynchrony run, each case is told from every other, and what was measured is not measured again."""
+"""The experiments on asynchrony run, each case differs from every other, and no run is made twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_no_two_cases_of_an_experiment_are_one(experiment):
     ("experiment", "method", "nodes"),
     [
         ("delay", "overwriting", 4),
-        ("stragglers", "quorum, dynamic k", 4),
+        ("stragglers", "default (quorum, dynamic k)", 4),
         ("timed", "Async-Timed", 3),
         ("nodes", "naive", 2),
         ("initial", "naive mean", 4),

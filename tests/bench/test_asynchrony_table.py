@@ -187,14 +187,19 @@ def test_a_later_line_of_the_same_run_counts_and_other_settings_are_said(capsys)
 def test_the_times_to_the_target_are_over_those_of_bsp_and_of_the_best():
     lines = [
         *timed_runs("stragglers", "immediately", [30.0, 40.0, 50.0]),
-        *timed_runs("stragglers", "default (quorum)", [36.0, 48.0, 60.0]),
+        *timed_runs("stragglers", "default (quorum, dynamic k)", [36.0, 48.0, 60.0]),
         *timed_runs("stragglers", "SSP, s=1", [400.0, 20.0, None]),
         *timed_runs("stragglers", "BSP", [90.0, 90.0, 90.0]),
     ]
     (table,) = summarise("stragglers", lines)
-    assert list(table.rows) == ["BSP", "default (quorum)", "immediately", "SSP, s=1"]  # the order of the cases
+    assert list(table.rows) == [
+        "BSP",
+        "default (quorum, dynamic k)",
+        "immediately",
+        "SSP, s=1",
+    ]  # the order of the cases
     assert table.rows["BSP"]["seconds to target"].mean == pytest.approx(95)  # the mean time of the last five points
-    ours = table.rows["default (quorum)"]
+    ours = table.rows["default (quorum, dynamic k)"]
     assert ours["of the best"].mean == pytest.approx(1.2)
     assert ours["of BSP's"].mean == pytest.approx(48 / 90)
     late = table.rows["SSP, s=1"]["seconds to target"]
@@ -205,8 +210,8 @@ def test_the_times_to_the_target_are_over_those_of_bsp_and_of_the_best():
 
 
 def test_without_bsp_there_is_no_target_and_no_verdict():
-    (table,) = summarise("stragglers", timed_runs("stragglers", "default (quorum)", [50.0]))
-    assert table.rows["default (quorum)"]["seconds to target"].seeds == 0
+    (table,) = summarise("stragglers", timed_runs("stragglers", "default (quorum, dynamic k)", [50.0]))
+    assert table.rows["default (quorum, dynamic k)"]["seconds to target"].seeds == 0
     assert [bar.verdict for bar in table.bars] == ["not measured", "not measured"]
 
 
@@ -272,8 +277,8 @@ def test_initial_parameters_are_compared_with_the_founders_in_the_same_group():
 
 def test_selections_are_compared_with_all_or_with_the_healthy_alone():
     percents = {
-        "all healthy": {"all": 0.0, "healthy 1.1": 0.5, "median": 2.0},
-        "one corrupted": {"all": 40.0, "healthy 1.1": 3.5, "median": 2.0, "the healthy alone": 0.0},
+        "all healthy": {"all": 0.0, "sign majority": 0.5, "median": 2.0},
+        "one corrupted": {"all": 40.0, "sign majority": 3.5, "median": 2.0, "the healthy alone": 0.0},
     }
     lines = [
         run("selection", method, seed, loss * (1 + percent / 100), group=group, nodes=3 + ("alone" not in method))

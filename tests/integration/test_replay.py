@@ -71,7 +71,8 @@ class RecordedNode:
 
 def recorded_run(folder: Path, program, **settings) -> tuple[list[Record], list[list[Record]]]:
     """Two nodes begin a run, a third joins it later; return what the broker and the nodes have recorded."""
-    run = RunSettings(program="text", program_arguments=PROGRAM_ARGUMENTS, start_nodes=2, **settings)
+    given = {"program": "text", "program_arguments": PROGRAM_ARGUMENTS, "start_nodes": 2, "initial": "founder"}
+    run = RunSettings(**given | {"local_updates": "fixed"} | settings)
     with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(BrokerRecorder(folder / "broker.jsonl"))
         hub = stack.enter_context(broker(run, events=recorder))

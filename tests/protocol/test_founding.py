@@ -205,6 +205,13 @@ def test_who_leaves_while_parameters_are_gathered_is_left_out_of_the_mean():
     assert of(Average, hub.gone("b", "", 0.0)) == [Average((("c", PARAMETERS),), MODEL)]
 
 
+def test_who_is_sent_away_after_giving_its_parameters_is_left_out_of_the_mean():
+    hub = gathering("a", "b")
+    give(hub, "a")
+    assert sent(hub.receive("a", Fetch(-1, (), 0.5), 0.0), Refused)[0][1].reason == "model"
+    assert of(Average, give(hub, "b")) == [Average((("b", PARAMETERS),), MODEL)]
+
+
 def test_when_all_who_were_asked_have_left_others_are_gathered_anew():
     hub = gathering("a", "b")
     hub.gone("a", "", 0.0)

@@ -8,7 +8,7 @@ from math import nan
 import pytest
 
 from zmqtrain.errors import CheckpointError, RemoteProtocolError
-from zmqtrain.protocol.hub import ALLOWED, Hub, MemberState
+from zmqtrain.protocol.hub import ALLOWED, MOST_WAITING, Hub, MemberState
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Accumulate,
@@ -74,7 +74,7 @@ NOT_FOR_THE_HUB = {
 
 
 def hub_of(release="immediately", **settings):
-    settings = RunSettings(release=release, codec="ternary:block=128", **settings)
+    settings = RunSettings(**{"release": release, "codec": "ternary:block=128", "initial": "founder"} | settings)
     return Hub(settings, release_rule_from_spec(release), "run-1")
 
 
@@ -660,3 +660,14 @@ def test_a_report_that_would_swell_the_roster_costs_its_sender():
     for words in ({"waiting": "x" * 1000}, {"scores": {f"score-{i}": 1.0 for i in range(1000)}}):
         with pytest.raises(RemoteProtocolError, match="Report of that length"):
             hub.receive("a", replace(SAMPLES[Report], **words), 0.0)
+
+
+@pytest.mark.parametrize("release", ["all", "time:seconds=1000"])
+def test_who_floods_a_round_that_stays_open_is_refused_and_is_not_held_without_end(release):
+    hub = live_hub("a", "b", release=release)
+    for sequence in range(MOST_WAITING):
+        contribute(hub, "a", sequence)
+    ((_, answer),) = sent(hub.receive("a", publish(MOST_WAITING), 0.0), Refused)
+    assert (answer.reason, answer.sequence) == ("waiting", MOST_WAITING)
+    assert len(hub.rounds.pending) == MOST_WAITING
+    contribute(hub, "b", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -180,6 +182,24 @@ def test_a_restored_hub_goes_on_with_the_same_bits():
     assert equal(again.parameters, aggregator.parameters) and equal(again.published, aggregator.published)
 
 
+@pytest.mark.parametrize("crash", ["restored", "replayed"])
+def test_after_a_restart_a_late_delta_is_corrected_as_if_the_hub_had_gone_on(crash):
+    aggregator = founded(staleness="compensation:strength=0.5,versions=4", broadcast="ternary:block=128")
+    add(aggregator, 0, 1)
+    release(aggregator, (0,), 1)
+    again = restored(aggregator)
+    if crash == "replayed":
+        add(aggregator, 0, 2)
+        released = release(aggregator, (0,), 1)
+        again.replay(released)
+    base = aggregator.version
+    for one in (aggregator, again):  # both go on from the same parameters: only what is remembered could differ
+        one.parameters = [flat.copy() for flat in one.published]
+        add(one, 0, 3, base=base), release(one, (0,), 1)
+        add(one, 0, 4, base=base), release(one, (0,), 1)
+    assert equal(again.parameters, aggregator.parameters)
+
+
 def test_arrays_are_named_by_leaf_in_its_shape_and_are_copies():
     aggregator = founded(outer="nesterov:rate=0.8,momentum=0.5")
     arrays = aggregator.arrays()
@@ -322,3 +342,38 @@ def test_momentum_that_is_delayed_moves_when_contributions_of_the_whole_federati
         release(at_once, (0,), 4)
         np.testing.assert_allclose(delayed.parameters[0], at_once.parameters[0], rtol=0, atol=1e-5)
     assert not np.allclose(delayed.parameters[0], start[0])
+
+
+@pytest.mark.parametrize("rule", ["weighted", "mean"])
+def test_of_a_weighted_mean_one_delta_is_decoded_at_a_time(rule, monkeypatch):
+    aggregator = founded(aggregate=rule, staleness="polynomial:power=1", fragments=1)
+    for seed in range(6):
+        add(aggregator, 0, seed)
+    living, most, decode = weakref.WeakValueDictionary(), [0], aggregator._decode
+
+    def counting(publish, frames, out=None):
+        u = decode(publish, frames, out)
+        living[publish.sequence] = u
+        most[0] = max(most[0], len(living))
+        return u
+
+    monkeypatch.setattr(aggregator, "_decode", counting)
+    release(aggregator, (0,), 6)
+    assert most[0] <= 2
+
+
+def test_a_turn_that_rounding_has_hidden_is_not_taken_a_second_time():
+    aggregator = founded(outer="delayed_nesterov", fragments=1)
+    aggregator._shares[0] = 2 / 3 - 1e-9  # sums of shares are off by a little
+    whole = tuple(Contribution("a", n, 0, 8, 0.5, 0, 0) for n in range(4))
+    assert aggregator._takes_turn(0, Reduce(1, (0,), whole, 3, False))
+    assert not aggregator._takes_turn(0, Reduce(2, (0,), whole[:1], 3, False))
+
+
+def test_the_mean_of_huge_parameters_is_their_mean():
+    aggregator = founded(fragments=1)
+    huge = [np.abs(flat) * np.float32(5e37) for flat in random_flats(1, 1)]
+    frames = encode_snapshot(aggregator.layout, huge)
+    mean, why = aggregator.average({"a#1": frames, "b#2": frames, "c#3": frames, "d#4": frames})
+    assert why == ""
+    np.testing.assert_allclose(decode_snapshot(aggregator.layout, mean)[0], huge[0], rtol=1e-6)

@@ -196,12 +196,12 @@ def test_nobody_hears_of_a_run_before_it_is_on_the_disk(tmp_path, monkeypatch):
         save = CheckpointFolder.save
 
         def slow(folder, *facts):
-            assert not peers.broker.hub.live or not peers.broker._links["a#1"].following
+            assert not peers.broker.hub.live or not peers.broker.traffic.follows("a#1")
             return save(folder, *facts)
 
         monkeypatch.setattr(CheckpointFolder, "save", slow)
         await peers.join("a#1")
-        await peers.until(lambda: peers.broker._links["a#1"].following)
+        await peers.until(lambda: peers.broker.traffic.follows("a#1"))
         monkeypatch.setattr(CheckpointFolder, "save", save)
         assert CheckpointFolder(tmp_path).load() is not None
 

@@ -192,6 +192,21 @@ def test_a_snapshot_is_laid_fragment_by_fragment():
         np.testing.assert_array_equal(got, want)
 
 
+def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_takes_its_place():
+    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    for version in (1, 2):
+        message, frames = aggregate_of(coder, version, (0,))
+        inbox.arrive(coder, Deliver(message, ()), frames)
+    for version, reset in ((3, True), (4, False)):
+        message, frames, _ = snapshot_of(coder, version)
+        inbox.arrive(coder, Deliver(message, (), reset), frames)
+    told = []
+    while (update := inbox.take()) is not None:
+        told.append((update.version, update.reset))
+        inbox.decode(coder)
+    assert told == [(1, False), (2, False), (4, True)]
+
+
 def test_who_is_too_far_behind_takes_one_snapshot_and_what_landed_is_told_with_that():
     coder, inbox = coder_of("float32"), Inbox(lambda: None)
     for sequence in range(2):

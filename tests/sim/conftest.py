@@ -66,7 +66,8 @@ def scenario():
     def make(nodes=3, *, of_scenario=(), **settings):
         if isinstance(nodes, int):
             nodes = [SimNode() for _ in range(nodes)]
-        whole = {"every": 4, "delay": 2, "units": 6 * len(nodes), "start_nodes": len(nodes), **settings}
+        plain = {"every": 4, "delay": 2, "initial": "founder", "local_updates": "fixed"}
+        whole = {"units": 6 * len(nodes), "start_nodes": len(nodes), **plain, **settings}
         return Scenario(settings=RunSettings(**whole), nodes=tuple(nodes), **dict(of_scenario))
 
     return make

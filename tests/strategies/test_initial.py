@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from zmqtrain.errors import LocalProtocolError
 from zmqtrain.strategies.initial import (
     are_related,
-    best_of,
     explain_unrelated,
-    has_barrier,
-    midpoint_barrier,
     relatedness,
 )
 
@@ -102,49 +99,3 @@ def test_the_explanation_names_the_nodes_the_reason_and_what_to_type():
     for names, cosines in (([], []), (["a"], [])):
         with pytest.raises(LocalProtocolError, match="unrelated nodes"):
             explain_unrelated(names, cosines)
-
-
-def test_a_barrier_is_how_much_worse_the_middle_is_than_the_mean_of_the_ends():
-    assert midpoint_barrier(1.0, 2.0, 1.75) == 0.25
-    assert midpoint_barrier(1.0, 2.0, 1.25) == -0.25
-    for middle in (nan, inf):
-        assert midpoint_barrier(1.0, 2.0, middle) == inf
-    for end in (nan, inf):
-        assert isnan(midpoint_barrier(end, 2.0, 1.0)) and isnan(midpoint_barrier(2.0, end, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("ends", "middle", "barrier"),
-    [
-        ((1.0, 1.0), 1.09, False),
-        ((1.0, 1.0), 1.11, True),
-        ((-1.0, -1.0), -0.91, False),
-        ((-1.0, -1.0), -0.89, True),
-        ((1.0, 1.0), 0.5, False),
-        ((1.0, 1.0), nan, True),
-        ((1.0, inf), 1.0, True),
-    ],
-)
-def test_a_small_share_of_the_score_is_no_barrier_and_what_has_no_score_is_one(ends, middle, barrier):
-    assert has_barrier(*ends, middle) is barrier
-
-
-def test_the_share_that_is_a_barrier_may_be_given():
-    assert has_barrier(1.0, 1.0, 1.01, share=0.0) and not has_barrier(1.0, 1.0, 1.5, share=0.5)
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.floats() | st.sampled_from([1.0, nan, inf]), min_size=1))
-@settings(max_examples=60, deadline=None)
-def test_the_best_has_the_lowest_score_and_equals_go_by_id(scores):
-    winner = best_of(scores)
-    assert best_of(dict(reversed(scores.items()))) == winner
-    known = {peer: score for peer, score in scores.items() if not isnan(score)}
-    if known:
-        assert winner == min(peer for peer, score in known.items() if score == min(known.values()))
-    else:
-        assert winner == min(scores)
-
-
-def test_the_best_of_nobody_is_refused():
-    with pytest.raises(LocalProtocolError, match="no peers"):
-        best_of({})

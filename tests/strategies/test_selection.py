@@ -193,7 +193,7 @@ def test_names_are_canonical_and_name_the_same_rule():
         assert selection_from_spec(spec).name == spec
         assert selection_from_spec(spec) is selection_from_spec(spec.partition(":")[0])
     rule = preemption_from_spec("score")
-    assert rule == Preemption() and rule.name == "score:patience=4,margin=0.05"
+    assert rule == Preemption() and rule.name == "score:patience=2,margin=0"
     assert preemption_from_spec(rule.name) == rule
     assert preemption_from_spec("none") is None
 
@@ -215,7 +215,7 @@ def test_a_wrong_selection_is_refused_with_the_place_and_the_choices(spec, place
 @pytest.mark.parametrize(
     ("spec", "place"),
     [
-        ("always", "score:patience=4,margin=0.05, none"),
+        ("always", "score:patience=2,margin=0, none"),
         ("score:patience=0", "'score:patience=0'.*patience=0 is not at least 1"),
         ("score:margin=-0.1", "margin=-0.1 is not at least 0"),
         ("none:patience=1", "none takes no arguments"),

@@ -72,6 +72,9 @@ class Exchange:
         self.wanted = False
         self.lent.append((leaves, moments))
 
+    def pace(self):
+        return math.nan, ()
+
     def next_fragment(self):
         return None
 
@@ -109,7 +112,7 @@ def other(value=0.5):
 
 
 def test_a_founder_begins_from_the_runs_seed_and_trains_nothing_before_it_joins():
-    program, sync, state = started(Exchange(seed=3))
+    program, sync, state = started(Exchange(seed=3, initial="founder"))
     assert (weights(state.params) == weights(Program().init(3))).all()
     assert program.units == [0] and math.isnan(sync.exchange.score) and sync.exchange.moments == ()
 

@@ -64,6 +64,9 @@ class ScriptedExchange:
     def lend(self, leaves, moments=()):
         self.wanted, self.lent = False, (leaves, moments)
 
+    def pace(self):
+        return math.nan, ()
+
     def next_fragment(self):
         if len(self.on_the_way) >= self.settings.offers_in_flight:
             return None

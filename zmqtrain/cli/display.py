@@ -97,13 +97,20 @@ def _figure(member: Member, name: str) -> float:
 def roster_headline(roster: Roster, separator: str = " · ") -> str:
     """Return how the run stands, without its members; separator: before the held-out scores (a line's end, say)."""
     parts = [f"{format_seconds(roster.seconds)}"]
-    parts.append(f"version {roster.version}" if roster.version >= 0 else "waiting for the first node")
+    parts.append(_version(roster))
     parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
     parts.append(f"{format_count(roster.samples)} samples")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     line = " · ".join(parts)
     return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
+
+
+def _version(roster: Roster) -> str:
+    """The version; before the first, whether anybody is there (nodes may be starting, awaited, or training apart)."""
+    if roster.version >= 0:
+        return f"version {roster.version}"
+    return "nothing is shared yet" if roster.members else "waiting for the first node"
 
 
 def roster_line(roster: Roster) -> str:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["SimConfig", "main", "result_tables", "replay_table"]
 
 PROGRAM = "zmqtrain sim"
+INTERRUPTED = 130
+"""The exit code of who was ended by SIGINT, as shells have it: no script takes half a run for a whole one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,10 @@ class SimConfig:
     def __post_init__(self) -> None:
         if self.seed < -1:
             raise ConfigError(f"seed must be at least 0 (or -1: as the scenario says), got {self.seed}")
-        if (self.scenario is None) == (not self.replay):
+        if self.scenario is None and not self.replay:
             raise ConfigError("say what to simulate: zmqtrain sim SCENARIO.toml, or --replay with the files of a run")
+        if self.scenario is not None and self.replay:
+            raise ConfigError("a scenario is simulated, or a recorded run replayed, not both: leave one of them out")
         if len(self.replay) == 1:
             raise ConfigError("--replay takes the broker's file and, behind it, those of all its nodes")
 
@@ -80,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: SimConfig) -> int:
     log_to_stderr(config.verbose)
-    return _replay(config.replay) if config.scenario is None else _simulate(config, config.scenario)
+    try:
+        return _replay(config.replay) if config.scenario is None else _simulate(config, config.scenario)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted: there is no result", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _simulate(config: SimConfig, scenario_file: Path) -> int:
@@ -94,7 +102,7 @@ def _simulate(config: SimConfig, scenario_file: Path) -> int:
     console = Console(highlight=False)
     watch = None if config.quiet else partial(_show, console)
     if config.record is not None:
-        config.record.mkdir(parents=True, exist_ok=True)
+        _make_folder(config.record)
     result = simulate(scenario, watch=watch, record=config.record)
     for table in result_tables(result):
         console.print(table)
@@ -103,11 +111,21 @@ def _simulate(config: SimConfig, scenario_file: Path) -> int:
     return 0
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder} (--record): {error.strerror}") from error
+
+
 def _replay(files: Sequence[Path]) -> int:
     from zmqtrain.monitor.records import read_records
     from zmqtrain.sim.replay import replay  # imports jax
 
     broker, *nodes = (read_records(file) for file in files)
+    for file, records in zip(files[1:], nodes, strict=True):
+        if not records:
+            raise ConfigError(f"{file} holds no event: that node never joined the run; leave the file out")
     result = replay(broker, nodes)
     console = Console(highlight=False)
     console.print(replay_table(result))

@@ -249,6 +249,7 @@ class Founding:
     def send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
         """Tell a member that it cannot take part, and forget it."""
         del self._members[member.peer]
+        self._gathered.pop(member.peer, None)
         self._forget(member.peer)
         return [SendTo(member.peer, Refused(reason, text)), Disconnect(member.peer, reason, text)]
 

@@ -54,6 +54,9 @@ MAX_WORDS, MAX_SCORES = 200, 32
 """What one Report may hold: the Roster holds those of all nodes, and is one head."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
+MOST_WAITING = 64
+"""So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
+in memory."""
 
 
 class Hub:
@@ -340,6 +343,10 @@ class Hub:
         if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
             text = f"stands for {publish.samples} samples in {publish.steps} steps"
             return [self._refuse(member, publish, "samples", text)]
+        waiting = len(member.open) + sum(peer == member.peer for peer, _ in self.rounds.pending)
+        if waiting >= max(MOST_WAITING, self.settings.offers_in_flight):
+            text = f"{waiting} publishes of this node have not landed; no node that keeps to the settings has so many"
+            return [self._refuse(member, publish, "waiting", text)]
         self._records.hear(member.peer, publish.sequence)
         member.open[publish.transfer] = publish
         return [Expect(member.peer, publish)]

@@ -14,8 +14,9 @@ their weights by selection and samples, and s_i their damping by staleness,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import floor
 from statistics import median
 
 import numpy as np
@@ -51,8 +52,8 @@ MOST_VALUES = 1 << 33
 
 SCORES_KEPT = 16
 """The shared model's score is the median of so many of its nodes' latest ones."""
-WHOLE = 1 - 1e-6
-"""Shares of the federation that add up to this have come from all of it (they are sums of 1/N)."""
+ROUNDING = 1e-6
+"""What the shares of the federation that have come, sums of 1/N, may be off by."""
 
 Vector = NDArray[np.float32]
 
@@ -136,10 +137,11 @@ class Aggregator:
         }
         if apart:
             return (), explain_unrelated([peer.partition("#")[0] for peer in apart], [*apart.values()])
+        share = np.float32(1 / len(snapshots))  # before the sum, which may be no float32
         for mean, *parts in zip(first, *others, strict=True):
+            mean *= share
             for part in parts:
-                mean += part
-            mean /= np.float32(len(snapshots))
+                mean += part * share
         return encode_snapshot(self.layout, first), ""
 
     def found(self, frames: Sequence[Buffer]) -> None:
@@ -157,9 +159,16 @@ class Aggregator:
         ]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
-        kept = self.staleness.versions + 1 if self.staleness.versions else 0
-        self._history = [deque([(version, flat.copy())] if kept else [], maxlen=kept) for flat in flats]
         self.version = version
+        kept = self.staleness.versions + 1 if self.staleness.versions else 0
+        self._history = [deque(maxlen=kept) for _ in flats]
+        self._keep_history(range(len(flats)))
+
+    def _keep_history(self, fragments: Iterable[int]) -> None:
+        """Keep what is published now of these fragments, if the staleness rule looks back."""
+        if self.staleness.versions:
+            for fragment in fragments:
+                self._history[fragment].append((self.version, self.published[fragment].copy()))
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
@@ -194,19 +203,16 @@ class Aggregator:
             for fragment in reduce.fragments
         )
         self.version = reduce.version
-        if self.staleness.versions:
-            for fragment in reduce.fragments:
-                self._history[fragment].append((self.version, self.published[fragment].copy()))
+        self._keep_history(reduce.fragments)
         return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
         """Return whether, with this round, contributions of the whole federation have come since the last turn."""
         come = sum(one.fragment == fragment for one in reduce.contributions)
-        self._shares[fragment] += come / reduce.live
-        turn = self._shares[fragment] >= WHOLE
-        if turn:
-            self._shares[fragment] = max(0.0, self._shares[fragment] - 1) % 1
-        return turn
+        share = self._shares[fragment] + come / reduce.live
+        turns = floor(share + ROUNDING)
+        self._shares[fragment] = max(0.0, share - turns)
+        return turns > 0
 
     def _combine(self, contributions: Sequence[Contribution]) -> None:
         """Make the sums of a round whose publishes were held: n times what they combine to."""
@@ -223,12 +229,15 @@ class Aggregator:
             by_samples = self.aggregation.weigh([one.samples for one, _, _, _ in of_fragment])
             weights = [w * s for (_, _, _, w), s in zip(of_fragment, by_samples, strict=True)]
             counted = [
-                (self._arrived(one, publish, frames), weight)
+                (one, publish, frames, weight)
                 for (one, publish, frames, _), weight in zip(of_fragment, weights, strict=True)
                 if weight > 0
             ]
-            if counted:
-                self._sum_up([u for u, _ in counted], [w for _, w in counted], len(of_fragment), fragment)
+            if self.aggregation.streams:
+                self._add_up(counted, len(of_fragment), fragment)
+            elif counted:
+                us = [self._arrived(one, publish, frames) for one, publish, frames, _ in counted]
+                self._sum_up(us, [weight for _, _, _, weight in counted], len(of_fragment), fragment)
 
     @property
     def _score(self) -> float:
@@ -246,6 +255,17 @@ class Aggregator:
             base = next((array for version, array in reversed(history) if version <= one.base_version), history[0][1])
             u = compensate(u, self.published[one.fragment] - base, self.staleness.strength)
         return u
+
+    def _add_up(
+        self, counted: Sequence[tuple[Contribution, Publish, Sequence[Buffer], float]], count: int, fragment: int
+    ) -> None:
+        """Make the sum of a rule that is a weighted mean: one contribution is decoded at a time."""
+        total, whole = self._sums[fragment], sum(weight for _, _, _, weight in counted)
+        for one, publish, frames, weight in counted:
+            u = self._arrived(one, publish, frames)
+            u *= np.float32(weight / whole)
+            total += u
+        total *= np.float32(count)
 
     def _sum_up(self, us: Sequence[Vector], weights: Sequence[float], count: int, fragment: int) -> None:
         total = self._sums[fragment]
@@ -303,6 +323,7 @@ class Aggregator:
             self.published[fragment] += step
             self.parameters[fragment][:] = self.published[fragment]
         self.version = released.version
+        self._keep_history(released.fragments)
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
@@ -328,8 +349,9 @@ class Aggregator:
                 leaves.append(array)
             return self.layout.split(leaves)
 
-        self._begin(flats("parameters"), version)
-        self.published = flats("published")
+        parameters = flats("parameters")
+        self._begin(flats("published"), version)
+        self.parameters = parameters
         for key in self._outer_state[0]:
             for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
                 state[key][:] = flat

@@ -1,8 +1,8 @@
 """Be the hub alive: a Hub on a socket, with a clock, a codec thread and a checkpoint folder.
 
-Rule 1: one asyncio loop owns the socket and the machine; one codec thread owns the arrays; jobs and their results pass
-between them in order.  Rule 2: whatever a peer does wrong costs that peer its membership and nobody else anything.
-Rule 3: no jax here, nor in anything that is imported here.
+Rule 1: one asyncio loop owns the socket (`Traffic` moves the bytes) and the machine; one codec thread owns the arrays;
+jobs and their results pass between them in order.  Rule 2: whatever a peer does wrong costs that peer its membership
+and nobody else anything.  Rule 3: no jax here, nor in anything that is imported here.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ from typing import Any
 
 from zmqtrain.errors import (
     ChannelClosed,
-    ChannelFull,
     CodecError,
     ConfigError,
     FramingError,
     NonFiniteDelta,
-    PeerLost,
     RemoteProtocolError,
     ZmqTrainError,
 )
 from zmqtrain.protocol.founding import takes_moments
-from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
+from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import (
     Accumulate,
-    Aggregate,
     Announcement,
     Average,
     Broadcast,
@@ -47,7 +44,6 @@ from zmqtrain.protocol.messages import (
     Goodbye,
     HubEffect,
     Lend,
-    Message,
     Publish,
     Reduce,
     Refused,
@@ -64,9 +60,9 @@ from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.rules import canonical
+from zmqtrain.runtime.traffic import GRANT_SECONDS, Traffic
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
-from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, count_values
 
 __all__ = ["BrokerStatistics", "Broker"]
@@ -74,16 +70,8 @@ __all__ = ["BrokerStatistics", "Broker"]
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-GRANT_WINDOW_BYTES = 1 << 20
-"""What is on its way toward the hub's port in all (design.md section 4: fair, and the switch's queue stays short)."""
-GRANT_SECONDS = 2.0
-"""A node that is granted chunks and sends none for so long is sent away: what it holds of the window is others'."""
-OUTBOX_WINDOW_BYTES = 2 << 20
-"""What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
-OUTBOX_BYTES = 64 << 20
-"""What may queue for one peer, at least; with more it is sent a snapshot instead."""
 OUTBOX_MODELS = 3
-"""So many models may queue, if that is more; where optimizer state travels, a snapshot with its state besides."""
+"""So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
 
 
 def _name(peer: PeerId) -> str:
@@ -109,16 +97,6 @@ class BrokerStatistics:
     aggregate_seconds: float
     snapshots_served: int
     aggregates_dropped: int
-
-
-@dataclass
-class _Link:
-    """What the broker holds for one peer besides the hub's member."""
-
-    outbox: Outbox
-    assembler: Assembler
-    following: bool = False
-    arrived_at: float = 0.0
 
 
 class Broker:
@@ -152,8 +130,7 @@ class Broker:
         self.aggregator = Aggregator(self.settings)
         self.keeper = Keeper(checkpoint, self._job_failed)
         self.keeper.resume(self.hub, self.aggregator)
-        self._credits = Credits(GRANT_WINDOW_BYTES)
-        self._links: dict[PeerId, _Link] = {}
+        self.traffic = Traffic(channel, self._queue_bytes, self._lost)
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -162,9 +139,8 @@ class Broker:
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
         self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
-        self._transfer = 0
         self._aggregate_seconds = 0.0
-        self._bytes_sent = self._bytes_received = self._snapshots_served = self._dropped = 0
+        self._bytes_received = self._snapshots_served = 0
         self._saved_version, self._saved_at = self.hub.version, time.monotonic()
 
     # ------------------------------------------------------------------ living
@@ -178,7 +154,9 @@ class Broker:
         try:
             while not self._stop.is_set():
                 self._carry_out(self.hub.tick(time.monotonic()))
-                self._expel_idle_holders()
+                for peer in self.traffic.idle_holders():
+                    text = f"granted chunks, and none came for {GRANT_SECONDS:g} s"
+                    self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
                 self._save_when_due()
                 if self.hub.ledger.finished and not self.hub.nodes:
                     logger.info(
@@ -192,7 +170,7 @@ class Broker:
         finally:
             receiving.cancel()
             for peer in list(self.hub.members):
-                self._send(peer, Goodbye("the broker was stopped"))
+                self.traffic.send(peer, Goodbye("the broker was stopped"))
             await asyncio.gather(receiving, return_exceptions=True)
             # the codec thread finishes what it has; its results are of no use any more, and must move the hub no more
             self._closing = True
@@ -216,11 +194,11 @@ class Broker:
             self.hub.nodes,
             self.hub.contributions,
             self.hub.refused,
-            self._bytes_sent,
+            self.traffic.bytes_sent,
             self._bytes_received,
             self._aggregate_seconds,
             self._snapshots_served,
-            self._dropped,
+            self.traffic.dropped,
         )
 
     def _tell_end(self) -> None:
@@ -231,7 +209,7 @@ class Broker:
                 "contributions": self.hub.contributions,
                 "refused": self.hub.refused,
                 "bytes_up": self._bytes_received,
-                "bytes_down": self._bytes_sent,
+                "bytes_down": self.traffic.bytes_sent,
                 **self.hub.scores,
             }
             arrays = self.aggregator
@@ -248,7 +226,7 @@ class Broker:
             try:
                 self._take(peer, lane, frames)
             except ProtocolVersionError as error:
-                self._send(peer, Refused("protocol", str(error)))
+                self.traffic.send(peer, Refused("protocol", str(error)))
             except (FramingError, RemoteProtocolError) as error:
                 self._expel(peer, error)
             except Exception as error:  # a message that we did not think of costs its sender, not the run
@@ -262,30 +240,15 @@ class Broker:
             if len(frames) != 2:
                 raise FramingError("a chunk is a head and one frame")
             self.hub.saw(peer, now)
-            self._take_chunk(peer, message, frames[1])
+            if (whole := self.traffic.take_chunk(peer, message, frames[1])) is not None:
+                self._job(partial(self._check, *whole), self._checked, peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
-            if peer in self._links:
-                with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
-                    self._links[peer].outbox.acknowledged(message.transfer, message.chunks)
-                self._pump(peer)
+            self.traffic.acknowledged(peer, message)
         else:
             self._carry_out(self.hub.receive(peer, message, now))
             if isinstance(message, Report) and message.scores and self._events is not None:
                 self._events.evaluated(message.score_version, self.hub.samples, message.scores)
-
-    def _take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> None:
-        link = self._links.get(peer)
-        if link is None or chunk.transfer not in link.assembler:
-            return  # of a transfer that was given up
-        self._credits.arrived(peer, chunk.transfer)
-        link.arrived_at = time.monotonic()
-        whole = link.assembler.add(chunk, frame)
-        self._grant()
-        if whole is None:
-            return
-        announcement, received = whole
-        self._job(partial(self._check, announcement, received), self._checked, peer, announcement, received)
 
     def _check(self, announcement: Announcement, frames: Sequence[Buffer]) -> None:
         if isinstance(announcement, Publish):
@@ -310,8 +273,11 @@ class Broker:
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
         """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
         logger.warning("sending %s away: %s", _name(peer), error)
-        self._send(peer, Refused(reason, str(error)))
+        self.traffic.send(peer, Refused(reason, str(error)))
         self._carry_out(self.hub.gone(peer, f"sent away: {error}", time.monotonic()))
+
+    def _expel_deaf(self, peer: PeerId) -> None:
+        self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
 
     # ------------------------------------------------------------------ carrying out effects
 
@@ -330,12 +296,12 @@ class Broker:
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
             case SendTo(peer, message):
-                self._send(peer, message)
+                self.traffic.send(peer, message)
             case Broadcast(message):
                 if isinstance(message, Roster) and self.watch is not None:
                     self.watch(message)
                 for peer in list(self.hub.members):
-                    self._send(peer, message)
+                    self.traffic.send(peer, message)
             case Expect(peer, announcement):
                 self._expect(peer, announcement)
             case Found(peer, announcement, model):
@@ -364,28 +330,14 @@ class Broker:
         count = self.hub.nodes
         return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
 
-    def _link(self, peer: PeerId) -> _Link:
-        if peer not in self._links:
-            model_bytes = 4 * sum(leaf.values for leaf in self.hub.model)
-            models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
-            limit = max(OUTBOX_BYTES, models * model_bytes)
-            self._links[peer] = _Link(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit))
-        return self._links[peer]
+    def _queue_bytes(self) -> int:
+        models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
+        return models * 4 * sum(leaf.values for leaf in self.hub.model)
 
-    def _send(self, peer: PeerId, message: Message) -> None:
-        head = encode_message(message)
-        try:
-            self.channel.send(peer, Lane.CONTROL, [head])
-            self._bytes_sent += len(head)
-        except (PeerLost, ChannelFull) as error:
-            why = "its connection is gone" if isinstance(error, PeerLost) else "it does not read what it is sent"
-            if peer in self.hub.members:
-                self._carry_out(self.hub.gone(peer, why, time.monotonic()))
-        except ChannelClosed:
-            pass
+    def _lost(self, peer: PeerId, why: str) -> None:
+        self._carry_out(self.hub.gone(peer, why, time.monotonic()))
 
     def _expect(self, peer: PeerId, announcement: Announcement) -> None:
-        link = self._link(peer)
         now = time.monotonic()
         try:
             if isinstance(announcement, Snapshot):
@@ -397,31 +349,11 @@ class Broker:
                 if not 0 < sum(announcement.sizes) <= bound:
                     text = f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right"
                     raise FramingError(text)
-            link.assembler.expect(announcement)
+            self.traffic.expect(peer, announcement)
         except FramingError as error:
             self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), now))
         except ConfigError as error:
             self._carry_out(self.hub.broken(peer, announcement.transfer, "model", str(error), now))
-        else:
-            priority = 0 if isinstance(announcement, Publish) else 1
-            self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
-            self._grant()
-
-    def _grant(self) -> None:
-        holding = self._credits.holders
-        for peer, transfer, chunks in self._credits.grants():
-            if peer not in self._links:  # lost while its credit was sent
-                continue
-            if peer not in holding:
-                self._links[peer].arrived_at = time.monotonic()
-            self._send(peer, Credit(transfer, chunks))
-
-    def _expel_idle_holders(self) -> None:
-        now = time.monotonic()
-        for peer in self._credits.holders:
-            if peer in self._links and now - self._links[peer].arrived_at > GRANT_SECONDS:
-                text = f"granted chunks, and none came for {GRANT_SECONDS:g} s"
-                self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
         level = {"goodbye": logging.INFO, "observer": logging.DEBUG}.get(reason, logging.WARNING)
@@ -431,10 +363,8 @@ class Broker:
             logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
         if self._events is not None and reason != "observer":
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
-        self._credits.forget(peer)
-        self._links.pop(peer, None)
+        self.traffic.forget(peer)
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
-        self._grant()
 
     # ------------------------------------------------------------------ the codec thread
 
@@ -490,25 +420,8 @@ class Broker:
         if released.overflowed:
             names = ", ".join(_name(peer) for peer, _ in reduce.landed)
             logger.error("version %d: the deltas of %s add up to infinity; not used", released.version, names)
-        flat = [frame for frames in released.frames for frame in frames]
-        aggregate = Aggregate(
-            transfer=self._next_transfer(),
-            version=released.version,
-            codec=released.codec,
-            fragments=released.fragments,
-            frames=tuple(len(frames) for frames in released.frames),
-            sizes=tuple(len(frame) for frame in flat),
-            landed=reduce.landed,
-            live=reduce.live,
-        )
-        messages: list[Sequence[Buffer]] = [[encode_message(aggregate)], *split(aggregate.transfer, flat)]
         self._moments = ()
-        for peer, link in list(self._links.items()):
-            if not link.following:
-                continue
-            if not link.outbox.push(aggregate.transfer, messages, droppable=True):
-                self._dropped += len(link.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
-            self._pump(peer)
+        self.traffic.send_aggregate(released, reduce)
 
     def _serve(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
         peer, (version, frames) = serve.peer, snapshot
@@ -516,32 +429,16 @@ class Broker:
             return
         if serve.known_version == version:
             frames, moments = (), ()
-        link = self._link(peer)
-        if not link.following:
+        if not self.traffic.follows(peer):
             logger.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
             if self._events is not None:
                 self._events.member(peer, "joined", f"at version {version}")
-        self._dropped += len(link.outbox.drop_droppable())
-        link.following = self._push_snapshot(peer, version, frames, moments, serve.landed, serve.reset)
-        self._snapshots_served += link.following and bool(frames)
-
-    def _push_snapshot(
-        self,
-        peer: PeerId,
-        version: int,
-        frames: Sequence[Buffer],
-        moments: Sequence[Buffer],
-        landed: tuple[tuple[int, int], ...],
-        reset: bool,
-    ) -> bool:
-        transfer, frames = self._next_transfer(), [*frames, *moments]
-        announcement = Snapshot(transfer, version, tuple(len(frame) for frame in frames), landed, len(moments), reset)
-        messages: list[Sequence[Buffer]] = [[encode_message(announcement)], *split(transfer, frames)]
-        if not self._link(peer).outbox.push(transfer, messages, droppable=False):
-            self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
-            return False
-        self._pump(peer)
-        return True
+        self.traffic.drop_aggregates(peer)
+        following = self.traffic.send_snapshot(peer, version, frames, moments, serve.landed, serve.reset)
+        self.traffic.follow(peer, following)
+        self._snapshots_served += following and bool(frames)
+        if not following:
+            self._expel_deaf(peer)
 
     def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""
@@ -549,7 +446,8 @@ class Broker:
         for peer in peers:
             if peer in self.hub.members:
                 logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
-                self._push_snapshot(peer, -1, frames, moments, (), reset=True)
+                if not self.traffic.send_snapshot(peer, -1, frames, moments, reset=True):
+                    self._expel_deaf(peer)
 
     def _averaged(
         self, result: tuple[tuple[Buffer, ...], str] | CodecError, snapshots: Sequence[tuple[PeerId, Snapshot]]
@@ -566,26 +464,6 @@ class Broker:
             if self._events is not None:
                 self._events.averaged([peer for peer, _ in snapshots])
             self._carry_out(self.hub.averaged())
-
-    def _next_transfer(self) -> int:
-        self._transfer += 1
-        return self._transfer
-
-    def _pump(self, peer: PeerId) -> None:
-        """Send what the peer's window lets through."""
-        link = self._links.get(peer)
-        while link is not None and (chunk := link.outbox.next_chunk()) is not None:
-            try:
-                self.channel.send(peer, Lane.BULK, chunk)
-                self._bytes_sent += sum(len(frame) for frame in chunk)
-            except ChannelFull:
-                link.outbox.put_back()
-                return
-            except PeerLost:
-                self._carry_out(self.hub.gone(peer, "its connection is gone", time.monotonic()))
-                return
-            except ChannelClosed:
-                return
 
     def _save_when_due(self) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from zmqtrain.protocol.messages import Aggregate, Deliver, Snapshot
 from zmqtrain.runtime.delta import DeltaCoder
@@ -55,8 +56,10 @@ class Inbox:
         if isinstance(deliver.announcement, Snapshot):
             # whatever aggregates still wait are in it; what landed in them has landed
             self._landed_unseen += [sequence for waiting, _ in self._arrived for sequence in waiting.landed]
-            before = [one for one in self._arrived if deliver.keep and one[0].reset]
-            self._arrived = deque(before[-1:])  # who keeps its own parameters has those that it was lent
+            before = [one for one in self._arrived if one[0].reset]
+            if before and not deliver.keep:
+                deliver = replace(deliver, reset=True)  # what was to be dropped with an older snapshot still is
+            self._arrived = deque(before[-1:] if deliver.keep else ())  # who keeps its own has what it was lent
         self._arrived.append((deliver, frames))
         self.decode(coder)
 

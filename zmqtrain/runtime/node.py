@@ -1,9 +1,9 @@
 """Be a node alive, as its training thread sees it: an Exchange that never makes it wait.
 
-Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what passes
-between them is never written again.  Rule 2: whatever happens to the broker, offers are refused, training goes on,
-and the node comes back by itself.  Rule 3: an update is applied when it is polled; until then its u is on its way.
-Rule 4: where parameters live on an accelerator, deltas are coded there; who has not imported jax is not made to.
+Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what they decide
+is in `PeerExchange`.  Rule 2: whatever happens to the broker, offers are refused, training goes on, and the node comes
+back by itself.  Rule 3: where parameters live on an accelerator, deltas are coded there; who has not imported jax is
+not made to.
 """
 
 from __future__ import annotations
@@ -16,38 +16,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 from zmqtrain.errors import (
     AggregateTimeout,
     CodecError,
     ConfigError,
     HubUnreachable,
-    LocalProtocolError,
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.protocol.messages import Aggregate, Deliver, Report, Roster, WorkUnit
+from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.delta import DeltaCoder, OnDevice, encode_snapshot, mean_score
+from zmqtrain.runtime.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
-from zmqtrain.runtime.inbox import Inbox
+from zmqtrain.runtime.exchange import PeerExchange
 from zmqtrain.runtime.link import HubLink
-from zmqtrain.runtime.mailbox import Mailbox, Worker
-from zmqtrain.runtime.moments import encode_moments
-from zmqtrain.runtime.progress import Progress, paces
-from zmqtrain.runtime.units import UnitQueue
+from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
 from zmqtrain.types import (
     Array,
-    Buffer,
     Channel,
     Clock,
     ExchangeStatistics,
-    Layout,
     ModelSpec,
     Offer,
     PeerId,
@@ -55,11 +48,9 @@ from zmqtrain.types import (
     Version,
 )
 
-__all__ = ["CodecOn", "UnitSource", "Node", "connect"]
+__all__ = ["CodecOn", "Node", "connect"]
 
 logger = logging.getLogger(__name__)
-
-Batch = TypeVar("Batch", covariant=True)
 
 SAY_AGAIN_SECONDS = 5.0
 
@@ -67,20 +58,15 @@ CodecOn = Literal["auto", "host", "device"]
 """Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
 
 
-class UnitSource(Protocol[Batch]):
-    """Where a numbered data unit becomes batches: the same number gives the same batches on every node."""
-
-    def batches(self, unit: int) -> Iterator[Batch]:
-        """Give the batches of one unit."""
-
-
-class Node:
+class Node(PeerExchange):
     """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
 
     open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
     codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
     nobody.  Use `connect` for the usual one.
     """
+
+    _link: HubLink
 
     def __init__(
         self,
@@ -92,32 +78,13 @@ class Node:
         codec_on: CodecOn = "auto",
         events: NodeEvents | None = None,
     ) -> None:
-        self._events = events
-        self.name, self.address, self.peer_id, self.codec_on = name, address, peer, codec_on
-        self._peer = Peer(peer, name, observer)
-        self._link = HubLink(open_channel, self._peer, address, self)
-        self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
-        self._units = UnitQueue(peer, lambda: self._link.call(self._ask_for_units), lambda: self._link.live)
-        self._progress = Progress()
-        self._changed = threading.Condition()
-        self._failure: ZmqTrainError | None = None
-        self._closed = False
+        super().__init__(name, Peer(peer, name, observer), threading.Condition, events)
+        self.address, self.peer_id, self.codec_on = address, peer, codec_on
         self.message_delay: Callable[[], float] | None = None
         """For experiments: draws by how many seconds a delta is sent late."""
-        self._coder: DeltaCoder | None = None
-        self._founding: tuple[Sequence[Any], Sequence[Any]] = ((), ())
-        self._asked = self._settled = False
-        # of the training thread
-        self._sequence = 0
-        self._applied_version: Version = -1
-        self._applied: list[int] = []
-        self._offered: set[int] = set()
-        self._offers_since: dict[int, int] = {}
-        # of the other two
-        self._inbox = Inbox(self._notify)
-        self._withdrawn: Mailbox[int] = Mailbox(1024)
-        self._withdrawals = 0
-        self._encode_seconds = 0.0
+        self._closed = self._settled = False
+        self._link = HubLink(open_channel, self._peer, address, self)
+        self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         self._link.start()
         try:
             self._raise_failure()
@@ -147,30 +114,16 @@ class Node:
 
         Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
         """
-        self._coder, self._founding = DeltaCoder(model, self.wait_welcome(), self._device_coder()), (leaves, moments)
-        if self._events is not None:
-            self._events.joining(self.peer_id, self.run, self.settings, self.founded)
-        self._link.call(lambda: self._link.carry_out(self._peer.join(model, time.monotonic(), score)))
+        update = super().join(model, leaves, score=score, moments=moments)
+        if self.device_coder is not None:  # while the caller compiles its own
+            self._worker.submit(lambda: self._warm_up(0))
+        return update
+
+    def _wait_to_join(self, condition: Callable[[], bool]) -> None:
         waited = 0.0
-        while not self._wait(
-            lambda: (
-                self._peer.state is PeerState.APART
-                or (self._link.live and (len(self._inbox) > 0 or self._peer.confirmed))
-            ),
-            SAY_AGAIN_SECONDS,
-        ):
+        while not self._wait(condition, SAY_AGAIN_SECONDS):
             waited += SAY_AGAIN_SECONDS
             logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
-        self._founding = ((), ())
-        if self._coder.device is not None:  # while the caller compiles its own
-            self._worker.submit(lambda: self._warm_up(0))
-        if self._peer.state is PeerState.APART:
-            return None
-        first = self._inbox.peek()
-        if first is None or first.anchor is None:  # the founder holds version 0; an aggregate that is here is the next
-            self._applied_version = 0
-            return None
-        return self.poll()
 
     @property
     def waiting_for(self) -> str:
@@ -185,25 +138,6 @@ class Node:
         return ""
 
     @property
-    def founded(self) -> bool:
-        """See Exchange."""
-        return self._peer.founded
-
-    def compare(self, score: float) -> None:
-        """See Exchange."""
-        self._link.call(lambda: self._link.carry_out(self._peer.compare(score)))
-
-    @property
-    def wanted(self) -> bool:
-        """See Exchange."""
-        return self._asked
-
-    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
-        """See Exchange."""
-        self._asked = False
-        self._worker.submit(lambda: self._encode_founding(leaves, moments))
-
-    @property
     def clock(self) -> Clock:
         """See Exchange."""
         return time
@@ -212,13 +146,6 @@ class Node:
     def settings(self) -> RunSettings:
         """The run's settings, as the broker gave them."""
         return self.wait_welcome()
-
-    @property
-    def layout(self) -> Layout:
-        """See Exchange. Raises LocalProtocolError before `join`."""
-        if self._coder is None:
-            raise LocalProtocolError(f"{self.name} has not joined the run yet: call join first")
-        return self._coder.layout
 
     @property
     def roster(self) -> Roster | None:
@@ -241,83 +168,6 @@ class Node:
         roster = self._peer.roster
         return roster is not None and roster.evaluator == self.peer_id
 
-    @property
-    def reachable(self) -> bool:
-        """See Exchange."""
-        return self._link.live
-
-    # ------------------------------------------------------------------ exchange (training thread)
-
-    def next_fragment(self) -> int | None:
-        """See Exchange.
-
-        All nodes that are up to date offer the same fragment, version modulo fragments, so that an aggregate carries
-        one; a fragment that has waited for 2n own offers goes first, so that no rhythm of versions can starve it.
-        """
-        while (withdrawn := self._withdrawn.get_nowait()) is not None:
-            self._offered.discard(withdrawn)
-        settings = self._peer.settings
-        if settings is None or not self._link.live or len(self._offered) >= settings.offers_in_flight:
-            return None
-        if self._applied_version < 0:  # the run has just been founded, and its parameters are on their way
-            return None
-        starved = [f for f, since in self._offers_since.items() if since >= 2 * settings.fragments]
-        if starved:
-            return max(starved, key=lambda fragment: self._offers_since[fragment])
-        return (self._applied_version + len(self._offered)) % settings.fragments
-
-    def offer(
-        self,
-        fragment: int,
-        segments: Sequence[Array],
-        *,
-        samples: int,
-        steps: int,
-        scores: tuple[Any, ...] = (),
-        dense: bool = False,
-    ) -> int | None:
-        """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
-        self._raise_failure()
-        if self.next_fragment() is None:
-            return None
-        offer = Offer(self._sequence, fragment, segments, samples, steps, scores, tuple(self._applied), dense)
-        base = self._applied_version
-        taken = [offer]  # from there: the segments need not stay until the next job
-        if not self._worker.submit(lambda: self._encode(taken.pop(), base)):
-            return None
-        self._sequence += 1
-        self._applied.clear()
-        self._offered.add(offer.sequence)
-        if self._events is not None:
-            self._events.offered(offer.sequence, fragment, base, dense)
-        for other in range(self.layout.fragments):
-            self._offers_since[other] = 0 if other == fragment else self._offers_since.get(other, 0) + 1
-        return offer.sequence
-
-    def in_flight(self) -> tuple[int, ...]:
-        """See Exchange."""
-        while (withdrawn := self._withdrawn.get_nowait()) is not None:
-            self._offered.discard(withdrawn)
-        return tuple(sorted(self._offered))
-
-    def peek(self) -> Update | None:
-        """See Exchange."""
-        self._raise_failure()
-        return self._inbox.peek()
-
-    def poll(self) -> Update | None:
-        """See Exchange."""
-        self._raise_failure()
-        update = self._inbox.take()
-        if update is not None:
-            self._applied_version = update.version
-            self._applied += update.landed
-            self._offered.difference_update(update.landed)
-            self._worker.submit(self._decode)
-            if self._events is not None:
-                self._events.applied(update)
-        return update
-
     def wait_update(self, timeout_seconds: float) -> Update:
         """See Exchange."""
         until = time.monotonic() + timeout_seconds
@@ -325,54 +175,16 @@ class Node:
             waiting = self.waiting_for or "the other nodes' contributions"
             if time.monotonic() >= until:
                 raise AggregateTimeout(
-                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._applied_version} "
+                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._offers.version} "
                     f"from {waiting}. In strict mode every node must contribute; who does not is said by "
                     f"`zmqtrain status {self.address}`."
                 )
-            logger.info("%s waits for the aggregate after version %d: %s", self.name, self._applied_version, waiting)
+            logger.info("%s waits for the aggregate after version %d: %s", self.name, self._offers.version, waiting)
         update = self.poll()
         assert update is not None
         return update
 
-    def batches(self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]]) -> Iterator[Batch]:
-        """Give the batches of the data units that the broker deals to this node, until the run is over.
-
-        source: a program, or any function from a unit's number to its batches.  While no broker deals any, the node
-        draws units of its own, so that training never stops.
-        """
-        batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
-        while (unit := self._units.take(self._raise_failure)) is not None:
-            if self._events is not None:
-                self._events.began(unit)
-            yield from batches_of(unit)
-            self._units.done(unit)
-
-    def everyone_drained(self) -> bool:
-        """See Exchange."""
-        if not self._link.live or not self._units.drain():
-            return True
-        return 0 <= self._units.end_version <= self._applied_version
-
-    def _ask_for_units(self) -> None:
-        if self._link.live and (request := self._units.request()) is not None:
-            self._link.send(request)
-
     # ------------------------------------------------------------------ figures, and the end
-
-    def pace(self) -> tuple[float, Sequence[float]]:
-        """See Exchange."""
-        own, rates = paces(self._peer.roster, self.peer_id)
-        if self._events is not None:
-            self._events.paced(own, rates)
-        return own, rates
-
-    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
-        """See Exchange."""
-        progress = self._progress
-        progress.step, progress.samples, progress.loss = step, samples, loss
-        progress.age_steps, progress.offers_refused = age_steps, offers_refused
-        if self._events is not None:
-            self._events.stepped(step, samples, loss)
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """See Exchange."""
@@ -384,7 +196,7 @@ class Node:
         """See Exchange."""
         roster = self._peer.roster
         return ExchangeStatistics(
-            version=self._applied_version,
+            version=self._offers.version,
             peers=len(roster.members) if roster else 0,
             bytes_sent=self._link.bytes_sent,
             bytes_received=self._link.bytes_received,
@@ -411,103 +223,50 @@ class Node:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _wait(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
-        with self._changed:
-            came = self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_seconds)
-        self._raise_failure()
-        return came
-
     # ------------------------------------------------------------------ Listener (network thread)
-
-    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        """See Listener."""
-        if self._inbox.full and isinstance(deliver.announcement, Aggregate):
-            taken = self._worker.submit(lambda: self._inbox.skip(deliver))
-            self._link.carry_out(self._peer.resync())
-        else:
-            taken = self._worker.submit(lambda: self._arrive(deliver, frames))
-        if not taken:
-            self.on_failed(ZmqTrainError(f"the codec thread of {self.name} cannot keep up"))
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """See Listener."""
-        self._withdrawals += 1
-        if reason == "non-finite":
-            self.on_failed(NonFiniteDelta(f"the broker refused a delta of {self.name}, which is not finite: {text}"))
-        elif reason != "lost":
+        if reason not in ("lost", "non-finite"):
             why = f"{reason}: {text}"
             logger.warning("%s: the broker refused delta %d (%s); the next one holds it", self.name, sequence, why)
-        if self._coder is not None:
-            coder = self._coder
-            self._worker.submit(lambda: self._withdraw(coder, sequence, reason))
-        self._withdrawn.put_nowait(sequence)
-
-    def on_founding(self) -> None:
-        """See Listener."""
-        if self._peer.state is PeerState.APART:  # what it holds changes with every step: the training thread answers
-            self._asked = True
-        else:
-            leaves, moments = self._founding
-            self._worker.submit(lambda: self._encode_founding(leaves, moments))
-
-    def on_work(self, answer: WorkUnit) -> None:
-        """See Listener."""
-        self._units.dealt(answer)
-
-    def on_changed(self) -> None:
-        """See Listener."""
-        if self._peer.state is PeerState.CONNECTING:  # who only waits for a snapshot keeps what it was dealt
-            self._units.reset()
-            self._asked = False
-        if self._units.drained:  # a hub that had lost this node has forgotten that it said so
-            self._ask_for_units()
-        self._notify()
-
-    def on_failed(self, error: ZmqTrainError) -> None:
-        """See Listener."""
-        self._failure = self._failure or error
-        self._units.reset()  # whoever waits for a unit is told
-        self._notify()
+        super().on_withdrawn(sequence, reason, text)
 
     def make_report(self) -> Report:
         """See Listener."""
         return self._progress.report(self._link.bytes_sent, self._link.bytes_received, self.waiting_for)
 
+    # ------------------------------------------------------------------ threads
+
+    def _in_network(self, what: Callable[[], object]) -> None:
+        self._link.call(what)
+
+    def _in_codec(self, what: Callable[[], None], fragments: Sequence[int] | None = ()) -> bool:
+        return self._worker.submit(what)
+
+    def _decode_on(self) -> None:
+        self._worker.submit(self._decode)
+
     # ------------------------------------------------------------------ codec thread
 
+    def _make_coder(self, model: ModelSpec) -> DeltaCoder:
+        return DeltaCoder(model, self.settings, self._device_coder())
+
     def _encode(self, offer: Offer, base: Version) -> None:
-        assert self._coder is not None
         if not self._settled:
-            self._settle(self._coder, offer)
-        began = time.thread_time()
+            self._settle(self._joined_coder, offer)
         try:
-            encoded = self._coder.encode(offer)
+            super()._encode(offer, base)
         except NonFiniteDelta as error:
             text = (
-                f"{self.name}: {error}: training has diverged here, and nothing of it was sent. Start this node "
-                "again (it takes the shared parameters); if it happens again, use a smaller learning rate."
+                f"{error}, and nothing of it was sent. Start this node again (it takes the shared parameters); if it "
+                "happens again, use a smaller learning rate."
             )
             raise NonFiniteDelta(text, error.leaf) from None
-        self._encode_seconds += time.thread_time() - began
-        if self._events is not None:
-            self._events.encoded(offer.sequence)
-        score = mean_score(offer)
-        offer = replace(offer, segments=())  # their memory is the device's, and free from here on
+
+    def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
         late = self.message_delay() if self.message_delay is not None else 0.0
         self._link.call(lambda: self._link.publish(offer, base, encoded, score), late)
-
-    def _withdraw(self, coder: DeltaCoder, sequence: int, reason: str) -> None:
-        coder.withdraw(sequence)
-        if self._events is not None:
-            self._events.withdrawn(sequence, reason)
 
     def _device_coder(self) -> OnDevice | None:
         """Return the coder of jax's device if parameters live there, as far as can be known before the first offer."""
@@ -526,29 +285,10 @@ class Node:
 
     def _warm_up(self, fragment: int) -> None:
         """Compile for one fragment, and the next ones after what has come meanwhile."""
-        assert self._coder is not None
-        if fragment < self._coder.layout.fragments:
-            self._coder.warm_up(fragment)
+        coder = self._joined_coder
+        if fragment < coder.layout.fragments:
+            coder.warm_up(fragment)
             self._worker.submit(lambda: self._warm_up(fragment + 1))
-
-    def _encode_founding(self, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
-        assert self._coder is not None
-        layout = self._coder.layout
-        try:
-            frames = encode_snapshot(layout, layout.split(leaves))
-            state = encode_moments(moments)
-        except NonFiniteDelta as error:
-            text = f"{self.name}: the initial parameters are not finite ({error}); check how they are initialised"
-            raise NonFiniteDelta(text, error.leaf) from None
-        self._link.call(lambda: self._link.send_founding(frames, state))
-
-    def _arrive(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        assert self._coder is not None
-        self._inbox.arrive(self._coder, deliver, frames)
-
-    def _decode(self) -> None:
-        assert self._coder is not None
-        self._inbox.decode(self._coder)
 
     def _codec_failed(self, error: BaseException) -> None:
         if isinstance(error, ZmqTrainError) and (

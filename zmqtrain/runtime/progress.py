@@ -23,29 +23,36 @@ def paces(roster: Roster | None, peer: PeerId) -> tuple[float, list[float]]:
 
 
 class Progress:
-    """How training goes at one node."""
+    """How training goes at one node. samples: so far; set at the end of each step, which gives the pace."""
 
     def __init__(self) -> None:
-        self.step = self.samples = self.offers_refused = 0
+        self.step = self.offers_refused = 0
         self.loss: Any = math.nan
         self.age_steps = math.nan
         self.scores: dict[str, float] | None = None
         self.score_version: Version = -1
         self._loss_known = math.nan
-        self._measured: tuple[float, int, float] = (0.0, 0, 0.0)
+        self._counted: tuple[int, int, float] = (0, 0, math.nan)  # samples, those of the last step, when it ended
+        self._measured: tuple[int, float, float] = (0, math.nan, 0.0)  # samples, when, and the pace until then
+
+    @property
+    def samples(self) -> int:
+        """How many samples this node has trained on."""
+        return self._counted[0]
+
+    @samples.setter
+    def samples(self, samples: int) -> None:
+        self._counted = (samples, samples - self._counted[0], time.monotonic())
 
     def report(self, bytes_sent: int, bytes_received: int, waiting: str) -> Report:
-        """Return the report of now; the pace is that since the last report."""
+        """Return the report of now."""
         loss = self.loss  # the training thread may leave another one meanwhile
         if getattr(loss, "is_ready", lambda: True)():
             self._loss_known = float(loss)
-        now, (before, samples_before, pace) = time.monotonic(), self._measured
-        if before and now > before:
-            pace = (self.samples - samples_before) / (now - before)
-        self._measured = (now, self.samples, pace)
+        samples, pace = self._pace()
         return Report(
             step=self.step,
-            samples=self.samples,
+            samples=samples,
             samples_per_second=pace,
             loss=self._loss_known,
             age_steps=float(self.age_steps),
@@ -56,3 +63,17 @@ class Progress:
             scores=self.scores,
             score_version=self.score_version,
         )
+
+    def _pace(self) -> tuple[int, float]:
+        """Return the samples, and those per second, from the end of one step to the end of another.
+
+        So it is exact for steps that take longer than the time between two reports too: other nodes' k is held against
+        it. A step that takes longer than those before lowers it while it lasts.
+        """
+        samples, of_step, at = self._counted
+        before, before_at, pace = self._measured
+        if samples > before:
+            pace = (samples - before) / (at - before_at) if at > before_at else pace
+            self._measured = (samples, at, pace)
+        now = time.monotonic()
+        return samples, min(pace, of_step / (now - at)) if now > at else pace

@@ -23,9 +23,16 @@ class UnitQueue:
     """The data units dealt to one node.
 
     ask: tells the network thread that `request` has something to say.  live: whether a broker is there to deal.
+    changed: what the training thread waits on, None for one of its own.
     """
 
-    def __init__(self, peer: PeerId, ask: Callable[[], None], live: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        peer: PeerId,
+        ask: Callable[[], None],
+        live: Callable[[], bool],
+        changed: threading.Condition | None = None,
+    ) -> None:
         self._ask, self._live = ask, live
         self._next_local = first_local_unit(peer)
         self._units: deque[int] = deque()
@@ -33,7 +40,7 @@ class UnitQueue:
         self._finished = self._asked = self._idle = self._drained = False
         self.end_version = -1
         """The last version of a run whose nodes have all drained, -1 until then."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition() if changed is None else changed
 
     # ------------------------------------------------------------------ training thread
 

@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record
@@ -76,6 +77,8 @@ def load_scenario_program(settings: RunSettings) -> Program:
 
     Raises ConfigError and DataError.
     """
+    if not settings.program:
+        raise ConfigError('no program is named: say what the nodes train, as in program = "text"')
     arguments: dict[str, object] = dict(parse_arguments(settings.program_arguments))
     if "seed" in program_arguments(settings.program):
         arguments.setdefault("seed", settings.seed)

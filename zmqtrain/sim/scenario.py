@@ -108,6 +108,11 @@ class Scenario:
         names = [node.name or f"node-{number}" for number, node in enumerate(self.nodes)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"two nodes have the same name: {', '.join(sorted(twice))}")
+        if self.settings.start_nodes > len(self.nodes):
+            raise ConfigError(
+                f"start_nodes ({self.settings.start_nodes}) is more than there are nodes ({len(self.nodes)}): it would "
+                "never begin"
+            )
         for name in ("evaluate_seconds", "evaluate_versions", "node_codec_ns", "hub_codec_ns"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")

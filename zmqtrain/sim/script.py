@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import AggregateTimeout
@@ -15,9 +16,10 @@ from zmqtrain.monitor.records import Record
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
 from zmqtrain.runtime.moments import encode_moments
+from zmqtrain.runtime.offers import Offers
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
-from zmqtrain.types import Array, Clock, ExchangeStatistics, Layout, ModelSpec, Offer, PeerId, Update, Version
+from zmqtrain.types import Array, Clock, ExchangeStatistics, Layout, ModelSpec, PeerId, Update, Version
 
 __all__ = ["RecordEnds", "NodeScript", "ScriptedExchange"]
 
@@ -68,9 +70,7 @@ class ScriptedExchange:
         self._scheduler, self._hub = scheduler, hub
         self._coder: DeltaCoder | None = None
         self._next = self._steps = 0
-        self._applied_version: Version = -1
-        self._applied: list[int] = []
-        self._offered: set[int] = set()
+        self._offers = Offers()
         self._update: Update | None = None
         self._withdrawn = 0
 
@@ -102,7 +102,7 @@ class ScriptedExchange:
             self._hub.found(self.script.peer, model, frames, encode_moments(moments))
         self.founded = True
         if founds and self.settings.initial != "mean":
-            self._applied_version = 0
+            self._offers.version = 0
             return None
         event = self.left
         if event is None:
@@ -148,9 +148,7 @@ class ScriptedExchange:
     def _take(self, event: Record) -> Update:
         update, self._update = self._read(event), None
         self._next += 1
-        self._applied_version = update.version
-        self._applied += update.landed
-        self._offered.difference_update(update.landed)
+        self._offers.took(update)
         return update
 
     # ------------------------------------------------------------------ exchange
@@ -175,18 +173,18 @@ class ScriptedExchange:
         if event is None or (event["fragment"], event["dense"]) != (fragment, dense):
             return None
         sequence = int(event["sequence"])
-        if event["base_version"] != self._applied_version:
+        if event["base_version"] != self._offers.version:
             raise Diverged(
-                f"offer {sequence} of {self.name} is based on version {self._applied_version}, not on its own"
+                f"offer {sequence} of {self.name} is based on version {self._offers.version}, not on its own"
             )
         self._next += 1
         self._forget_withdrawn(sequence)
-        offer = Offer(sequence, fragment, segments, samples, steps, (), tuple(self._applied), dense)
-        self._applied.clear()
+        draft = self._offers.draft(fragment, segments, samples=samples, steps=steps, dense=dense)
+        offer = replace(draft, sequence=sequence)
         encoded = self._known_coder.encode(offer)
-        self._offered.add(sequence)
+        self._offers.made(offer, self.layout.fragments)
         sizes = tuple(len(frame) for frame in encoded.frames)
-        base, codec = self._applied_version, encoded.codec
+        base, codec = self._offers.version, encoded.codec
         publish = Publish(0, sequence, base, fragment, codec, sizes, samples, steps, math.nan, dense)
         self._hub.take(self.script.peer, publish, encoded.frames)
         return sequence
@@ -204,7 +202,8 @@ class ScriptedExchange:
         """See Exchange: at the end, what the node still awaited there."""
         if self._draining and self._due("application") is None:
             return ()
-        return tuple(sorted(self._offered - {one["sequence"] for one in self.script.withdrawals}))
+        withdrawn = {one["sequence"] for one in self.script.withdrawals}
+        return tuple(sequence for sequence in self._offers.in_flight() if sequence not in withdrawn)
 
     def peek(self) -> Update | None:
         """See Exchange: what was applied at this step."""
@@ -252,4 +251,4 @@ class ScriptedExchange:
 
     def statistics(self) -> ExchangeStatistics:
         """See Exchange."""
-        return ExchangeStatistics(self._applied_version, 1, 0, 0, 0.0, 0.0, 0, 0, None)
+        return ExchangeStatistics(self._offers.version, 1, 0, 0, 0.0, 0.0, 0, 0, None)

@@ -1,31 +1,26 @@
-"""Tell whether parameters descend from one beginning, and whose to begin with where they do not.
+"""Tell whether parameters descend from one beginning.
 
 Rule 1: only what is related is averaged. Two networks that learn the same from different initial parameters hold it in
-different units: their mean is neither.  Rule 2: nothing here trains or scores; scores are losses, lower is better.
-Source: permutation symmetry, Entezari et al. 2022; loss barriers, Frankle et al. 2020.
+different units: their mean is neither.  Rule 2: nothing here trains or scores.
+Source: permutation symmetry, Entezari et al. 2022.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import inf, isfinite, isnan, nan, sqrt
+from collections.abc import Iterator, Sequence
+from math import isfinite, isnan, nan, sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import LocalProtocolError
-from zmqtrain.types import PeerId, Score
 
 __all__ = [
     "RELATED_COSINE",
-    "BARRIER_SHARE",
     "relatedness",
     "are_related",
     "explain_unrelated",
-    "midpoint_barrier",
-    "has_barrier",
-    "best_of",
 ]
 
 Leaf = NDArray[Any]
@@ -41,13 +36,6 @@ times its rate.
     one beginning      1     .999   .983   .897   .823   text      own beginnings: at most .021 in magnitude,
                        1     .994   .971   .948   .938   image     all three, at all times
                        1      -     .783    -     .630   image, 5 x the rate
-"""
-
-BARRIER_SHARE = 0.1
-"""A midpoint that is worse than the mean of its ends by more than this share of it lies on a barrier.
-
-In the same runs: one beginning, at most 128 steps apart: -1 to +4 % (at five times the rate +35 %), 1024 apart: +5 %
-text, +49 % image. Own beginnings, from 32 steps on: +30 to +760 %.
 """
 
 _PIECE_VALUES = 65_536  # so many at a time are made float64
@@ -100,38 +88,6 @@ def explain_unrelated(names: Sequence[str], cosines: Sequence[float]) -> str:
         "Averaging unrelated networks destroys both (+2 to +14 % loss measured; the cause is permutation symmetry, "
         "Entezari et al. 2022). Begin with --initial best or --initial founder, or give all nodes the same checkpoint"
     )
-
-
-def midpoint_barrier(score_a: Score, score_b: Score, score_middle: Score) -> float:
-    """Return how much worse the parameters halfway between a and b score than a and b do in the mean.
-
-    Positive: a barrier lies between the two. Infinite if only the middle scores no finite number; NaN if an end does.
-    Source: Frankle et al. 2020, Linear mode connectivity, sec. 2 (the highest point of the path; here its middle).
-    """
-    if not (isfinite(score_a) and isfinite(score_b)):
-        return nan
-    return score_middle - (score_a / 2 + score_b / 2) if isfinite(score_middle) else inf
-
-
-def has_barrier(score_a: Score, score_b: Score, score_middle: Score, share: float = BARRIER_SHARE) -> bool:
-    """Return whether averaging a and b would lose: the barrier is above `share` of the mean score's magnitude.
-
-    True if an end or the middle scores no finite number. Networks that have learnt nothing yet all score alike: no
-    barrier is found between them however they began, and only `relatedness` tells. Related ones that went far apart
-    have a barrier too: it says that their mean loses, not why.
-    """
-    barrier = midpoint_barrier(score_a, score_b, score_middle)
-    return not barrier <= share * abs(score_a / 2 + score_b / 2)
-
-
-def best_of(scores: Mapping[PeerId, Score]) -> PeerId:
-    """Return the peer with the lowest score; NaN comes after all numbers, equals go by id.
-
-    Raises LocalProtocolError if there is none.
-    """
-    if not scores:
-        raise LocalProtocolError("the best of no peers was asked for")
-    return min(scores, key=lambda peer: (isnan(scores[peer]), 0.0 if isnan(scores[peer]) else scores[peer], peer))
 
 
 def _centred_products(x: Leaf, y: Leaf) -> tuple[float, float, float]:

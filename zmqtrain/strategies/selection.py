@@ -156,14 +156,14 @@ class Preemption:
     Raises ConfigError.
     """
 
-    patience: int = 4
-    margin: float = 0.05
+    patience: int = 2
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         if self.patience < 1:
-            raise ConfigError(f"preemption: patience={self.patience} is not at least 1")
+            raise ConfigError(f"patience={self.patience} is not at least 1")
         if not self.margin >= 0:
-            raise ConfigError(f"preemption: margin={self.margin:g} is not at least 0")
+            raise ConfigError(f"margin={self.margin:g} is not at least 0")
 
     @property
     def name(self) -> str:
@@ -217,11 +217,11 @@ class Laggards:
         self._lagged.pop(peer, None)
 
 
-_PREEMPTION_FAMILIES: dict[str, dict[str, Number]] = {"score": {"patience": 4, "margin": 0.05}, "none": {}}
+_PREEMPTION_FAMILIES: dict[str, dict[str, Number]] = {"score": {"patience": 2, "margin": 0.0}, "none": {}}
 
 
 def preemption_from_spec(text: str) -> Preemption | None:
-    """Return the rule of a spec such as "score:patience=4,margin=0.05"; None for "none".
+    """Return the rule of a spec such as "score:patience=2,margin=0.05"; None for "none".
 
     Raises ConfigError: an unknown name or argument, a patience below 1, a margin below 0.
     """

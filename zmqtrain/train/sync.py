@@ -247,7 +247,7 @@ class DelayedSync:
     def _plan(self) -> None:
         """Say when to offer next, and how late to apply it: k and d, or as much less of both as this node is slower."""
         settings = self.settings
-        if settings.local_updates == "dynamic":
+        if settings.follows_speed:
             self._every = dynamic_every(settings.every, *self.exchange.pace())
             self._delay = round(settings.delay * self._every / settings.every)
         self._offer_at = self._step + self._every
@@ -287,15 +287,21 @@ class DelayedSync:
         return self._await_due(leaves) if self.settings.waits else leaves
 
     def _await_due(self, leaves: list[Any]) -> list[Any]:
-        """Wait for what must be applied now; an offer that is withdrawn meanwhile is not waited for any longer."""
-        until = self._clock.monotonic() + STRICT_WAIT_SECONDS
+        """Wait for what must be applied now; an offer that is withdrawn meanwhile is not waited for any longer.
+
+        Nor, but in strict mode, is a hub that cannot be reached: the node trains on alone, as under any other rule.
+        """
+        strict, until = self.settings.mode == "strict", self._clock.monotonic() + STRICT_WAIT_SECONDS
+        look_seconds = STRICT_LOOK_SECONDS if strict else self.settings.lost_seconds
         while any(
             self._step >= self._offered[s].step + self._delay for s in self.exchange.in_flight() if s in self._offered
         ):
+            if not strict and not self.exchange.reachable:
+                break
             try:
-                leaves = self._apply(leaves, self.exchange.wait_update(STRICT_LOOK_SECONDS))
+                leaves = self._apply(leaves, self.exchange.wait_update(look_seconds))
             except AggregateTimeout as error:
-                if self._clock.monotonic() >= until:
+                if strict and self._clock.monotonic() >= until:
                     raise AggregateTimeout(f"nothing came for {STRICT_WAIT_SECONDS:g} s. {error}") from None
         return leaves
 
@@ -309,6 +315,8 @@ class DelayedSync:
             self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in update.anchor]
             leaves = [jax.numpy.array(leaf, d) for leaf, d in zip(update.anchor, self._dtypes, strict=True)]
             self._unsaid, self._adoption = (0, 0), Adoption(update.moments)
+            self._scores.clear()
+            self._said = ()
         elif update.keep:
             assert update.anchor is not None
             self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in update.anchor]

@@ -1,0 +1,78 @@
+"""Keep the book of one node's offers: which fragment is next, under which number, what is on its way, what has landed.
+
+Rule 1: no thread, no socket, no clock; the training thread alone calls it.  Rule 2: a node, a simulated node and one
+that lives its record again keep the same book; the last of them is told what to offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Array, Offer, Update, Version
+
+__all__ = ["Offers"]
+
+
+class Offers:
+    """The offers of one node, and what has been applied there."""
+
+    def __init__(self) -> None:
+        self.version: Version = -1
+        """The last version that was applied; -1 until the node has the run's parameters."""
+        self._sequence = 0
+        self._applied: list[int] = []  # since the last offer
+        self._on_their_way: set[int] = set()
+        self._offers_since: dict[int, int] = {}  # by fragment: the offers since its last one
+
+    def next_fragment(self, settings: RunSettings, live: bool) -> int | None:
+        """Return the fragment that the next offer should carry, None if it should not be made now.
+
+        live: whether the node takes part in the run now.
+        All nodes that are up to date offer the same fragment, version modulo fragments, so that an aggregate carries
+        one; a fragment that has waited for 2n own offers goes first, so that no rhythm of versions can starve it.
+        """
+        if not live or len(self._on_their_way) >= settings.offers_in_flight:
+            return None
+        if self.version < 0:  # the run has just been founded, and its parameters are on their way
+            return None
+        starved = [f for f, since in self._offers_since.items() if since >= 2 * settings.fragments]
+        if starved:
+            return max(starved, key=lambda fragment: self._offers_since[fragment])
+        return (self.version + len(self._on_their_way)) % settings.fragments
+
+    def draft(
+        self,
+        fragment: int,
+        segments: Sequence[Array],
+        *,
+        samples: int,
+        steps: int,
+        scores: tuple[Any, ...] = (),
+        dense: bool = False,
+    ) -> Offer:
+        """Return the next offer; the arguments are those of `Offer`. It counts once it is `made`."""
+        return Offer(self._sequence, fragment, segments, samples, steps, scores, tuple(self._applied), dense)
+
+    def made(self, offer: Offer, fragments: int) -> None:
+        """Take note that an offer was taken. fragments: of the model."""
+        self._sequence = offer.sequence + 1
+        self._applied.clear()
+        self._on_their_way.add(offer.sequence)
+        for other in range(fragments):
+            self._offers_since[other] = 0 if other == offer.fragment else self._offers_since.get(other, 0) + 1
+
+    def took(self, update: Update) -> None:
+        """Take note that an update is applied: what landed in it is no longer on its way."""
+        self.version = update.version
+        self._applied += update.landed
+        self._on_their_way.difference_update(update.landed)
+
+    def withdrawn(self, sequence: int) -> None:
+        """Take note that an offer will not land; one that has, or is not known, changes nothing."""
+        self._on_their_way.discard(sequence)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Return the sequences of the offers that have neither landed nor been withdrawn, in their order."""
+        return tuple(sorted(self._on_their_way))
