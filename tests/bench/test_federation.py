@@ -279,6 +279,7 @@ def train_with_the_product(run: RunSettings, rate: float) -> list[float]:
 def test_the_product_in_strict_mode_ends_with_the_same_loss() -> None:
     exchange = ExchangeSettings(every=4, delay=2, outer="nesterov:rate=0.8,momentum=0.5")
     run = RunSettings(
+        initial="founder",
         every=4,
         delay=2,
         outer=exchange.outer,
