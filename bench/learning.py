@@ -57,8 +57,8 @@ NODES = 4
 ANSWER_SECONDS = 600.0
 
 Scores = dict[str, float]
-Curve = list[tuple[float, float]]
-"""Seconds since the broker began, and the held-out loss of the shared model."""
+Curve = list[tuple[int, float]]
+"""Versions of the shared model, and their held-out losses."""
 Mode = Literal["default", "strict"]
 
 
@@ -270,14 +270,14 @@ def be_broker(job: dict[str, Any]) -> None:
     def say_address(broker: Broker) -> None:
         answer({"address": broker.channel.address})
 
-    curve: dict[int, tuple[float, float]] = {}
+    curve: dict[int, float] = {}
 
     def note(roster: Roster) -> None:
         if "loss" in roster.scores:
-            curve.setdefault(roster.score_version, (roster.seconds, roster.scores["loss"]))
+            curve[roster.score_version] = roster.scores["loss"]
 
     version = serve(HERE, RunSettings.from_dict(job), ready=say_address, watch=note).version
-    answer({"version": version, "curve": sorted(curve.values())})
+    answer({"version": version, "curve": sorted(curve.items())})
 
 
 def pace(step_seconds: float) -> Callable[[int, Any], None]:

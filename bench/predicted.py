@@ -5,8 +5,7 @@ simulated one has the same settings, data units, program and step time, on wires
 
 Columns: real, sim: held-out loss at the end, mean and deviation over the seeds.  gap_%: of the means.  z: the gap over
 the deviation that the difference of two such means has.  curve_gap_%: the largest gap of the mean curves (held-out loss
-against seconds of training), but for the first
-fifth, where the seconds of joining count.
+against the share of the run's versions), but for the first fifth, where the loss falls too fast to be read off.
 """
 
 from __future__ import annotations
@@ -74,26 +73,23 @@ def predict(task: Task, method: Method, rate: float, seed: int, share: float) ->
     nodes = tuple(SimNode(name=f"node-{n}", step_seconds=task.step_milliseconds / 1e3) for n in range(NODES))
     scenario = Scenario(settings=settings, nodes=nodes, link=LOOPBACK, evaluate_seconds=EVALUATE_SECONDS)
     result = simulate(scenario, program=task.make(rate, seed))
-    return result.scores["loss"], [(one["seconds"], one["loss"]) for one in result.of_kind("evaluation")]
+    return result.scores["loss"], [(one["version"], one["loss"]) for one in result.of_kind("evaluation")]
 
 
 def curve_gap(real: Sequence[Curve], simulated: Sequence[Curve]) -> float | None:
     """Return the largest gap, in percent, of the mean real curve from the mean simulated one; None without points.
 
-    Real seconds count from the broker's beginning, simulated ones from the first step: each real curve is shifted so
-    that it ends with the simulated ones.
+    Both are read against the share of a run's versions, not against seconds: those of a busy machine are its own.
     """
-    ends = [curve[-1][0] for curve in simulated if curve]
-    if not ends or not all(real):
+    if not all(real) or not all(simulated):
         return None
-    end = min(ends)
-    times = np.linspace(LEFT_OUT * end, end, 9)
+    shares = np.linspace(LEFT_OUT, 1.0, 9)
 
     def mean(curves: Sequence[Curve]) -> Any:
         rows = []
         for curve in curves:
-            seconds, losses = np.array(curve).T
-            rows.append(np.interp(times, seconds - seconds[-1] + end, losses))
+            versions, losses = np.array(curve, dtype=float).T
+            rows.append(np.interp(shares, versions / versions[-1], losses))
         return np.mean(rows, axis=0)
 
     return float(100 * np.max(np.abs(mean(real) / mean(simulated) - 1)))
