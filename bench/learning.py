@@ -57,8 +57,8 @@ NODES = 4
 ANSWER_SECONDS = 600.0
 
 Scores = dict[str, float]
-Curve = list[tuple[int, float]]
-"""Versions of the shared model, and their held-out losses."""
+Curve = list[tuple[float, float]]
+"""The samples that had landed in the shared model when it was scored (to a second), and its held-out loss."""
 Mode = Literal["default", "strict"]
 
 
@@ -270,14 +270,20 @@ def be_broker(job: dict[str, Any]) -> None:
     def say_address(broker: Broker) -> None:
         answer({"address": broker.channel.address})
 
-    curve: dict[int, float] = {}
+    scores: dict[int, float] = {}
+    samples: dict[int, int] = {0: 0}
 
     def note(roster: Roster) -> None:
+        samples[roster.version] = roster.samples
         if "loss" in roster.scores:
-            curve[roster.score_version] = roster.scores["loss"]
+            scores[roster.score_version] = roster.scores["loss"]
 
     version = serve(HERE, RunSettings.from_dict(job), ready=say_address, watch=note).version
-    answer({"version": version, "curve": sorted(curve.items())})
+    known = sorted(samples)
+    landed = np.interp(sorted(scores), known, [samples[one] for one in known])
+    answer(
+        {"version": version, "curve": list(zip(landed.tolist(), (scores[one] for one in sorted(scores)), strict=True))}
+    )
 
 
 def pace(step_seconds: float) -> Callable[[int, Any], None]:
