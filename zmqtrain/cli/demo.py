@@ -32,7 +32,13 @@ PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
 FLOAT_BYTES = 4
 SHARED = RunSettings(
-    program="text", program_arguments="rate=0.005", every=4, delay=2, outer="sgd:rate=1", evaluate_seconds=2.0
+    program="text",
+    program_arguments="rate=0.005",
+    every=4,
+    delay=2,
+    outer="sgd:rate=1",
+    initial="founder",  # as the run of one node begins
+    evaluate_seconds=2.0,
 )
 ALONE = replace(SHARED, codec="float32", broadcast_codec="float32")
 """With these, the run of a single node is the training it would do without a broker, step for step."""
