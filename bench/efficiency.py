@@ -18,13 +18,17 @@ period_steps: steps between two aggregates applied.  model_period_steps: the sam
 age_steps: of an aggregate when it is applied, from its offer (median).  mb_per_node_step: sent, 10^6 bytes.
 node_cpu_ns_per_param, hub_cpu_ns_per_param: CPU time of a node, and of the broker for one contribution, per parameter
 that is carried.  held_ms: of the training thread, in `DelayedSync.step`.  busy: of all cores, in the window.
-exchange_ms: from an offer until the aggregate is applied, where all nodes offer as soon as they can and nothing else
-is done, no step either (median; busy_exchange: of all cores, meanwhile).  limit_ms: how long the N deltas take through
-the hub's port at the rate of plain TCP (0.956 of the port's), or the N aggregates, whichever is longer: up and down are
-taken to overlap, though no aggregate can leave before the last delta is in, unless fragments do.
+exchange_ms: per exchange of the whole model, where all nodes offer as soon as they can, as many fragments in flight as
+delay / every, and nothing else is done, no step either (median; busy_exchange: of all cores, meanwhile).  limit_ms: how
+long the N deltas take through the hub's port at the rate of plain TCP (0.956 of the port's), or the N aggregates,
+whichever is longer: up and down are taken to overlap, though no aggregate can leave before the last delta of its
+fragment is in.
 exchange_over_limit: exchange_ms / limit_ms.
 encode_ms, decode_ms, hub_ms: CPU time of a node's codec thread, and of the broker's for one aggregate.
-node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's training thread; other: XLA's and ZeroMQ's.
+node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's training thread; sockets: ZeroMQ's; other:
+XLA's.
+node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning.
+With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 """
 
 from __future__ import annotations
@@ -32,19 +36,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import queue
-import select
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from star import Star
 
@@ -62,7 +61,6 @@ EXCHANGES_TIMED = 12
 PAYLOAD_SHARE = 0.956
 """What plain TCP carries of a port's rate."""
 PORT = 5555
-ANSWER_SECONDS = 300.0
 POLL_SECONDS = 0.0005
 
 
@@ -80,6 +78,11 @@ class Case:
     rate: float = 1e9
     steps: int = 160
     serial: bool = False
+    slow: int = 0
+
+    def step_seconds(self, node: int) -> float:
+        """Return how long a node's emulated step takes: the last ones are at half speed."""
+        return STEP_SECONDS * (2 if node >= self.nodes - self.slow else 1)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -108,6 +111,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--release", default="quorum", help="the release rule (default %(default)s)")
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
     parser.add_argument("--steps", type=int, default=160, help="of the window (default %(default)s)")
+    parser.add_argument("--slow", type=int, default=0, help="so many of the nodes at half speed (default %(default)s)")
     parser.add_argument("--serial", action="store_true", help="a step begins when its parameters are ready")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     return parser.parse_args(arguments)
@@ -130,6 +134,7 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
                 rate=options.rate,
                 steps=options.steps,
                 serial=options.serial,
+                slow=options.slow,
             )
         )
     return cases
@@ -164,55 +169,13 @@ def main() -> None:
 # ---------------------------------------------------------------------- the process that measures
 
 
-class _Child:
-    """A process of ours on a host of the star: told one line, it answers with one line of JSON."""
-
-    def __init__(self, star: Star, host: Any, *arguments: str) -> None:
-        self.name = f"{arguments[0]} on {host}"
-        argv = [sys.executable, str(Path(__file__).resolve()), *arguments]
-        package = str(Path(__file__).resolve().parents[1])  # of this checkout, installed or not
-        environment = {**os.environ, "PYTHONPATH": package, "JAX_PLATFORMS": "cpu"}  # its device is these cores
-        self._process: subprocess.Popen[Any] = star.popen(
-            host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def close(self) -> None:
-        """Close the pipes; whoever reads ours then ends."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                assert pipe is not None
-                pipe.close()
-
-    def tell(self, command: str, *facts: Any) -> None:
-        """Send one line."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, *facts]) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """Wait for one line; raise RuntimeError if the process ends, or says nothing."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise RuntimeError(f"the {self.name} has said nothing for {seconds:g} s")
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"the {self.name} ended with {self._process.wait()}")
-        result: dict[str, Any] = json.loads(line)
-        return result
-
-
-def _all(children: Sequence[_Child], command: str, *facts: Any) -> list[dict[str, Any]]:
-    for child in children:
-        child.tell(command, *facts)
-    return [child.answer() for child in children]
-
-
 def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float]]:
     """Return what each node measured, what the broker used in the window, and how busy the machine was."""
     with contextlib.ExitStack() as stack:
         said = json.dumps(asdict(case))
         broker, *nodes = children = [
-            _Child(star, "hub", "broker", said),
-            *(_Child(star, number, "node", said, str(number)) for number in range(case.nodes)),
+            Child(star, "hub", __file__, "broker", said),
+            *(Child(star, number, __file__, "node", said, str(number)) for number in range(case.nodes)),
         ]
         for child in children:
             stack.callback(child.close)
@@ -222,28 +185,26 @@ def _run(case: Case, star: Star) -> tuple[list[dict[str, Any]], dict[str, Any], 
 
 
 def _conduct(
-    case: Case, star: Star, broker: _Child, nodes: list[_Child]
+    case: Case, star: Star, broker: Child, nodes: list[Child]
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float]]:
-    results = _all(nodes, "baseline", time.monotonic() + 0.2)
-    _all(nodes, "join", f"tcp://{star.hub_address}:{PORT}")
+    results = ask_all(nodes, "baseline", time.monotonic() + 0.2)
+    ask_all(nodes, "join", f"tcp://{star.hub_address}:{PORT}")
     start = time.monotonic() + 0.5
     for node in nodes:
         node.tell("window", start, start + case.steps * STEP_SECONDS)
     time.sleep(max(0.0, start - time.monotonic()))
-    before = _all([broker], "figures")[0]
+    before = ask_all([broker], "figures")[0]
     with BusyMeter() as window:
         time.sleep(max(0.0, start + case.steps * STEP_SECONDS - time.monotonic()))
-    after = _all([broker], "figures")[0]
+    after = ask_all([broker], "figures")[0]
+    used = difference(before, after) | {"rss_bytes": after["grown_bytes"]}
     measured = [node.answer() for node in nodes]
-    exchanges: list[dict[str, Any]] = [{"exchange_seconds": []} for _ in nodes]
-    busy = {"busy": window.busy_share}
-    if case.every > 1 and case.delay < case.every:  # one exchange at a time
-        with BusyMeter() as alone:
-            exchanges = _all(nodes, "exchanges", time.monotonic() + 0.2)
-        busy["busy_exchange"] = alone.busy_share
-    _all(nodes, "end")
+    with BusyMeter() as alone:
+        exchanges = ask_all(nodes, "exchanges", time.monotonic() + 0.2)
+    busy = {"busy": window.busy_share, "busy_exchange": alone.busy_share}
+    ask_all(nodes, "end")
     merged = [result | inside | timed for result, inside, timed in zip(results, measured, exchanges, strict=True)]
-    return merged, _difference(before, after), busy
+    return merged, used, busy
 
 
 def _row(
@@ -255,17 +216,21 @@ def _row(
             "give more --steps, or a longer --every"
         )
 
+    slow, nodes = nodes[case.nodes - case.slow :], nodes[: case.nodes - case.slow]
+
     def mean(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.fmean(value(node) for node in nodes)
+
+    def efficiency(node: dict[str, Any]) -> float:
+        return float(node["steps"] * node["sleep_seconds"] / node["seconds"])
 
     carried = nodes[0]["params"] / case.fragments
     bytes_per_second = PAYLOAD_SHARE * case.rate / 8
     largest = max(
         mean(lambda n: n["bytes_sent"] / n["exchanges"]), mean(lambda n: n["bytes_received"] / n["exchanges"])
     )
-    limit = case.nodes * largest / bytes_per_second
-    times = [seconds for node in nodes for seconds in node["exchange_seconds"]]
-    exchange = statistics.median(times) if times else None
+    limit = case.nodes * case.fragments * largest / bytes_per_second
+    exchange = statistics.median(seconds for node in nodes for seconds in node["exchange_seconds"])
     period = mean(lambda n: n["steps"] / n["exchanges"])
     row: dict[str, Any] = {
         "nodes": case.nodes,
@@ -277,7 +242,9 @@ def _row(
         "release": case.release,
         "serial": case.serial,
         "steps": case.steps,
-        "efficiency": mean(lambda n: n["steps"] * n["sleep_seconds"] / n["seconds"]),
+        "slow": case.slow,
+        "efficiency": mean(efficiency),
+        "slow_efficiency": statistics.fmean(map(efficiency, slow)) if slow else None,
         "period_steps": period,
         "model_period_steps": period * case.fragments,
         "age_steps": mean(lambda n: n["age_steps"]),
@@ -285,14 +252,18 @@ def _row(
         "node_cpu_ns_per_param": 1e9 * mean(_own_cpu) / carried,
         "hub_cpu_ns_per_param": 1e9 * broker["cpu_seconds"] / broker["contributions"] / carried,
         "held_ms": 1e3 * mean(lambda n: n["held_seconds"] / n["exchanges"]),
-        "exchange_ms": None if exchange is None else 1e3 * exchange,
+        "exchange_ms": 1e3 * exchange,
         "limit_ms": 1e3 * limit,
-        "exchange_over_limit": None if exchange is None else exchange / limit,
+        "exchange_over_limit": exchange / limit,
         "contributions": broker["contributions"] / broker["version"],
         **busy,
         "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
         "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],
+        "node_rss_mb": mean(lambda n: n["rss_bytes"]) / 1e6,
+        "node_rss_growth": mean(lambda n: n["rss_bytes"] / (n["rss_bytes"] - n["grown_bytes"])),
+        "hub_rss_mb": broker["rss_bytes"] / 1e6,
+        "hub_rss_growth": broker["rss_bytes"] / (broker["rss_bytes"] - broker["grown_bytes"]),
     }
     for thread in nodes[0]["threads"]:
         row[f"node_{thread}_thread_ms"] = 1e3 * mean(
@@ -308,48 +279,7 @@ def _own_cpu(node: dict[str, Any]) -> float:
     return float((node["cpu_seconds"] - node["steps"] * node["step_cpu_seconds"]) / node["exchanges"])
 
 
-def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _difference(before.get(key, {}), value) if isinstance(value, dict) else value - before.get(key, 0)
-        for key, value in after.items()
-    }
-
-
 # ---------------------------------------------------------------------- the processes that are measured
-
-
-def _say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def _thread_seconds() -> dict[str, float]:
-    """Return the CPU seconds of this process's threads: those of the package by name, the caller's, and all others'."""
-    names = {
-        thread.native_id: thread.name.removeprefix("zmqtrain-")
-        for thread in threading.enumerate()
-        if thread.name.startswith("zmqtrain-")
-    }
-    names[threading.main_thread().native_id] = "main"
-    seconds = {"main": 0.0, "other": 0.0}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            used = int((task / "schedstat").read_text().split()[0]) / 1e9
-            name = names.get(int(task.name), "other")
-            seconds[name] = seconds.get(name, 0.0) + used
-    return seconds
-
-
-def _commands() -> queue.SimpleQueue[list[Any]]:
-    """Return a queue of what we are told, read by a thread; when nobody is left to tell, the process ends."""
-    told: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            told.put(json.loads(line))
-        os._exit(1)
-
-    threading.Thread(target=read, name="commands", daemon=True).start()
-    return told
 
 
 def _be_broker(case: Case) -> None:
@@ -357,13 +287,14 @@ def _be_broker(case: Case) -> None:
     from zmqtrain.runtime.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
-    told = _commands()
+    told = commands()
     with BrokerThread(f"tcp://*:{PORT}", RunSettings.from_dict(case.settings)) as broker:
-        _say({"listens": broker.address})
+        say({"listens": broker.address})
         while True:
             told.get()
             figures = asdict(broker.broker.statistics())
-            _say({**figures, "cpu_seconds": time.process_time(), "threads": _thread_seconds()})
+            used = {"cpu_seconds": time.process_time(), "threads": thread_seconds(), "grown_bytes": resident_bytes()}
+            say(figures | used)
 
 
 class _Node:
@@ -373,7 +304,7 @@ class _Node:
         import jax
         import numpy as np
 
-        self.jax, self.case = jax, case
+        self.jax, self.case, self.seconds = jax, case, case.step_seconds(number)
         self.random = np.random.default_rng(number)
         self.params = _make_model(case.params, np.random.default_rng(0))
         self.count = sum(leaf.size for leaf in self.params.values())
@@ -387,10 +318,10 @@ class _Node:
         for _ in self.matrices:
             self.step_alone(0.0)
 
-    def step_alone(self, seconds: float = STEP_SECONDS) -> None:
-        """Take the emulated step, and wait until the step before it is done."""
+    def step_alone(self, seconds: float | None = None) -> None:
+        """Take the emulated step (of so many seconds, if not its usual), and wait until the step before it is done."""
         previous = self.loss
-        time.sleep(seconds)
+        time.sleep(self.seconds if seconds is None else seconds)
         name = self.matrices[self.moved % len(self.matrices)]
         self.moved += 1
         leaf = self.params[name]
@@ -398,11 +329,11 @@ class _Node:
         if previous is not None:
             previous.block_until_ready()
 
-    def step(self, seconds: float = STEP_SECONDS) -> None:
+    def step(self) -> None:
         """Take the emulated step and mark its boundary."""
         if self.case.serial:
             self.jax.block_until_ready(self.params)
-        self.step_alone(seconds)
+        self.step_alone()
         self.params = self.sync.step(self.params, score=self.loss)
 
     def baseline(self, start: float) -> dict[str, float]:
@@ -411,7 +342,7 @@ class _Node:
         time.sleep(max(0.0, start - time.monotonic()))
         began = time.perf_counter()
         for _ in range(steps):
-            time.sleep(STEP_SECONDS)
+            time.sleep(self.seconds)
         slept, used = time.perf_counter() - began, time.process_time()
         for _ in range(steps):
             self.step_alone()
@@ -442,7 +373,8 @@ class _Node:
             "encode_seconds": done.encode_seconds,
             "decode_seconds": done.decode_seconds,
             "cpu_seconds": time.process_time(),
-            "threads": _thread_seconds(),
+            "threads": thread_seconds(),
+            "grown_bytes": resident_bytes(),
         }
 
     def window(self, start: float, end: float) -> dict[str, Any]:
@@ -452,52 +384,52 @@ class _Node:
         before = self.figures()
         while time.monotonic() < end:
             self.step()
-        return _difference(before, self.figures()) | {"age_steps": self.sync.statistics().age_steps}
+        after = self.figures()
+        age = {"age_steps": self.sync.statistics().age_steps, "rss_bytes": after["grown_bytes"]}
+        return difference(before, after) | age
 
     def exchanges(self, start: float) -> dict[str, Any]:
-        """Time exchanges with nothing else to do, from the offer until the parameters are ready, in seconds each."""
-        self.settle()
+        """Exchange as fast as can be, with nothing else to do; return the seconds that each whole model took."""
         time.sleep(max(0.0, start - time.monotonic()))
         seconds = []
         for _ in range(EXCHANGES_TIMED):
-            while not self.exchange.in_flight():
-                began = time.perf_counter()
-                self.step(0.0)
-            self.settle()
+            began, applied = time.perf_counter(), self.applied
+            while self.applied < applied + self.case.fragments:
+                if self.exchange.next_fragment() is None and self.exchange.peek() is None:
+                    time.sleep(POLL_SECONDS)
+                else:
+                    self.params = self.sync.step(self.params, score=self.loss)
             self.jax.block_until_ready(self.params)
             seconds.append(time.perf_counter() - began)
         return {"exchange_seconds": seconds[2:]}
 
-    def settle(self) -> None:
-        """Wait until nothing is on its way; what has come is applied at once, by steps that take no time."""
-        while self.exchange.in_flight():
-            if self.exchange.peek() is None:
-                time.sleep(POLL_SECONDS)
-            else:
-                self.params = self.sync.step(self.params, score=self.loss)
+    @property
+    def applied(self) -> int:
+        """How many aggregates were applied so far."""
+        return int(self.sync.statistics().aggregates_applied)
 
 
 def _be_node(case: Case, number: int) -> None:
     """Be a node in its namespace; do what it is told, and answer with what it measured."""
-    told, node = _commands(), _Node(case, number)
-    _say({"built": node.count})
+    told, node = commands(), _Node(case, number)
+    say({"built": node.count})
     while True:
         if hasattr(node, "sync") and told.empty():
             node.step()
             continue
         match told.get():
             case ["baseline", start]:
-                _say(node.baseline(start))
+                say(node.baseline(start))
             case ["join", address]:
                 node.join(address, number)
-                _say({"joined": True})
+                say({"joined": True})
             case ["window", start, end]:
-                _say(node.window(start, end))
+                say(node.window(start, end))
             case ["exchanges", start]:
-                _say(node.exchanges(start))
+                say(node.exchanges(start))
             case ["end"]:
                 node.exchange.close()
-                _say({"left": True})
+                say({"left": True})
                 return
 
 

@@ -54,7 +54,7 @@ Buffer = bytes | bytearray | memoryview
 Array = Any
 """A numpy or a jax array: rooms that take both say so."""
 
-MAX_FRAME_BYTES = 1 << 20
+MAX_FRAME_BYTES = 4 << 20
 """No payload frame is larger; a chunk on the wire is a small head and one such frame."""
 
 

@@ -216,7 +216,7 @@ def test_warming_up_fetches_nothing_and_leaves_nothing_to_compile():
 
 
 def test_frames_are_no_larger_than_a_frame_may_be():
-    codecs, counts = all_of("float32", "a"), (900_000,)
+    codecs, counts = all_of("float32", "a"), (1_200_000,)
     frames = DeviceCoder().encode(codecs, put(segments_of(counts)))
     assert len(frames) > 1 and max(map(len, frames)) <= MAX_FRAME_BYTES
     assert all(isinstance(frame, bytearray) for frame in frames)

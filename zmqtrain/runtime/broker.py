@@ -60,7 +60,7 @@ from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.rules import canonical
-from zmqtrain.runtime.traffic import GRANT_SECONDS, Traffic
+from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, count_values
@@ -155,7 +155,7 @@ class Broker:
             while not self._stop.is_set():
                 self._carry_out(self.hub.tick(time.monotonic()))
                 for peer in self.traffic.idle_holders():
-                    text = f"granted chunks, and none came for {GRANT_SECONDS:g} s"
+                    text = "granted chunks, and none came for longer than they take on a slow link"
                     self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
                 self._save_when_due()
                 if self.hub.ledger.finished and not self.hub.nodes:

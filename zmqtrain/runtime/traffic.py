@@ -21,12 +21,14 @@ from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, Version
 
 __all__ = ["GRANT_SECONDS", "Traffic"]
 
-GRANT_WINDOW_BYTES = 1 << 20
-"""What is on its way toward the hub's port in all (design.md section 4: fair, and the switch's queue stays short)."""
-GRANT_SECONDS = 2.0
-"""A node that is granted chunks and sends none for so long is sent away: what it holds of the window is others'."""
-OUTBOX_WINDOW_BYTES = 2 << 20
-"""What is on its way toward one peer and not yet taken: 2 MB covers a receiver's stalls."""
+GRANT_WINDOW_BYTES = 4 << 20
+"""What is on its way toward the hub's port in all: one full chunk, or several small ones, so that the port is not idle
+while a grant travels (with 1 MiB in all it was, a quarter of the time), and whoever sends, sends nearly alone."""
+GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
+"""A node that is granted chunks and sends none for so long, and the time they take at that rate, is sent away: what it
+holds of the window is others'."""
+OUTBOX_WINDOW_BYTES = 4 << 20
+"""What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
 """What may queue for one peer, at least; with more it is sent a snapshot instead."""
 
@@ -180,10 +182,11 @@ class Traffic:
         return whole
 
     def idle_holders(self) -> Iterator[PeerId]:
-        """Give the peers that were granted chunks and have sent none for `GRANT_SECONDS`."""
+        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link."""
         now = time.monotonic()
-        for peer in self._credits.holders:
-            if peer in self._lines and now - self._lines[peer].arrived_at > GRANT_SECONDS:
+        for peer, granted in self._credits.holders.items():
+            patience = GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND
+            if peer in self._lines and now - self._lines[peer].arrived_at > patience:
                 yield peer
 
     def forget(self, peer: PeerId) -> None:

@@ -45,15 +45,19 @@ __all__ = ["CurveKeys", "DealerChannel", "RouterChannel", "is_loopback", "load_p
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
 
-# High-water marks: whole messages, per connection and side; a message of ours is at most one chunk (1 MiB) and a head.
-# The hub's port has one pair for both lanes of every node.  Out, 64: bulk is held to its window (1 MiB) by the Outbox,
-# so these are control messages; 64 of them unread mean a node that has stopped.  In, 16: at most 16 MiB per connection
+# High-water marks: whole messages, per connection and side; a message of ours is at most one chunk (4 MiB) and a head.
+# The hub's port has one pair for both lanes of every node.  Out, 64: bulk is held to its window (4 MiB) by the Outbox,
+# so these are control messages; 64 of them unread mean a node that has stopped.  In, 8: at most 32 MiB per connection
 # if somebody sends without being granted; what does not fit waits in TCP, on the sender's side.
-_HUB_SEND_MESSAGES, _HUB_RECEIVE_MESSAGES = 64, 16
+_HUB_SEND_MESSAGES, _HUB_RECEIVE_MESSAGES = 64, 8
 # A node's: control messages are small; of bulk it queues what was granted (out, 4), and what its window lets come
 # (in, 16).
 _NODE_SEND_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 4}
 _NODE_RECEIVE_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 16}
+
+# As plain numbers: pyzmq's enumerations cost as much as the calls they are for.
+_EVENTS, _READABLE, _WRITABLE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+_NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _BACKLOG = 128  # connections that wait to be accepted: a whole classroom started at once
 _HANDSHAKE_MILLISECONDS = 10_000  # a connection that has not said who it is by then is closed
@@ -144,11 +148,14 @@ class _Port:
         self._loop.add_reader(self._descriptor, self._look)
 
     def _look(self) -> None:
-        events = int(self._socket.get(zmq.EVENTS))
-        if events & zmq.POLLIN:
+        events = self._events()
+        if events & _READABLE:
             self._readable.open()
-        if events & zmq.POLLOUT:
+        if events & _WRITABLE:
             self._writable.open()
+
+    def _events(self) -> int:
+        return int(self._socket.getsockopt(_EVENTS))
 
     def send(self, frames: Sequence[Buffer], routing_id: bytes | None = None) -> None:
         """Send one message; raise zmq.Again if it would wait, ZMQError(EHOSTUNREACH) if nobody has that routing id.
@@ -158,10 +165,10 @@ class _Port:
         socket, last = self._socket, len(frames) - 1
         try:
             if routing_id is not None:
-                socket.send(routing_id, zmq.NOBLOCK | zmq.SNDMORE)
+                socket.send(routing_id, _NO_WAIT_MORE)
             for index, frame in enumerate(frames):
                 large = memoryview(frame).nbytes >= COPY_BELOW_BYTES
-                socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0), copy=not large)
+                socket.send(frame, _NO_WAIT_MORE if index < last else _NO_WAIT, copy=not large)
         finally:
             if self._readable.waited_at:
                 self._look()
@@ -169,6 +176,8 @@ class _Port:
     def receive(self, limit: int) -> list[zmq.Frame] | None:
         """Take the next message; None if there is none, [] for (a part of) one of more than `limit` frames."""
         try:
+            if not self._events() & _READABLE:
+                return None
             if self._discarding:
                 self._discard()
                 return []
@@ -186,7 +195,7 @@ class _Port:
                 self._look()
 
     def _next_frame(self) -> zmq.Frame:
-        return self._socket.recv(zmq.NOBLOCK, copy=False)
+        return self._socket.recv(_NO_WAIT, copy=False)
 
     def _discard(self) -> None:
         for _ in range(_DISCARD_AT_ONCE):
