@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from efficiency import Case, default_cases, main, measure, read_options
 
 SETTINGS = {"nodes", "params", "codec", "every"}

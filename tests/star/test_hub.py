@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from hub import Case, main
 
 FIGURES = {"exchange_ms", "limit_ms", "exchange_over_limit", "transport_cpu_s_per_gb", "heartbeat_p99_ms", "busy"}
