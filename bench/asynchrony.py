@@ -288,10 +288,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _jobs(options: argparse.Namespace) -> list[tuple[Case, int]]:
     cases = [case for name in options.experiment for case in EXPERIMENTS[name]()]
-    chosen = [replace(case, steps=options.steps or case.steps) for case in cases if _is_chosen(asdict(case), options)]
+    chosen = [_of_steps(case, options.steps) for case in cases if _is_chosen(asdict(case), options)]
     jobs = [(case, seed) for seed in _seeds(options.seeds) for case in chosen]
     number, parts = (int(part) for part in options.part.split("/"))
     return jobs[number::parts]
+
+
+def _of_steps(case: Case, steps: int) -> Case:
+    """Return a case of so many steps; the time of one that ends by time grows with them."""
+    if not steps:
+        return case
+    longer = steps / case.steps if case.steps else 1.0
+    return replace(case, steps=steps, max_seconds=case.max_seconds * longer)
 
 
 def _is_chosen(line: Line, options: argparse.Namespace) -> bool:
@@ -315,7 +323,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--method", nargs="+", help="only these methods")
     parser.add_argument("--group", nargs="+", help="only these conditions")
     parser.add_argument("--seeds", default="3", help="how many, from 0, or a list as 3,5 or 4, (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=0, help="of one node, instead of the case's")
+    parser.add_argument("--steps", type=int, default=0, help="of one node, instead of the case's; the time grows too")
     parser.add_argument("--results", nargs="+", default=[], help="files of lines; all are read, the first is written")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th of the runs, from the i-th on")
     parser.add_argument("--core", type=int, help="pin this process to a core")

@@ -42,7 +42,7 @@ PORT = 5555
 LEAVES = 16
 """The model has so many leaves, all of the same size."""
 HEARTBEAT_SECONDS, LOOK_SECONDS = 0.2, 0.02
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.002
 WARM_SHARE = 0.25
 """So much of a window passes before it begins, with the same traffic."""
 TRANSPORT_THREADS, CODEC_THREADS = ("network", "broker", "sockets"), ("codec", "aggregate")
