@@ -1,0 +1,139 @@
+"""Measure every figure of the wire beside its bar: efficiency.py's and hub.py's cases, and what `plan` said beforehand.
+
+Rule 1: a figure is measured on the star, N = 4, every port 1 Gb/s, a step of 50 ms emulated, unless its line says so.
+Rule 2: where it takes the cores of five machines, two must do: the machine's busy share stands beside it, and the same
+figure with two nodes.  Rule 3: the period is that of the whole model, all its fragments, not of one.
+Rule 4: a figure is met or missed as it was measured in this run; nothing is taken from another.
+
+Takes about a quarter of an hour, as root; `--only` names the rows to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import efficiency
+import hub
+from report import print_table, write_json
+
+__all__ = ["ROWS", "Bar", "main"]
+
+Row = dict[str, Any]
+
+SMALL = efficiency.Case(params=25_000_000, fragments=4, every=2, delay=8, steps=240)
+LARGE = efficiency.Case(params=100_000_000, fragments=8, every=3, delay=18, steps=400)
+
+ROWS: dict[str, efficiency.Case | hub.Case] = {
+    "25M": SMALL,
+    "25M, one slow": replace(SMALL, slow=1),
+    "25M, N=2": replace(SMALL, nodes=2),
+    "100M": LARGE,
+    "100M, N=2": replace(LARGE, nodes=2),
+    "1M, 2,000 exchanges": efficiency.Case(params=1_000_000, every=1, delay=2, steps=2200),
+    "dense, one hub": hub.Case(),
+    "dense, 4 masters": hub.Case(masters=4, fragments=2, in_flight=1),
+}
+"""By name: what is measured. Each is one run of `efficiency.py` or `hub.py` on a star of its own."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One figure. rows: where it is read, the first is the one that counts; at_least: else it is at most `bar`."""
+
+    figure: str
+    rows: tuple[str, ...]
+    value: Callable[[Row], float]
+    bar: float
+    at_least: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether a measured value is as good as the bar."""
+        return value >= self.bar if self.at_least else value <= self.bar
+
+
+def _of(column: str) -> Callable[[Row], float]:
+    return lambda row: float(row[column])
+
+
+def _bars() -> list[Bar]:
+    bars = []
+    for size, period, figures in (
+        ("25M", 8, (0.97, 13, 1.2, 1.15, 6, 2, 20)),
+        ("100M", 30, (0.95, 40, 1.3, 1.10, 6, 2, 80)),
+    ):
+        rows = (size, f"{size}, N=2")
+        efficient, age, sent, exchange, node, of_hub, held = figures
+        bars += [
+            Bar(f"{size}: efficiency", rows, _of("efficiency"), efficient, at_least=True),
+            Bar(f"{size}: period, steps", rows, _of("model_period_steps"), period),
+            Bar(f"{size}: age of an aggregate, steps", rows, _of("age_steps"), age),
+            Bar(f"{size}: MB sent per node and step", rows, _of("mb_per_node_step"), sent),
+            Bar(f"{size}: exchange / limit of the hub's port", rows, _of("exchange_over_limit"), exchange),
+            Bar(f"{size}: node CPU, ns per parameter", rows, _of("node_cpu_ns_per_param"), node),
+            Bar(f"{size}: hub CPU, ns per parameter", rows, _of("hub_cpu_ns_per_param"), of_hub),
+            Bar(f"{size}: training thread held, ms", rows, lambda row: row["held_ms"] * row["fragments"], held),
+            Bar(f"{size}: memory of a node, end / begin", (size,), _of("node_rss_growth"), 1.02),
+        ]
+    bars += [
+        Bar("dense, one hub: exchange / limit", ("dense, one hub",), _of("exchange_over_limit"), 1.10),
+        Bar("transport CPU, s per GB", ("dense, one hub",), _of("transport_cpu_s_per_gb"), 1.0),
+        Bar("heartbeat p99 under bulk, ms", ("dense, one hub",), _of("heartbeat_p99_ms"), 10.0),
+        Bar("dense, 4 masters: exchange / ring's limit", ("dense, 4 masters",), _of("exchange_over_limit"), 1.2),
+        Bar("2,000 exchanges: memory of a node, end / begin", ("1M, 2,000 exchanges",), _of("node_rss_growth"), 1.02),
+        Bar("2,000 exchanges: memory of the hub, end / begin", ("1M, 2,000 exchanges",), _of("hub_rss_growth"), 1.02),
+    ]
+    return bars
+
+
+def main() -> None:
+    """Measure the rows that the command line names, print every figure beside its bar, and each row whole."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), help="the rows (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
+    options = parser.parse_args()
+    rows: dict[str, Row] = {}
+    for name in options.only:
+        case = ROWS[name]
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        try:
+            rows[name] = efficiency.measure(case) if isinstance(case, efficiency.Case) else hub.measure(case)
+        except RuntimeError as error:
+            raise SystemExit(f"wire: {name}: {error}") from error
+    print_table(
+        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows), "At the speed of the wire"
+    )
+    for name, row in rows.items():
+        print_table([{"": key, name: value} for key, value in row.items()], name)
+    if options.json:
+        write_json(options.json, [{"row": name} | row for name, row in rows.items()])
+
+
+def _line(bar: Bar, rows: dict[str, Row]) -> Row:
+    value = bar.value(rows[bar.rows[0]])
+    beside = [bar.value(rows[name]) for name in bar.rows[1:] if name in rows]
+    return {
+        "figure": bar.figure,
+        "bar": f"{'>=' if bar.at_least else '<='} {bar.bar:g}",
+        "measured": value,
+        "": "met" if bar.met(value) else "missed",
+        "busy": rows[bar.rows[0]]["busy"],
+        "N=2": beside[0] if beside else None,
+    }
+
+
+def _of_slow(rows: dict[str, Row]) -> list[Row]:
+    slow, without = rows.get("25M, one slow"), rows.get("25M")
+    if slow is None or without is None:
+        return []
+    ratio = slow["efficiency"] / without["efficiency"]
+    met = "met" if ratio >= 0.97 else "missed"
+    what = "25M: efficiency of the others, one at half speed / without"
+    return [{"figure": what, "bar": ">= 0.97", "measured": ratio, "": met, "busy": slow["busy"], "N=2": None}]
+
+
+if __name__ == "__main__":
+    main()
