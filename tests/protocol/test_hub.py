@@ -464,9 +464,17 @@ def test_a_dense_publish_makes_the_release_dense():
 
 
 def test_the_release_carries_the_union_of_the_accepted_fragments():
-    hub = live_hub("a", "b", "c", release="quorum:count=3", fragments=3)
+    hub = live_hub("a", "b", "c", release="all", fragments=3)
     contribute(hub, "a", 0, fragment=2), contribute(hub, "b", 0, fragment=0)
     assert of(Reduce, contribute(hub, "c", 0, fragment=2))[0].fragments == (0, 2)
+
+
+def test_under_a_quorum_each_fragment_has_a_round_of_its_own():
+    hub = live_hub("a", "b", "c", release="quorum:count=2,share=0", fragments=2)
+    contribute(hub, "a", 0, fragment=0), contribute(hub, "b", 0, fragment=1)
+    late = of(Reduce, contribute(hub, "c", 0, fragment=1))
+    assert [reduce.fragments for reduce in late] == [(1,)] and len(hub.rounds.pending) == 1
+    assert of(Reduce, contribute(hub, "c", 1, fragment=0))[0].landed == (("a", 0), ("c", 1))
 
 
 def test_the_mean_is_over_the_live_nodes_and_those_that_have_contributed():

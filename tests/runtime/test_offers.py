@@ -52,6 +52,17 @@ def test_nodes_that_are_up_to_date_offer_the_same_fragment_and_one_more_for_each
     assert offers.next_fragment(run, True) == 3
 
 
+def test_who_is_late_with_a_fragment_goes_on_with_the_one_that_the_others_offer(offers):
+    run = run_of(fragments=4)
+    late = [offered(offers, offers.next_fragment(run, True), 4) for _ in range(3)]
+    took(offers, 1)  # the others' fragment 0; this node's is still on its way
+    assert offers.next_fragment(run, True) == 3
+    took(offers, 2, late[1].sequence)
+    assert offers.next_fragment(run, True) == 3
+    offered(offers, 3, 4)
+    assert offers.next_fragment(run, True) == 1
+
+
 def test_so_many_are_on_their_way_and_no_more_until_one_lands_or_is_withdrawn(offers):
     run = run_of(offers_in_flight=2)
     offered(offers, 0, 1)

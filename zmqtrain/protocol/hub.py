@@ -12,6 +12,7 @@ from typing import Any
 
 from zmqtrain.errors import CheckpointError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.founding import Founding, Preemption
+from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
     Accumulate,
@@ -42,7 +43,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.records import Records
-from zmqtrain.protocol.rounds import ReleaseRule, Rounds
+from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId
@@ -77,7 +78,7 @@ class Hub:
         self.settings, self.run = settings, run
         self.version = -1
         self.members: dict[PeerId, Member] = {}
-        self.rounds: Rounds[Publish] = Rounds(rule)
+        self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
         self.ledger = WorkLedger(settings.units, settings.start_nodes if settings.mode == "strict" else 0)
         self.samples = self.contributions = self.refused = 0
         self.scores: dict[str, float] = {}

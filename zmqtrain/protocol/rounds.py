@@ -75,6 +75,8 @@ class ReleaseRule(ABC):
     __slots__ = ()
     one_each: ClassVar[bool] = False
     """True: a release takes at most one contribution of each node, the oldest, and may hold back some; False: all."""
+    by_fragment: ClassVar[bool] = False
+    """True: every fragment of the model has a round of its own; False: one round takes whatever comes."""
 
     @property
     @abstractmethod
@@ -115,13 +117,14 @@ class AfterQuorum(ReleaseRule):
     """Due a grace after the `count`-th node has contributed, or at once when all live nodes have.
 
     count 0: half of the live nodes, rounded up.  share: the longest grace, as a share of one node's own interval (its k
-    steps); 0: no grace.  A round below its quorum is due `patience_seconds` after its first contribution: no silence
+    steps, times the fragments: each has a round of its own); 0: no grace.  A round below its quorum is due `patience_seconds` after its first contribution: no silence
     of others can hold it for ever.  Raises ConfigError.
     """
 
     count: int = 0
     share: float = 0.5
     patience_seconds: float = 5.0
+    by_fragment: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.count < 0 or not 0 <= self.share <= 1 or self.patience_seconds < 0:

@@ -23,15 +23,16 @@ class Offers:
         """The last version that was applied; -1 until the node has the run's parameters."""
         self._sequence = 0
         self._applied: list[int] = []  # since the last offer
-        self._on_their_way: set[int] = set()
+        self._on_their_way: dict[int, int] = {}  # by sequence: the fragment
         self._offers_since: dict[int, int] = {}  # by fragment: the offers since its last one
 
     def next_fragment(self, settings: RunSettings, live: bool) -> int | None:
         """Return the fragment that the next offer should carry, None if it should not be made now.
 
         live: whether the node takes part in the run now.
-        All nodes that are up to date offer the same fragment, version modulo fragments, so that an aggregate carries
-        one; a fragment that has waited for 2n own offers goes first, so that no rhythm of versions can starve it.
+        All nodes that are up to date offer the same fragment, that of their version and those after it that are not on
+        their way, so that it is aggregated once; a fragment that has waited for 2n own offers goes first, so that no
+        rhythm of versions can starve it.
         """
         if not live or len(self._on_their_way) >= settings.offers_in_flight:
             return None
@@ -40,7 +41,10 @@ class Offers:
         starved = [f for f, since in self._offers_since.items() if since >= 2 * settings.fragments]
         if starved:
             return max(starved, key=lambda fragment: self._offers_since[fragment])
-        return (self.version + len(self._on_their_way)) % settings.fragments
+        following = [(self.version + further) % settings.fragments for further in range(settings.fragments)]
+        under_way = set(self._on_their_way.values())
+        free = next((fragment for fragment in following if fragment not in under_way), None)
+        return (self.version + len(self._on_their_way)) % settings.fragments if free is None else free
 
     def draft(
         self,
@@ -59,7 +63,7 @@ class Offers:
         """Take note that an offer was taken. fragments: of the model."""
         self._sequence = offer.sequence + 1
         self._applied.clear()
-        self._on_their_way.add(offer.sequence)
+        self._on_their_way[offer.sequence] = offer.fragment
         for other in range(fragments):
             self._offers_since[other] = 0 if other == offer.fragment else self._offers_since.get(other, 0) + 1
 
@@ -67,11 +71,12 @@ class Offers:
         """Take note that an update is applied: what landed in it is no longer on its way."""
         self.version = update.version
         self._applied += update.landed
-        self._on_their_way.difference_update(update.landed)
+        for sequence in update.landed:
+            self._on_their_way.pop(sequence, None)
 
     def withdrawn(self, sequence: int) -> None:
         """Take note that an offer will not land; one that has, or is not known, changes nothing."""
-        self._on_their_way.discard(sequence)
+        self._on_their_way.pop(sequence, None)
 
     def in_flight(self) -> tuple[int, ...]:
         """Return the sequences of the offers that have neither landed nor been withdrawn, in their order."""
