@@ -117,8 +117,8 @@ class AfterQuorum(ReleaseRule):
     """Due a grace after the `count`-th node has contributed, or at once when all live nodes have.
 
     count 0: half of the live nodes, rounded up.  share: the longest grace, as a share of one node's own interval (its k
-    steps, times the fragments: each has a round of its own); 0: no grace.  A round below its quorum is due `patience_seconds` after its first contribution: no silence
-    of others can hold it for ever.  Raises ConfigError.
+    steps, times the fragments: each has a round of its own); 0: no grace.  A round below its quorum is due
+    `patience_seconds` after its first contribution: no silence of others can hold it for ever.  Raises ConfigError.
     """
 
     count: int = 0
