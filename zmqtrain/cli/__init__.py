@@ -20,6 +20,7 @@ COMMANDS = {
     "node": "train on this PC as a node of a run",
     "local": "a broker and several nodes on this PC, to try out",
     "status": "show how a run stands",
+    "plan": "what a run can be set to, and what it then does: before it begins",
     "sim": "a run on modelled computers and wires, in virtual time",
     "demo": "several nodes against one alone on real text, with a plot",
 }

@@ -1,0 +1,99 @@
+"""Measure what an exchange costs the processors: a node's codec thread and the hub's, in ns per parameter that is carried.
+
+Rule 1: what is measured is what a run does, without a network: `DeltaCoder` and `Aggregator`, frames, checks and
+checksums included.  Rule 2: CPU time of the one thread; the best of all rounds counts.  Rule 3: the last lines printed
+are those of the table in `zmqtrain/runtime/costs.py`, which plans are made from: measure, and copy them there.
+
+encode, decode: at a node, of its delta; of the aggregate and of its own part in it.  accumulate: at the hub, of one
+contribution, checked and added.  release: at the hub, of one aggregate: outer step, encoding, what was published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from zmqtrain.protocol.messages import Aggregate, Contribution, Publish, Reduce
+from zmqtrain.runtime.aggregator import Aggregator
+from zmqtrain.runtime.costs import COSTS, CodecCosts
+from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.schedule import model_of
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Offer, PeerId
+
+from report import print_table, write_json
+
+__all__ = ["measure", "main"]
+
+Result = TypeVar("Result")
+PEER = PeerId("pc-1#0")
+
+
+class _Stopwatch:
+    """The least CPU time of this thread that each kind of work has taken, in seconds."""
+
+    def __init__(self) -> None:
+        self.least: dict[str, float] = {}
+
+    def time(self, name: str, work: Callable[[], Result]) -> Result:
+        began = time.thread_time()
+        result = work()
+        self.least[name] = min(self.least.get(name, float("inf")), time.thread_time() - began)
+        return result
+
+
+def measure(spec: str, values: int, rounds: int, seed: int = 0) -> CodecCosts:
+    """Return what one codec, up and down, costs for a model of so many values, the least of `rounds` exchanges."""
+    settings, model = RunSettings(codec=spec, broadcast_codec=spec), model_of(values)
+    coder, aggregator, watch = DeltaCoder(model, settings), Aggregator(settings), _Stopwatch()
+    random = np.random.default_rng(seed)
+    segments = [random.standard_normal(leaf.values, np.float32) for leaf in model]
+    aggregator.plan(model)
+    aggregator.found(encode_snapshot(coder.layout, [np.concatenate(segments)]))
+    for number in range(rounds):
+        offer = Offer(number, 0, segments, 1, 1)
+        u = watch.time("encode", lambda offer=offer: coder.encode(offer))  # type: ignore[misc]
+        sizes = tuple(len(frame) for frame in u.frames)
+        publish = Publish(number, number, number, 0, u.codec, sizes, 1, 1, 0.0)
+
+        def accumulate(publish: Publish = publish, frames: Sequence[bytearray] = u.frames) -> None:  # type: ignore[assignment]
+            aggregator.check(publish, frames)
+            aggregator.accumulate(PEER, publish, frames)
+
+        watch.time("accumulate", accumulate)
+        one = Contribution(PEER, number, 0, 1, 0.0, number, 0)
+        reduce = Reduce(number + 1, (0,), (one,), 1, False)
+        released = watch.time("release", lambda reduce=reduce: aggregator.release(reduce))  # type: ignore[misc]
+        (frames,) = released.frames
+        aggregate = Aggregate(number, number + 1, released.codec, (0,), (len(frames),), (), ((PEER, number),), 1)
+        watch.time(
+            "decode",
+            lambda a=aggregate, n=number, f=frames: coder.decode_aggregate(a, (n,), f),  # type: ignore[misc]
+        )
+        coder.withdraw(number)
+    return CodecCosts(**{f"{name}_ns": round(1e9 * seconds / values, 2) for name, seconds in watch.least.items()})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the codecs that the command line names and print the table, and its lines as they stand in the package."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--codec", nargs="+", default=list(COSTS), help="specs (default: those of the table)")
+    parser.add_argument("--values", type=float, default=25e6, help="of the model (default %(default)g)")
+    parser.add_argument("--rounds", type=int, default=8, help="exchanges, of which the least counts")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
+    options = parser.parse_args(argv)
+    costs = {spec: measure(spec, int(options.values), options.rounds) for spec in options.codec}
+    rows = [{"codec": spec, **vars(cost)} for spec, cost in costs.items()]
+    print_table(rows, f"CPU ns per parameter, {int(options.values):,} values")
+    for spec, cost in costs.items():
+        print(f'    "{spec}": {cost!r},')
+    if options.json:
+        write_json(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Say before a run what it can be set to, and what it then does: `zmqtrain plan`.
+
+Rule 1: what is printed is computed by the very functions that a broker plans with (`runtime.schedule`) and a node
+estimates with (`runtime.memory`).  Rule 2: a plan that does not fit the card is the exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.cli.display import format_bytes, format_count
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.settings import read_config
+from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.errors import ConfigError
+from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
+from zmqtrain.runtime.memory import MemoryEstimate, Place, estimate
+from zmqtrain.runtime.planning import PERIOD_STEPS, Plan, Wish, make_plan, variants
+from zmqtrain.runtime.schedule import model_of
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import LeafSpec
+
+__all__ = ["PlanConfig", "main", "wish_of", "memory_of", "settings_line"]
+
+PROGRAM = "zmqtrain plan"
+DOES_NOT_FIT = 1
+CARD_BYTES_OF_OTHERS = 500_000_000
+"""What CUDA's context, XLA's own buffers and a desktop take of a card."""
+NOT_KNOWN = -1.0
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Say what a run can be set to (k, d, codec, fragments), and what it then does: its efficiency, the age of its
+    aggregates, the load of the hub's port, the memory of a card; and the same with more masters and faster hubs.
+
+    Example: zmqtrain plan --params 100M --nodes 8 --link 1gbit --step-ms 180 --memory 6GB --activations 2GB
+    """
+
+    params: str
+    """How many parameters the model has: 100M, 1.3B, 25000000."""
+    nodes: int
+    """How many nodes train."""
+    step_ms: float
+    """How long a step of a node takes alone, in milliseconds."""
+    link: str = "1gbit"
+    """The rate of every node's port."""
+    hub_link: str = ""
+    """The rate of each master's port; empty: as link."""
+    share: float = 0.8
+    """What training may take of every port; the rest is left to ssh, NFS and data."""
+    codec: str = ""
+    """How deltas are coded (docs/codecs.md); empty: the densest that keeps to period_steps."""
+    broadcast_codec: str = ""
+    """How aggregates are coded; empty: as codec."""
+    fragments: int = 0
+    """In how many parts the model travels; 0: chosen."""
+    every: int = 0
+    """k, to see what it does; 0: the smallest that fits."""
+    delay: int = 0
+    """d, to see what it does; 0: the smallest at which the aggregate is there."""
+    period_steps: float = PERIOD_STEPS
+    """In so many steps the whole model should have been exchanged: what the codec is chosen by."""
+    masters: int = 1
+    """How many brokers share the work, each on a port of its own."""
+    masters_on_nodes: bool = False
+    """The masters run on the nodes, and share their ports."""
+    step_on: Literal["device", "host"] = "device"
+    """Where a step is computed: on a card, or on the processor, whose cores it then shares with the codec."""
+    codec_on: Literal["auto", "device", "host"] = "auto"
+    """Where deltas are compressed; auto: where the step is computed."""
+    cores: float = 4.0
+    """Cores of a node's processor."""
+    node_ns: float = NOT_KNOWN
+    """CPU time of a node's codec per exchange and parameter, in ns, as you measured it (bench/efficiency.py)."""
+    hub_ns: float = NOT_KNOWN
+    """CPU time of the hub per contribution and parameter, in ns, as you measured it (bench/efficiency.py)."""
+    held_ms: float = NOT_KNOWN
+    """How long the training thread is held per exchange, as you measured it."""
+    memory: str = ""
+    """What the card has, as 6GB: says whether it fits, and if not, what would."""
+    activations: str = ""
+    """What the forward and backward pass of one batch takes, as 2GB; empty: not counted."""
+    optimizer_slots: int = 2
+    """How many values the optimizer keeps per parameter: 2 for Adam, 1 for momentum, 0 for plain SGD."""
+    dtype: Dtype = "float32"
+    """Of the parameters (and of the optimizer's values)."""
+    anchor: Literal["device", "host"] = "device"
+    """Where the shared parameters are kept."""
+    batches: int = 1
+    """How many batches' gradients one step is made of."""
+    json: bool = False
+    """One JSON object."""
+
+    def __post_init__(self) -> None:
+        parse_count(self.params, "params")
+        parse_rate(self.link, "link")
+        for name in ("hub_link", "memory", "activations"):
+            if value := getattr(self, name):
+                (parse_rate if name == "hub_link" else parse_bytes)(value, name)
+        if not self.step_ms > 0:
+            raise ConfigError(f"step_ms must be more than 0, got {self.step_ms:g}")
+        if self.optimizer_slots < 0:
+            raise ConfigError(f"optimizer_slots must be at least 0, got {self.optimizer_slots}")
+        for name in ("node_ns", "hub_ns", "held_ms"):
+            if getattr(self, name) < 0 and getattr(self, name) != NOT_KNOWN:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name):g}")
+        for spec in (self.codec, self.broadcast_codec):
+            if spec:
+                coding_from_spec(spec)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a plan; return the exit code: 1 if it does not fit the card that was named."""
+    return run_command(PROGRAM, lambda: _run(read_config(PlanConfig, PROGRAM, argv)))
+
+
+def _run(config: PlanConfig) -> int:
+    wish = wish_of(config)
+    plan, others = make_plan(wish), list(variants(wish))
+    memory = memory_of(config, plan)
+    limit = parse_bytes(config.memory, "memory") - CARD_BYTES_OF_OTHERS if config.memory else None
+    fits = limit is None or memory.fits(limit)
+    if config.json:
+        print(json.dumps(_as_json(plan, others, memory, limit)))
+    else:
+        console = Console(highlight=False)
+        console.print(_plan_table(config, plan))
+        console.print(settings_line(plan), markup=False, soft_wrap=True)
+        console.print(_variants_table(others))
+        console.print(_memory_table(memory))
+        if limit is not None:
+            kept = f"({format_bytes(CARD_BYTES_OF_OTHERS)} of the card are CUDA's and the desktop's)"
+            console.print(f"{memory.advice(max(0, limit))} {kept}", markup=False, soft_wrap=True)
+    return 0 if fits else DOES_NOT_FIT
+
+
+def wish_of(config: PlanConfig) -> Wish:
+    """Return what the command line asks for. Raises ConfigError."""
+
+    def given(value: float) -> float | None:
+        return None if value == NOT_KNOWN else value
+
+    held_ms = given(config.held_ms)
+    return Wish(
+        parameters=parse_count(config.params, "params"),
+        nodes=config.nodes,
+        step_seconds=config.step_ms / 1000,
+        node_bits=parse_rate(config.link, "link"),
+        hub_bits=parse_rate(config.hub_link or config.link, "hub_link"),
+        share=config.share,
+        masters=config.masters,
+        on_nodes=config.masters_on_nodes,
+        codec=config.codec,
+        broadcast_codec=config.broadcast_codec,
+        fragments=config.fragments,
+        every=config.every,
+        delay=config.delay,
+        period_steps=config.period_steps,
+        step_on=config.step_on,
+        codec_on=_codec_on(config),
+        cores=config.cores,
+        node_ns=given(config.node_ns),
+        hub_ns=given(config.hub_ns),
+        held_seconds=None if held_ms is None else held_ms / 1000,
+    )
+
+
+def _codec_on(config: PlanConfig) -> Place:
+    return config.step_on if config.codec_on == "auto" else config.codec_on
+
+
+def memory_of(config: PlanConfig, plan: Plan) -> MemoryEstimate:
+    """Return what a node of this plan needs. Raises ConfigError."""
+    model = tuple(LeafSpec(leaf.path, leaf.shape, config.dtype) for leaf in model_of(plan.wish.parameters))
+    item_bytes = 4 if config.dtype == "float32" else 2
+    return estimate(
+        model,
+        config.optimizer_slots * item_bytes * plan.wish.parameters,
+        RunSettings(
+            every=plan.schedule.every,
+            delay=plan.schedule.delay,
+            codec=plan.codec,
+            broadcast_codec=plan.broadcast_codec,
+            fragments=plan.fragments,
+        ),
+        config.anchor,
+        config.batches,
+        codec_on=_codec_on(config),
+        activation_bytes=parse_bytes(config.activations, "activations") if config.activations else 0,
+    )
+
+
+def settings_line(plan: Plan) -> str:
+    """Return what to type where the broker is started."""
+    broadcast = f" --broadcast-codec {plan.broadcast_codec}"
+    return (
+        f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {plan.codec}{broadcast} "
+        f"--fragments {plan.fragments}"
+    )
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def _plan_table(config: PlanConfig, plan: Plan) -> Table:
+    wish, predicted, load = plan.wish, plan.prediction, plan.load
+    where = f"{wish.masters} masters" if wish.masters > 1 else "one master"
+    table = Table(
+        title=f"{format_count(wish.parameters)} parameters, {wish.nodes} nodes, a step of {config.step_ms:g} ms, {where}",
+        title_justify="left",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+    )
+    table.add_column()
+    table.add_column()
+    both = plan.codec if plan.broadcast_codec == plan.codec else f"{plan.codec} up, {plan.broadcast_codec} down"
+    rows = {
+        "codec": f"{both}, {plan.fragments} fragment{'s' * (plan.fragments > 1)}",
+        "k, d": f"{plan.schedule.every}, {plan.schedule.delay} steps",
+        "an exchange": f"{format_bytes(load.bytes_up)} up, {format_bytes(load.bytes_down)} down, per node, in "
+        f"{predicted.latency_seconds:.2g} s",
+        "the whole model": f"every {predicted.model_period_steps:.4g} steps",
+        "sent": f"{predicted.mb_up:.3g} MB per node and step",
+        "hub's port": f"{predicted.port_up:.0%} up, {predicted.port_down:.0%} down, of the {wish.share:.0%} reserved",
+        "busiest": predicted.busiest,
+        "efficiency": f"{predicted.efficiency:.3f}",
+        "age": f"{predicted.age_steps:.4g} steps",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _variants_table(plans: Sequence[Plan]) -> Table:
+    table = Table(title="with other masters and hubs", title_justify="left", box=None, pad_edge=False)
+    for column in (
+        "masters",
+        "hub Gb/s",
+        "codec",
+        "fragments",
+        "k",
+        "d",
+        "model",
+        "age",
+        "MB/step",
+        "port",
+        "efficiency",
+    ):
+        table.add_column(column, justify="left" if column == "codec" else "right")
+    for plan in plans:
+        predicted = plan.prediction
+        table.add_row(
+            str(plan.wish.masters), f"{plan.wish.hub_bits / 1e9:g}", plan.codec, str(plan.fragments),
+            str(plan.schedule.every), str(plan.schedule.delay), f"{predicted.model_period_steps:.4g}",
+            f"{predicted.age_steps:.4g}", f"{predicted.mb_up:.3g}",
+            f"{max(predicted.port_up, predicted.port_down):.0%}", f"{predicted.efficiency:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def _memory_table(memory: MemoryEstimate) -> Table:
+    table = Table(title="memory of a node", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("card", justify="right")
+    table.add_column("host", justify="right")
+    for line in memory.lines:
+        table.add_row(line.what, *(format_bytes(size) if size else "" for size in (line.device_bytes, line.host_bytes)))
+    table.add_row("in all", format_bytes(memory.device_bytes), format_bytes(memory.host_bytes))
+    return table
+
+
+def _as_json(plan: Plan, others: Sequence[Plan], memory: MemoryEstimate, limit: int | None) -> dict[str, Any]:
+    verdict = {} if limit is None else {"fits": memory.fits(limit), "advice": memory.advice(max(0, limit))}
+    return {
+        "plan": _plan_as_json(plan) | {"command": settings_line(plan)},
+        "variants": [_plan_as_json(other) for other in others],
+        "memory": {
+            "device_bytes": memory.device_bytes,
+            "host_bytes": memory.host_bytes,
+            "lines": [asdict(line) for line in memory.lines],
+            **verdict,
+        },
+    }
+
+
+def _plan_as_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "masters": plan.wish.masters,
+        "hub_bits_per_second": plan.wish.hub_bits,
+        "codec": plan.codec,
+        "broadcast_codec": plan.broadcast_codec,
+        "fragments": plan.fragments,
+        "every": plan.schedule.every,
+        "delay": plan.schedule.delay,
+        "bytes_up": plan.load.bytes_up,
+        "bytes_down": plan.load.bytes_down,
+        **asdict(plan.prediction),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Read the quantities that people type: "100M" parameters, "6GB" of memory, a link of "1gbit".
+
+Rule 1: prefixes are powers of 1000, as links and cards are sold.  Rule 2: a text that cannot be read is a ConfigError
+that shows how it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+
+from zmqtrain.errors import ConfigError
+
+__all__ = ["parse_count", "parse_bytes", "parse_rate"]
+
+_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
+
+
+def parse_count(text: str, name: str = "a count") -> int:
+    """Return how many "100M", "1.3B" or "25e6" is. Raises ConfigError, naming what it is, unless it is 1 or more."""
+    return _read(text, rf"{_NUMBER}([kmgbt]?)", f"{name} is written like 100M, 1.3B or 25000000, not {text!r}")
+
+
+def parse_bytes(text: str, name: str = "an amount of memory") -> int:
+    """Return the bytes of "6GB", "512 MB" or "2e9". Raises ConfigError, naming what it is, unless it is 1 or more."""
+    return _read(text, rf"{_NUMBER}([kmgt]?)b?", f"{name} is written like 6GB, 512MB or 2e9, not {text!r}")
+
+
+def parse_rate(text: str, name: str = "a link's rate") -> int:
+    """Return the bits per second of "1gbit", "2.5 Gbit/s", "100mbit" or "1e9".
+
+    Raises ConfigError, naming what it is, unless it is 1 or more.
+    """
+    return _read(
+        text, rf"{_NUMBER}([kmg]?)(?:bit|b)?(?:/s|ps)?", f"{name} is written like 1gbit or 100mbit, not {text!r}"
+    )
+
+
+def _read(text: str, pattern: str, wrong: str) -> int:
+    match = re.fullmatch(pattern, text.lower())
+    value = float(match[1]) * _PREFIXES[match[2]] if match else 0.0
+    if not (isfinite(value) and value >= 1):
+        raise ConfigError(wrong)
+    return round(value)
