@@ -1,4 +1,4 @@
-"""Measure what an exchange costs the processors: a node's codec thread and the hub's, in ns per parameter that is carried.
+"""Measure what an exchange costs the processors: a node's codec thread and the hub's, in ns per parameter carried.
 
 Rule 1: what is measured is what a run does, without a network: `DeltaCoder` and `Aggregator`, frames, checks and
 checksums included.  Rule 2: CPU time of the one thread; the best of all rounds counts.  Rule 3: the last lines printed
@@ -79,7 +79,7 @@ def measure(spec: str, values: int, rounds: int, seed: int = 0) -> CodecCosts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the codecs that the command line names and print the table, and its lines as they stand in the package."""
+    """Measure the codecs that the command line names; print their table, and its lines as the package has them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--codec", nargs="+", default=list(COSTS), help="specs (default: those of the table)")
     parser.add_argument("--values", type=float, default=25e6, help="of the model (default %(default)g)")

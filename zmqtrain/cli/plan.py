@@ -214,9 +214,10 @@ def settings_line(plan: Plan) -> str:
 
 def _plan_table(config: PlanConfig, plan: Plan) -> Table:
     wish, predicted, load = plan.wish, plan.prediction, plan.load
+    count = format_count(wish.parameters)
     where = f"{wish.masters} masters" if wish.masters > 1 else "one master"
     table = Table(
-        title=f"{format_count(wish.parameters)} parameters, {wish.nodes} nodes, a step of {config.step_ms:g} ms, {where}",
+        title=f"{count} parameters, {wish.nodes} nodes, {where}, a step of {config.step_ms:g} ms",
         title_justify="left",
         box=None,
         show_header=False,
@@ -243,20 +244,9 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
 
 
 def _variants_table(plans: Sequence[Plan]) -> Table:
-    table = Table(title="with other masters and hubs", title_justify="left", box=None, pad_edge=False)
-    for column in (
-        "masters",
-        "hub Gb/s",
-        "codec",
-        "fragments",
-        "k",
-        "d",
-        "model",
-        "age",
-        "MB/step",
-        "port",
-        "efficiency",
-    ):
+    table = Table(title="the same with other masters and hubs (Gb/s)", title_justify="left", box=None, pad_edge=False)
+    figures = ("masters", "hub", "codec", "parts", "k", "d", "model", "age", "MB/step", "port", "efficiency")
+    for column in figures:
         table.add_column(column, justify="left" if column == "codec" else "right")
     for plan in plans:
         predicted = plan.prediction

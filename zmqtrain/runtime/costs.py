@@ -65,7 +65,7 @@ class ExchangeCosts:
 
 
 def costs_of(spec: str) -> CodecCosts:
-    """Return what the codec of most parameters costs; one that was not measured counts as the slowest of those that were.
+    """Return what the codec of most parameters costs; one that was not measured, as the slowest of those that were.
 
     Raises ConfigError for a spec that cannot be read.
     """

@@ -1,0 +1,88 @@
+"""The command `zmqtrain plan`: what it prints, what it says of memory, and what to a wrong question."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zmqtrain.cli import main
+from zmqtrain.cli.settings import read_config
+from zmqtrain.settings import RunSettings
+
+ASK = ["plan", "--params", "25M", "--nodes", "4", "--step-ms", "50"]
+
+
+def asked(capsys, *more):
+    code = main([*ASK, "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_tables_hold_the_plan_its_variants_and_the_memory(capsys):
+    assert main([*ASK, "--link", "1gbit"]) == 0
+    out = capsys.readouterr().out
+    for words in ("k, d", "hub's port", "efficiency", "age", "other masters and hubs", "memory of a node", "anchor"):
+        assert words in out
+
+
+def test_the_line_to_type_is_one_that_a_broker_takes(capsys):
+    from zmqtrain.cli.settings import BrokerConfig
+
+    _, document = asked(capsys)
+    program, *argv = document["plan"]["command"].split()
+    config = read_config(BrokerConfig, program, [*argv, "--insecure"])
+    assert isinstance(config, RunSettings)
+    assert (config.every, config.delay) == (document["plan"]["every"], document["plan"]["delay"])
+    assert config.fragments == document["plan"]["fragments"]
+
+
+def test_json_holds_the_same_for_the_plan_and_each_variant(capsys):
+    code, document = asked(capsys, "--codec", "ternary", "--fragments", "4", "--masters", "2")
+    assert code == 0
+    assert len(document["variants"]) == 5
+    assert document["variants"][1] == {key: value for key, value in document["plan"].items() if key != "command"}
+    assert document["plan"]["codec"] == "ternary" and 0.9 < document["plan"]["efficiency"] <= 1
+
+
+def test_ones_own_measured_costs_count(capsys):
+    slow = asked(capsys, "--codec", "ternary", "--fragments", "1", "--node-ns", "40", "--codec-on", "host")[1]["plan"]
+    assert slow["every"] == 23 and slow["busiest"] == "a node's codec"
+    held = asked(capsys, "--codec", "ternary", "--fragments", "1", "--held-ms", "60")[1]["plan"]
+    assert held["every"] == 40
+
+
+def test_a_card_that_is_too_small_is_the_exit_code_1_with_what_would_fit(capsys):
+    code, document = asked(capsys, "--memory", "1.8GB", "--activations", "600MB", "--codec", "ternary")
+    assert code == 1 and not document["memory"]["fits"]
+    assert "It would with" in document["memory"]["advice"]
+    code, document = asked(
+        capsys, "--memory", "1.8GB", "--activations", "600MB", "--codec", "ternary", "--anchor", "host"
+    )
+    assert code == 0 and document["memory"]["fits"]
+
+
+def test_half_precision_parameters_and_an_optimizer_without_state_need_less(capsys):
+    full = asked(capsys)[1]["memory"]["device_bytes"]
+    assert asked(capsys, "--dtype", "bfloat16")[1]["memory"]["device_bytes"] < full
+    assert asked(capsys, "--optimizer-slots", "0")[1]["memory"]["device_bytes"] < full
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--link", "fast"], "link is written like 1gbit or 100mbit, not 'fast'"),
+        (["--params", "lots"], "params is written like 100M"),
+        (["--codec", "tern"], "there is no 'tern'; a codec is one of float32"),
+        (["--nodes", "0"], "nodes must be at least 1, got 0"),
+        (["--step-ms", "0"], "step_ms must be more than 0"),
+        (["--share", "2"], "0 < share <= 1"),
+        (["--masters", "9", "--masters-on-nodes"], "9 masters do not find a node each among 4"),
+        (["--node-ns", "-3"], "node_ns must be at least 0"),
+        (["--optimizer-slots", "-1"], "optimizer_slots must be at least 0"),
+        (["--memory", "some"], "memory is written like 6GB"),
+    ],
+)
+def test_a_wrong_question_is_one_sentence_and_the_exit_code_2(wrong, words, capsys):
+    assert main([*ASK, *wrong]) == 2
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err

@@ -1,0 +1,37 @@
+"""What people type for counts, memory and links, and what they are told where it cannot be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (parse_count, "100M", 100_000_000),
+        (parse_count, "1.3B", 1_300_000_000),
+        (parse_count, "25e6", 25_000_000),
+        (parse_count, " 7 ", 7),
+        (parse_bytes, "6GB", 6_000_000_000),
+        (parse_bytes, "512 mb", 512_000_000),
+        (parse_bytes, "4k", 4000),
+        (parse_bytes, "100b", 100),
+        (parse_rate, "1gbit", 10**9),
+        (parse_rate, "2.5 Gbit/s", 2_500_000_000),
+        (parse_rate, "100mbit", 10**8),
+        (parse_rate, "1e9", 10**9),
+        (parse_rate, "10Gbps", 10**10),
+    ],
+)
+def test_a_quantity_is_read_as_people_write_it(read, text, value):
+    assert read(text) == value
+
+
+@pytest.mark.parametrize("read", [parse_count, parse_bytes, parse_rate])
+@pytest.mark.parametrize("text", ["", "fast", "-1", "0", "1 2", "1e999", "nan", "1xb", "1gbi"])
+def test_what_is_no_quantity_is_refused_with_how_it_is_written(read, text):
+    with pytest.raises(ConfigError, match=r"^the thing is written like .*, not "):
+        read(text, "the thing")
