@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.settings import RunSettings
+from zmqtrain.types import VERSION as __version__
 
 if TYPE_CHECKING:
     from zmqtrain.programs import load_program
@@ -31,8 +32,6 @@ __all__ = [
     "ZmqTrainError",
     "__version__",
 ]
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "connect": "zmqtrain.runtime.node",

@@ -18,6 +18,7 @@ from typing import Any, NewType, Protocol
 from zmqtrain.settings import RunSettings
 
 __all__ = [
+    "VERSION",
     "PeerId",
     "Version",
     "Score",
@@ -40,6 +41,9 @@ __all__ = [
     "Channel",
     "HubChannel",
 ]
+
+VERSION = "0.1.0"
+"""Of this package: `zmqtrain.__version__`."""
 
 PeerId = NewType("PeerId", str)
 """A node, unique per process: its name, "#", and a random part. It sorts by name."""

@@ -26,6 +26,8 @@ from zmqtrain.protocol.messages import (
     Heartbeat,
     Hello,
     Preempt,
+    Probe,
+    Probed,
     Publish,
     Refused,
     Relay,
@@ -60,6 +62,8 @@ EXAMPLES = [
     WorkRequest((1, 2), 2, True),
     WorkUnit((3,), False),
     Relay("pc-2#1", b"\x00\xff"),
+    Probe(3, 1 << 18, 0),
+    Probed(3, 1.7e9, "zmqtrain 0.1.0"),
 ]
 
 

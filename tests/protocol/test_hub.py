@@ -25,6 +25,8 @@ from zmqtrain.protocol.messages import (
     Heartbeat,
     Hello,
     Preempt,
+    Probe,
+    Probed,
     Publish,
     Reduce,
     Refused,
@@ -57,10 +59,12 @@ SAMPLES = {
     Publish: Publish(9, 0, 0, 0, "float32", (64,), 8, 8, nan),
     WorkRequest: WorkRequest((), 1, False),
     Relay: Relay("b", b"hello"),
+    Probe: Probe(1, 100, 200),
 }
 
 
 NOT_FOR_THE_HUB = {
+    Probed: Probed(1, 1.5, "zmqtrain"),
     Welcome: Welcome("run", 0, {}),
     Refused: Refused("no", "no"),
     Roster: Roster(0, (), "", 0, 0, 0, 0, 0.0, {}, -1),

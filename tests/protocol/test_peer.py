@@ -21,6 +21,8 @@ from zmqtrain.protocol.messages import (
     Heartbeat,
     Hello,
     Preempt,
+    Probe,
+    Probed,
     Publish,
     Refused,
     Relay,
@@ -138,6 +140,8 @@ SAMPLES = {
     WorkRequest: WorkRequest((), 1, False),
     WorkUnit: WorkUnit(()),
     Relay: Relay("b", b"hello"),
+    Probe: Probe(1, 100, 200),
+    Probed: Probed(1, 1.5, "zmqtrain"),
 }
 
 

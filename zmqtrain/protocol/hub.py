@@ -16,6 +16,7 @@ from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
     Accumulate,
+    Answer,
     Broadcast,
     Contribution,
     Disconnect,
@@ -27,6 +28,7 @@ from zmqtrain.protocol.messages import (
     HubEffect,
     Message,
     Preempt,
+    Probe,
     Publish,
     Reduce,
     Refused,
@@ -42,6 +44,7 @@ from zmqtrain.protocol.messages import (
     model_from_wire,
     model_to_wire,
 )
+from zmqtrain.protocol.probes import ProbeBudget, is_sound
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.work import WorkLedger
@@ -85,6 +88,7 @@ class Hub:
         self.score_version = -1
         self._nodes_at_the_end = 0
         self._records = Records()
+        self._probes = ProbeBudget()
         self._founding = Founding(settings, self.members, self._records.landed, preemption)
         self._began, self._rostered = now, now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
@@ -96,6 +100,7 @@ class Hub:
             Publish: self._on_publish,
             WorkRequest: self._on_work_request,
             Relay: self._on_relay,
+            Probe: self._on_probe,
         }
 
     # ------------------------------------------------------------------ what comes in
@@ -322,6 +327,13 @@ class Hub:
         if other is None or other.state is not MemberState.LIVE:
             return [SendTo(member.peer, Refused("relay", f"{relay.other} is not here"))]
         return [SendTo(other.peer, Relay(member.peer, relay.body))]
+
+    def _on_probe(self, member: Member, probe: Probe, now: float) -> list[HubEffect]:
+        if not is_sound(probe):
+            raise RemoteProtocolError(member.peer, member.state.value, "a Probe of that size")
+        if self._probes.take(probe, now):
+            return [Answer(member.peer, probe)]
+        return [SendTo(member.peer, Refused("probe", "too many probes at a time; try again in 10 s"))]
 
     # ------------------------------------------------------------------ contributions
 

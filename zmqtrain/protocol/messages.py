@@ -32,6 +32,8 @@ __all__ = [
     "WorkRequest",
     "WorkUnit",
     "Relay",
+    "Probe",
+    "Probed",
     "Message",
     "MESSAGES",
     "Announcement",
@@ -45,6 +47,7 @@ __all__ = [
     "Found",
     "Average",
     "Lend",
+    "Answer",
     "Serve",
     "Accumulate",
     "Contribution",
@@ -284,6 +287,28 @@ class Relay:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
+
+    Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
+    """
+
+    number: int
+    size: int = 0
+    answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
+    what the hub runs, for people."""
+
+    number: int
+    seconds: float
+    software: str
+
+
 Message = (
     Hello
     | Welcome
@@ -302,6 +327,8 @@ Message = (
     | WorkRequest
     | WorkUnit
     | Relay
+    | Probe
+    | Probed
 )
 MESSAGES: tuple[type[Message], ...] = (
     Hello,
@@ -321,6 +348,8 @@ MESSAGES: tuple[type[Message], ...] = (
     WorkRequest,
     WorkUnit,
     Relay,
+    Probe,
+    Probed,
 )
 Announcement = Publish | Aggregate | Snapshot
 ANNOUNCEMENTS = (Publish, Aggregate, Snapshot)
@@ -391,6 +420,14 @@ class Serve:
     landed: tuple[tuple[int, int], ...] = ()
     moments: bool = False
     reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer this probe on the lane that it came on, with the padding that it asks for."""
+
+    peer: PeerId
+    probe: Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,5 +515,5 @@ class Send:
     message: Message
 
 
-HubEffect = SendTo | Broadcast | Expect | Found | Average | Lend | Serve | Accumulate | Reduce | Disconnect
+HubEffect = SendTo | Broadcast | Expect | Found | Average | Lend | Serve | Answer | Accumulate | Reduce | Disconnect
 PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect

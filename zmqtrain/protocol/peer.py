@@ -315,7 +315,7 @@ class Peer:
                 return []
             self.in_flight.discard(refused.sequence)
             return [Withdraw(refused.sequence, refused.reason, refused.text)]
-        if refused.reason == "relay":
+        if refused.reason in ("relay", "probe"):
             return []
         if refused.reason == "unknown":
             if self.state is PeerState.CONNECTING:

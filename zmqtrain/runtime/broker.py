@@ -34,6 +34,7 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import (
     Accumulate,
     Announcement,
+    Answer,
     Average,
     Broadcast,
     Chunk,
@@ -44,6 +45,8 @@ from zmqtrain.protocol.messages import (
     Goodbye,
     HubEffect,
     Lend,
+    Probe,
+    Probed,
     Publish,
     Reduce,
     Refused,
@@ -63,7 +66,7 @@ from zmqtrain.runtime.rules import canonical
 from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
-from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, count_values
+from zmqtrain.types import VERSION, Buffer, HubChannel, Lane, PeerId, count_values
 
 __all__ = ["BrokerStatistics", "Broker"]
 
@@ -246,6 +249,8 @@ class Broker:
             self.hub.saw(peer, now)
             self.traffic.acknowledged(peer, message)
         else:
+            if isinstance(message, Probe) and sum(len(frame) for frame in frames[1:]) != message.size:
+                raise FramingError(f"a probe says that it has {message.size} bytes of padding, and has others")
             self._carry_out(self.hub.receive(peer, message, now))
             if isinstance(message, Report) and message.scores and self._events is not None:
                 self._events.evaluated(message.score_version, self.hub.samples, message.scores)
@@ -323,6 +328,8 @@ class Broker:
                 self._job(partial(self._release, effect, len(self.hub.live)), self._released, effect)
             case Serve(peer):
                 self._job(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
+            case Answer(peer, probe):
+                self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 

@@ -14,7 +14,18 @@ from dataclasses import dataclass
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, PeerLost, RemoteProtocolError
 from zmqtrain.protocol.framing import Assembler, encode_message, split
-from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Publish, Reduce, Snapshot
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Announcement,
+    Chunk,
+    Credit,
+    Message,
+    Probed,
+    Publish,
+    Reduce,
+    Snapshot,
+)
+from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.runtime.aggregator import Released
 from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, Version
@@ -31,6 +42,8 @@ OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
 """What may queue for one peer, at least; with more it is sent a snapshot instead."""
+PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
+"""What probes are answered with: compressed by nobody on the way, and never written."""
 
 
 @dataclass
@@ -73,6 +86,18 @@ class Traffic:
             self._lost(peer, why)
         except ChannelClosed:
             pass
+
+    def answer(self, peer: PeerId, probed: Probed, size: int) -> None:
+        """Answer a probe with `size` bytes of padding, on BULK; without any, on CONTROL.
+
+        One that finds no room is not answered: what is measured is a link with room.
+        """
+        if not size:
+            return self.send(peer, probed)
+        message: list[Buffer] = [encode_message(probed), PADDING[:size]]
+        with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
+            self._channel.send(peer, Lane.BULK, message)
+            self.bytes_sent += sum(len(frame) for frame in message)
 
     def send_snapshot(
         self,
