@@ -21,6 +21,7 @@ COMMANDS = {
     "local": "a broker and several nodes on this PC, to try out",
     "status": "show how a run stands",
     "plan": "what a run can be set to, and what it then does: before it begins",
+    "doctor": "whether this PC can train with a hub, and what to fix",
     "sim": "a run on modelled computers and wires, in virtual time",
     "demo": "several nodes against one alone on real text, with a plot",
 }

@@ -40,7 +40,7 @@ from zmqtrain.transport.limits import (
 )
 from zmqtrain.types import Buffer, Lane, PeerId
 
-__all__ = ["CurveKeys", "DealerChannel", "RouterChannel", "is_loopback", "load_public_key"]
+__all__ = ["CurveKeys", "DealerChannel", "RouterChannel", "is_loopback", "libzmq_version", "load_public_key"]
 
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
@@ -112,6 +112,11 @@ class CurveKeys:
         if secret is None:
             raise ConfigError(f"{path} holds a public key only; the file of a pair is named NAME.key_secret")
         return cls(public, secret)
+
+
+def libzmq_version() -> str:
+    """Return the version of the library under pyzmq."""
+    return zmq.zmq_version()
 
 
 def load_public_key(path: Path | str) -> bytes:

@@ -1,0 +1,262 @@
+"""Say whether this PC can train with a hub, and what to fix: `zmqtrain doctor HUB`.
+
+Rule 1: first look and measure (`machine`, `runtime.probe`), then judge: `judge_*` are pure.  Rule 2: a finding that is
+not all right says what to do.  Rule 3: the exit code is 0 if all is well, 1 if something is to be fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.cli.display import format_bytes, log_to_stderr
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
+from zmqtrain.cli.settings import read_config, read_server_key
+from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.protocol.framing import PROTOCOL_VERSION
+from zmqtrain.runtime.probe import LinkFigures, RoundTrips, measure_link
+from zmqtrain.transport.address import parse_address
+
+__all__ = ["DoctorConfig", "Finding", "main", "judge_way", "judge_link", "judge_machine"]
+
+PROGRAM = "zmqtrain doctor"
+SICK = 1
+
+OK, FIX = "ok", "fix"
+FAST_ETHERNET = (60e6, 105e6)
+"""Between these rates, in bits per second, a link of 100 Mb/s is at work."""
+SLOW_BITS = 500e6
+USUAL_MTU, LEAST_MTU = 1500, 1400
+SLOW_PING, SLOW_LOADED = 0.005, 0.030
+CLOCK_SECONDS = 5.0
+"""Clocks that are further apart make logs and records of two PCs hard to read together; nothing else needs them."""
+LEAST_MEMORY, LEAST_DISK = 2e9, 2e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Look whether this PC can train with the hub at HUB: reach it, measure the link both ways, look at cards, memory
+    and versions, and say what to fix. Looks on; disturbs no run. The exit code is 1 if something is to be fixed.
+
+    Example: zmqtrain doctor tcp://192.168.1.10:5555
+    """
+
+    hub: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
+    """The broker's address, for example tcp://192.168.1.10:5555."""
+    server_key: str = ""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
+    wait_seconds: float = 5.0
+    """How long to wait for the hub's answers."""
+    folder: Path = Path()
+    """On whose disk there should be room."""
+    json: bool = False
+    """One JSON object: the findings, and the figures behind them."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.hub)
+        if not self.wait_seconds > 0:
+            raise ConfigError(f"wait_seconds must be more than 0, got {self.wait_seconds:g}")
+        if not self.folder.is_dir():
+            raise ConfigError(f"there is no folder {self.folder} (--folder)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. state: "ok" or "fix".  remedy: what to do; "" where all is well."""
+
+    what: str
+    state: str
+    text: str
+    remedy: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings; return the exit code: 0 if all is well, 1 if something is to be fixed."""
+    return run_command(PROGRAM, lambda: _run(read_config(DoctorConfig, PROGRAM, argv)))
+
+
+def _run(config: DoctorConfig) -> int:
+    log_to_stderr(False)
+    key = read_server_key(config.server_key)
+    findings: list[Finding] = []
+    console = Console(highlight=False)
+
+    def add(more: Iterator[Finding]) -> None:
+        for finding in more:
+            findings.append(finding)
+            if not config.json:
+                console.print(_line(finding))
+
+    way: WayToHub | None = None
+    link: LinkFigures | None = None
+    try:
+        way = find_way(config.hub, config.wait_seconds)
+        add(judge_way(config.hub, way))
+        link = measure_link(config.hub, key, config.wait_seconds)
+        add(judge_link(link, way))
+    except (HubUnreachable, JoinRefused) as error:
+        add(iter([_unreached(error, way is not None, key is not None)]))
+    machine = look_at_machine(config.folder)
+    add(judge_machine(machine))
+    wrong = sum(finding.state == FIX for finding in findings)
+    if config.json:
+        facts = {
+            "findings": [asdict(finding) for finding in findings],
+            "way": asdict(way) if way else None,
+            "link": asdict(link) if link else None,
+            "machine": asdict(machine),
+        }
+        print(json.dumps(facts, allow_nan=False))
+    else:
+        console.print("all is well" if not wrong else f"{wrong} thing{'s' * (wrong > 1)} to fix")
+    return SICK if wrong else 0
+
+
+def _unreached(error: HubUnreachable | JoinRefused, listens: bool, has_key: bool) -> Finding:
+    if isinstance(error, HubUnreachable) and listens:
+        key = "is this --server-key the hub's?" if has_key else "a broker with keys answers only who gives --server-key"
+        return Finding("hub", FIX, str(error), f"something listens there and does not answer: {key}")
+    if isinstance(error, JoinRefused):
+        return Finding("hub", FIX, str(error), "install the same zmqtrain on the hub and on every node")
+    text, _, remedy = str(error).partition(": ")
+    return Finding("hub", FIX, text, remedy)
+
+
+def _line(finding: Finding) -> Table:
+    line = Table.grid(padding=(0, 2))
+    line.add_column(width=9)
+    line.add_column(width=3)
+    line.add_column(overflow="fold")
+    line.add_row(finding.what, finding.state, finding.text)
+    if finding.remedy:
+        line.add_row("", "", f"-> {finding.remedy}")
+    return line
+
+
+# ---------------------------------------------------------------------- what is well
+
+
+def judge_way(address: str, way: WayToHub) -> Iterator[Finding]:
+    """Give the findings about the connection itself."""
+    by = f" by {way.interface}" if way.interface else ""
+    yield Finding("hub", OK, f"{address} is reached from {way.own}{by}")
+    if way.path_mtu is not None:
+        text = f"{way.path_mtu} bytes to the hub" + ("" if way.mtu is None else f", {way.mtu} of the interface")
+        if way.path_mtu < LEAST_MTU:
+            yield Finding("MTU", FIX, text, f"a tunnel or a wrong setting: {USUAL_MTU} is usual (ip link set mtu ...)")
+        else:
+            yield Finding("MTU", OK, text)
+    if way.bits_per_second is not None:
+        text = f"{way.interface} runs at {_bits(way.bits_per_second)}"
+        if way.bits_per_second < SLOW_BITS:
+            yield Finding("cable", FIX, text, "use a cable of four pairs (Cat 5e) and a switch of 1 Gb/s")
+        else:
+            yield Finding("cable", OK, text)
+
+
+def judge_link(link: LinkFigures, way: WayToHub) -> Iterator[Finding]:
+    """Give the findings about the hub's answers and the rates of the link."""
+    settings = link.settings
+    there = f"{link.nodes} node{'s' * (link.nodes != 1)}"
+    yield Finding(
+        "run",
+        OK,
+        f"{link.run}, {'not begun' if link.version < 0 else f'version {link.version}'}, {there}: "
+        f"{settings.program or 'custom loops'}, every {settings.every}, delay {settings.delay}, {settings.codec} up, "
+        f"{settings.broadcast_codec} down, {settings.fragments} fragment{'s' * (settings.fragments != 1)}; protocol "
+        f"version {PROTOCOL_VERSION}" + (f", {link.software}" if link.software else ""),
+    )
+    yield from _judge_rates(link)
+    if link.idle is not None:
+        slow = link.idle.p50 > SLOW_PING
+        remedy = "Wi-Fi, or a hub that is busy with other work: use a cable, and leave the hub a core" if slow else ""
+        yield Finding("ping", FIX if slow else OK, _trips(link.idle), remedy)
+    if link.loaded is not None:
+        slow = link.loaded.p99 > SLOW_LOADED
+        remedy = "the link is full of other traffic, or the hub has no core to spare" if slow else ""
+        yield Finding("loaded", FIX if slow else OK, f"{_trips(link.loaded)} while the link is full", remedy)
+    if link.clock_ahead_seconds is not None and link.clock_error_seconds is not None:
+        ahead = link.clock_ahead_seconds
+        text = f"the hub's clock is {1e3 * abs(ahead):.1f} ms {'ahead' if ahead >= 0 else 'behind'}"
+        far = abs(ahead) > CLOCK_SECONDS
+        remedy = "logs of the two cannot be compared: switch time synchronisation on (timedatectl set-ntp true)"
+        text += f" (± {1e3 * link.clock_error_seconds:.1f} ms)"
+        yield Finding("clock", FIX if far else OK, text, remedy if far else "")
+
+
+def _judge_rates(link: LinkFigures) -> Iterator[Finding]:
+    if link.refused:
+        yield Finding("rate", OK, f"not measured: the hub says {link.refused!r}")
+    for what, rate in (("up", link.up), ("down", link.down)):
+        if rate is None:
+            continue
+        bits = 8 * rate
+        beside = f", beside {link.nodes} nodes that train" if link.nodes > 1 else ""
+        text = f"{_bits(bits)} {'toward the hub' if what == 'up' else 'from the hub'}{beside}"
+        if FAST_ETHERNET[0] <= bits <= FAST_ETHERNET[1]:
+            remedy = "a switch, a port or a cable of 100 Mb/s: use 1 Gb/s throughout"
+            yield Finding(what, FIX, text, remedy)
+        elif bits < SLOW_BITS and link.nodes <= 1:
+            yield Finding(what, FIX, text, "Wi-Fi, a powerline or other traffic: 1 Gb/s by cable gives about 950 Mb/s")
+        else:
+            yield Finding(what, OK, text)
+
+
+def judge_machine(machine: Machine) -> Iterator[Finding]:
+    """Give the findings about this PC."""
+    yield _judge_devices(machine)
+    text = f"{machine.cores} cores, {machine.load:.1f} of them wanted by others in the last minute"
+    if machine.load > machine.cores:
+        yield Finding("cores", FIX, text, "other programs slow training down: see them with top")
+    else:
+        yield Finding("cores", OK, text)
+    if machine.free_memory_bytes is not None:
+        short = machine.free_memory_bytes < LEAST_MEMORY
+        remedy = "zmqtrain plan says what a node needs (the column host); close other programs" if short else ""
+        yield Finding("memory", FIX if short else OK, f"{format_bytes(machine.free_memory_bytes)} free", remedy)
+    short = machine.free_disk_bytes < LEAST_DISK
+    remedy = "checkpoints and data need room: free some, or name another --folder" if short else ""
+    yield Finding("disk", FIX if short else OK, f"{format_bytes(machine.free_disk_bytes)} free", remedy)
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
+    yield Finding("versions", OK, versions)
+    on_a_card = any(device["platform"] != "cpu" for device in machine.devices or ())
+    if machine.versions.get("numba") is None and not on_a_card:
+        remedy = "pip install 'zmqtrain[fast]': without a card, the codecs then cost a fraction of the processor's time"
+        yield Finding("numba", FIX, "not installed", remedy)
+
+
+def _judge_devices(machine: Machine) -> Finding:
+    if machine.devices is None:
+        return Finding("cards", FIX, "none can be used", machine.devices_error)
+    cards = [device for device in machine.devices if device["platform"] != "cpu"]
+    if cards:
+        names = ", ".join(
+            card["kind"] + (f" with {format_bytes(card['memory_bytes'])} for JAX" if card["memory_bytes"] else "")
+            for card in cards
+        )
+        return Finding("cards", OK, names)
+    if machine.has_nvidia_driver:
+        remedy = "jax[cuda12] is not installed: pip install 'zmqtrain[cuda12]'"
+        return Finding("cards", FIX, "an NVIDIA driver is there, but JAX sees no card", remedy)
+    return Finding("cards", OK, "none: this PC trains on its processor")
+
+
+def _bits(bits: float) -> str:
+    return f"{bits / 1e9:.2f} Gb/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mb/s"
+
+
+def _trips(trips: RoundTrips) -> str:
+    return f"{1e3 * trips.p50:.2f} ms, 99 of 100 under {1e3 * trips.p99:.2f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
