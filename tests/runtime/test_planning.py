@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.rounds import FIRST_GRACE_SECONDS
 from zmqtrain.runtime.costs import COSTS
 from zmqtrain.runtime.planning import Wish, make_plan, variants
-from zmqtrain.runtime.schedule import fit
+from zmqtrain.runtime.schedule import fit, stages
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05)
 
@@ -36,6 +37,13 @@ def test_a_cut_is_chosen_that_makes_aggregates_younger_and_turns_hardly_longer()
     whole, chosen = make_plan(replace(wish, fragments=1)).prediction, make_plan(wish).prediction
     assert chosen.age_steps < whole.age_steps
     assert chosen.model_period_steps <= 1.1 * whole.model_period_steps
+
+
+def test_exchanges_are_cut_so_short_that_a_quorums_first_grace_waits_for_all_deltas():
+    for nodes in (32, 64, 128):
+        load = make_plan(replace(WISH, parameters=100_000_000, nodes=nodes, step_seconds=0.18, codec="ternary")).load
+        assert load.fragments > 1
+        assert max(stages(load)["the hub's port, up"], stages(load)["the hub's codec"]) <= 2 * FIRST_GRACE_SECONDS
 
 
 def test_what_is_given_is_kept():

@@ -74,6 +74,11 @@ def test_a_whole_scenario(read):
     )
 
 
+def test_the_hubs_port_may_be_another(read):
+    scenario = read("max_seconds = 1\n[hub_link]\nbits_per_second = 2.5e9\n[[node]]")
+    assert (scenario.link, scenario.hub_link) == (LinkModel(), LinkModel(2.5e9))
+
+
 def test_the_seed_of_the_command_counts_more(read):
     assert read(WHOLE, seed=7).settings.seed == 7
 

@@ -65,3 +65,16 @@ def test_what_was_sent_on_a_connection_that_was_given_up_is_lost(star):
     scheduler.call_at(0.2, lambda: wire.head(True, 1, note("new")))
     scheduler.run()
     assert arrived == [(0.45, "new")]
+
+
+def test_a_hub_with_a_faster_port_is_waited_for_no_longer_than_the_nodes_own_port_takes():
+    scheduler, arrived = Scheduler(), []
+    ports = HubPorts(LinkModel(32e6))
+    wires = [Wire(scheduler, LINK, ports) for _ in range(6)]
+    for number, wire in enumerate(wires):
+        wire.payload(True, 1_000_000, lambda name=f"up {number}": arrived.append((round(scheduler.now, 9), name)))
+    wires[0].payload(False, 1_000_000, lambda: arrived.append((round(scheduler.now, 9), "down")))
+    scheduler.run()
+    assert sorted(arrived) == [
+        (1.25, "down"), (1.25, "up 0"), (1.25, "up 1"), (1.25, "up 2"), (1.25, "up 3"), (1.5, "up 4"), (1.75, "up 5"),
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.rounds import FIRST_GRACE_SECONDS
 from zmqtrain.runtime.costs import COSTS, exchange_costs
 from zmqtrain.runtime.memory import Place
 from zmqtrain.runtime.schedule import (
@@ -23,6 +24,7 @@ from zmqtrain.runtime.schedule import (
     model_of,
     payload_rate,
     predict,
+    stages,
 )
 
 __all__ = ["PERIOD_STEPS", "Wish", "Plan", "load_of", "make_plan", "variants"]
@@ -154,13 +156,26 @@ def variants(wish: Wish) -> Iterator[Plan]:
 
 
 def _best_cut(wish: Wish, codec: str) -> Plan:
-    """Return the plan with the youngest aggregates, of those whose turns of the whole model are about the shortest."""
+    """Return the plan with the youngest aggregates, of those whose turns of the whole model are about the shortest.
+
+    Of those, if there are any, whose deltas all come within the first grace of a quorum's round: else the round closes
+    without the last of them, and from then on nodes are at different fragments, and aggregates hold several.
+    """
     blocks = -(-wish.parameters // BLOCK_VALUES)
     tried = (wish.fragments,) if wish.fragments else tuple(n for n in FRAGMENTS_TRIED if n <= blocks)
     plans = [_plan(wish, codec, fragments) for fragments in tried]
     shortest = min(plan.prediction.model_period_steps for plan in plans)
+    together = [plan for plan in plans if _spread_seconds(plan.load) <= FIRST_GRACE_SECONDS]
+    if together and not wish.fragments:
+        plans, shortest = together, min(plan.prediction.model_period_steps for plan in together)
     short = [plan for plan in plans if plan.prediction.model_period_steps <= SLOWER * shortest]
     return min(short, key=lambda plan: plan.prediction.age_steps)  # the first, of equal ones: the fewest fragments
+
+
+def _spread_seconds(load: Load) -> float:
+    """Return in what time the second half of the deltas of nodes that offer together reach the hub, and are checked."""
+    seconds = stages(load)
+    return max(seconds["the hub's port, up"], seconds["the hub's codec"]) / 2
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> Plan:

@@ -44,6 +44,7 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.star import HubPorts, Wire
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
+from zmqtrain.transport.memory import LinkModel
 from zmqtrain.types import Buffer, PeerId, Version, count_values
 
 __all__ = ["CodecThread", "Receiver", "SimHub"]
@@ -87,7 +88,10 @@ class Receiver(Protocol):
 
 
 class SimHub:
-    """The hub of one simulated run. released: called after each release; events: as for a `Broker`."""
+    """The hub of one simulated run. released: called after each release; events: as for a `Broker`.
+
+    link: what the hub's port can do; None: what a node's can.
+    """
 
     def __init__(
         self,
@@ -96,13 +100,14 @@ class SimHub:
         codec_ns: float,
         released: Callable[[Reduce], object],
         events: BrokerEvents | None = None,
+        link: LinkModel | None = None,
     ) -> None:
         self.settings = canonical(settings)
         rule, preemption = release_rule_from_spec(settings.release), preemption_from_spec(settings.preemption)
         laggards = None if preemption is None else Laggards(preemption)
         self.hub = Hub(self.settings, rule, "run-simulated", scheduler.now, laggards)
         self.aggregator = Aggregator(self.settings)
-        self.ports = HubPorts()
+        self.ports = HubPorts(link)
         self.nodes: dict[PeerId, Receiver] = {}
         self._scheduler, self._released_hook, self._events = scheduler, released, events
         self._codec = CodecThread(scheduler, codec_ns)

@@ -1,6 +1,8 @@
 """Read a scenario from a TOML file: [run] the run's settings, [link] the wires, one [[node]] per kind of node.
 
     max_seconds = 60            # and the other fields of `Scenario`
+    [hub_link]                  # of the hub's port, where it is another
+    bits_per_second = 2.5e9
     [run]
     program = "text"            # the fields of `RunSettings`; program_arguments may be a table
     [[node]]
@@ -26,7 +28,7 @@ from zmqtrain.transport.memory import LinkModel
 
 __all__ = ["read_scenario", "scenario_from_tables"]
 
-TABLES = ("run", "link", "node")
+TABLES = ("run", "link", "hub_link", "node")
 
 
 def read_scenario(path: Path, seed: int | None = None) -> Scenario:
@@ -44,10 +46,12 @@ def read_scenario(path: Path, seed: int | None = None) -> Scenario:
 
 def scenario_from_tables(tables: Mapping[str, Any], place: str) -> Scenario:
     """Return the scenario that the tables of a TOML file describe. place: for messages. Raises ConfigError."""
-    own = [field.name for field in fields(Scenario) if field.name not in ("settings", "nodes", "link")]
+    own = [field.name for field in fields(Scenario) if field.name not in ("settings", "nodes", "link", "hub_link")]
     _check_keys(place, tables, (*own, *TABLES))
     settings = _settings(f"{place} [run]", _table(place, tables, "run"))
     link = _record(LinkModel, f"{place} [link]", _table(place, tables, "link"))
+    of_hub = _table(place, tables, "hub_link")
+    hub_link = _record(LinkModel, f"{place} [hub_link]", of_hub) if of_hub else None
     nodes = tables.get("node", [])
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise ConfigError(f"{place}: a scenario has at least one [[node]] (with two brackets)")
@@ -55,7 +59,7 @@ def scenario_from_tables(tables: Mapping[str, Any], place: str) -> Scenario:
     every = [one for number, node in enumerate(nodes, start=1) for one in _nodes(f"{place} [[node]] {number}", node)]
     named = tuple(replace(one, name=one.name or f"node-{number}") for number, one in enumerate(every))
     try:
-        return Scenario(settings=settings, nodes=named, link=link, **values)
+        return Scenario(settings=settings, nodes=named, link=link, hub_link=hub_link, **values)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
 

@@ -123,7 +123,9 @@ class _Simulation:
         self.scheduler = Scheduler()
         self.recorder = None if record is None else BrokerRecorder(record / "broker.jsonl", clock=self.scheduler)
         self.recorders: dict[str, NodeRecorder] = {}
-        self.hub = SimHub(self.scheduler, self.settings, scenario.hub_codec_ns, self._released, self.recorder)
+        self.hub = SimHub(
+            self.scheduler, self.settings, scenario.hub_codec_ns, self._released, self.recorder, scenario.hub_link
+        )
         self.model = SharedModel(program)
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}

@@ -85,6 +85,7 @@ class SimNode:
 class Scenario:
     """One simulated run. Raises ConfigError for what cannot be.
 
+    link, hub_link: what every node's port can do, and the hub's (None: the same; the latency is link's).
     evaluate_seconds, evaluate_versions: the shared model is scored so often (0: not); it costs no virtual time.
     target_loss: the run is over when it scores so.  max_seconds: or when so much virtual time is over.
     node_codec_ns, hub_codec_ns: time of the codec threads per value that they encode, decode or add.
@@ -94,6 +95,7 @@ class Scenario:
     settings: RunSettings
     nodes: tuple[SimNode, ...]
     link: LinkModel = field(default_factory=LinkModel)
+    hub_link: LinkModel | None = None
     evaluate_seconds: float = 0.0
     evaluate_versions: int = 0
     target_loss: float = -inf

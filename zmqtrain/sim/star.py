@@ -36,9 +36,10 @@ class Port:
 
 
 class HubPorts:
-    """The two directions of the hub's one port, which all nodes share."""
+    """The two directions of the hub's one port, which all nodes share. link: what it can do; None: as a node's."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: LinkModel | None = None) -> None:
+        self.link = link
         self.receiving, self.sending = Port(), Port()
 
 
@@ -49,6 +50,7 @@ class Wire:
         self.up = self.down = 0
         self.dead = False
         self._scheduler, self._link = scheduler, link
+        self._hub_link = hub.link or link
         self._ports = {True: (Port(), hub.receiving), False: (hub.sending, Port())}
         self._connection = 0
         self._cut = False
@@ -96,8 +98,10 @@ class Wire:
             self._held.append((connection, up, size, deliver))
             return
         first, second = self._ports[up]
-        seconds = self._link.seconds(size)
-        start = first.reserve(self._scheduler.now, seconds) if size else self._scheduler.now
+        first_link, second_link = (self._link, self._hub_link) if up else (self._hub_link, self._link)
+        seconds, first_seconds = second_link.seconds(size), first_link.seconds(size)
+        start = first.reserve(self._scheduler.now, first_seconds) if size else self._scheduler.now
+        last_byte_at = start + self._link.latency_seconds + first_seconds
 
         def reach() -> None:
             if connection != self._connection:
@@ -105,7 +109,8 @@ class Wire:
             if self._cut:
                 self._held.append((connection, up, size, deliver))
             elif size:
-                self._scheduler.call_at(second.reserve(self._scheduler.now, seconds) + seconds, arrive)
+                forwarded_at = second.reserve(self._scheduler.now, seconds) + seconds
+                self._scheduler.call_at(max(forwarded_at, last_byte_at), arrive)
             else:
                 deliver()
 
