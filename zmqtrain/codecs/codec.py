@@ -55,6 +55,9 @@ SMALLEST_MAGNITUDE_BITS = (127 - 100) << 23
 _SMALLEST_SCALE_BITS = (127 - 108) << 7
 """The bfloat16 bits of 2^-108: no encoder makes a smaller scale, zero aside."""
 
+_ONE = np.uint16(1)
+"""Taken from a scale of zero, it leaves the largest uint16: zero is no small scale."""
+
 Stateless = tuple[()]
 State = Any
 Sections = tuple[tuple[Any, int], ...]
@@ -203,6 +206,6 @@ def _read(buffer: Buffer | Array, dtype: Any, count: int, name: str) -> Array:
 
 def check_scales(scales: np.ndarray[Any, Any], largest_bits: int, codec: str) -> None:
     """Raise CodecError unless every scale (bfloat16 as uint16) is zero or a normal number an encoder may have made."""
-    odd = (scales > largest_bits) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
-    if odd.any():
+    if np.maximum.reduce(scales) > largest_bits or np.minimum.reduce(scales - _ONE) < _SMALLEST_SCALE_BITS - 1:
+        odd = (scales > largest_bits) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
         raise CodecError(f"{codec}: scale {int(odd.argmax())} is negative, not finite or out of range")

@@ -23,7 +23,7 @@ __all__ = ["LARGE_SLAB", "REACH_BLOCK", "Kernels", "kernels", "use"]
 logger = logging.getLogger(__name__)
 
 LARGE_SLAB = 16_384
-"""The fewest values for which machine code is worth the wait for numba."""
+"""The fewest values for which machine code is worth the wait for numba; once it is here, it takes slabs of any size."""
 
 REACH_BLOCK = 16
 """How many values `reach` looks at together."""
@@ -41,7 +41,9 @@ class Kernels(NamedTuple):
     quantize(x, its bits as int32, block, 1 / most, largest scale bits, 1 / each scale by its bits, None or most if
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
-    ternary(x, its bits as int32, block, digits, scales): as `_all_digits_numpy` of ternary.py; returns the same.
+    ternary(x, its bits as int32, block, scratch int16[block], scratch uint8[5 m], packed uint8[m], scales): as
+      `_encode_numpy` of ternary.py; returns the largest magnitude's bits.
+    write_ternary(packed uint8[m], scales as float32, out, block, add): as `write_blocks` of the digits in `packed`.
     reach(bits as int32, threshold, scratch intp[n / 16, rounded up], places intp[n]): as `_places_from` of topk.py:
       writes where the magnitude's bits are `threshold` or more, ascending; returns how many there are.
     """
@@ -49,6 +51,7 @@ class Kernels(NamedTuple):
     quantize: Callable[..., int]
     write: Callable[..., None]
     ternary: Callable[..., int]
+    write_ternary: Callable[..., None]
     reach: Callable[..., int]
 
 
@@ -60,7 +63,7 @@ _tried = False
 
 def use(choice: bool | None) -> None:
     """Choose for this process: True takes machine code for slabs of every size, False never takes it, None (as at the
-    start) takes it for large slabs if numba is installed.
+    start) takes it if numba is installed, and has it loaded by the first large slab.
 
     Raises ImportError for True where numba is not installed.
     """
@@ -72,7 +75,7 @@ def use(choice: bool | None) -> None:
 
 def kernels(count: int) -> Kernels | None:
     """Return the loops to use for a slab of `count` values, or None: then numpy does it."""
-    if _choice is False or (_choice is None and count < LARGE_SLAB):
+    if _choice is False or (_choice is None and not _tried and count < LARGE_SLAB):
         return None
     return _loaded if _tried else _load()
 
@@ -116,10 +119,20 @@ def _compile(numba: Any) -> Kernels:
         numba.int64(x, bits, numba.int64, numba.float32, numba.int64, x, most, codes, scales)
         for most in (numba.types.none, numba.int64)
     ]
-    write = numba.void(given(numba.int8), given(numba.float32), made(numba.float32), numba.int64, numba.boolean)
-    ternary = numba.int64(x, bits, numba.int64, made(numba.uint8), scales)
+    packed = made(numba.uint8)
+    write, write_ternary = (
+        numba.void(given(kind), given(numba.float32), made(numba.float32), numba.int64, numba.boolean)
+        for kind in (numba.int8, numba.uint8)
+    )
+    ternary = numba.int64(x, bits, numba.int64, made(numba.int16), packed, packed, scales)
     reach = numba.int64(bits, numba.int32, made(numba.intp), made(numba.intp))
-    return Kernels(jit(quantize, _quantize), jit(write, _write), jit(ternary, _ternary), jit(reach, _reach))
+    return Kernels(
+        jit(quantize, _quantize),
+        jit(write, _write),
+        jit(ternary, _ternary),
+        jit(write_ternary, _write_ternary),
+        jit(reach, _reach),
+    )
 
 
 # What follows is compiled. Integers have 64 bits unless they are cast; loops over slices become vectors, but not where
@@ -177,7 +190,7 @@ def _write(codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
                 target[i] = np.float32(source[i]) * scale
 
 
-def _ternary(x: Any, bits: Any, block: int, digits: Any, scales: Any) -> int:
+def _ternary(x: Any, bits: Any, block: int, units: Any, digits: Any, packed: Any, scales: Any) -> int:
     worst = 0
     for number in range(scales.size):
         start = number * block
@@ -190,22 +203,62 @@ def _ternary(x: Any, bits: Any, block: int, digits: Any, scales: Any) -> int:
         factor = np.int32((262 - exponent) << 23 if alive else 0).view(np.float32)
         total = np.int32(0)
         for i in range(values.size):
-            total = np.int32(total + abs(np.int32(values[i] * factor)))
+            unit = np.int32(values[i] * factor)
+            units[i] = np.int16(unit)
+            total = np.int32(total + abs(unit))
         threshold = np.int32(total * 717 // (values.size * 1024))
-        below = np.int32(-threshold)
+        above, below = np.int16(threshold), np.int16(-threshold)
         kept, kept_sum = np.int32(0), np.int32(0)
         for i in range(values.size):
-            unit = abs(np.int32(values[i] * factor))
-            kept = np.int32(kept + (np.int32(1) if unit > threshold else np.int32(0)))
-            kept_sum = np.int32(kept_sum + (unit if unit > threshold else np.int32(0)))
+            magnitude = np.int32(abs(np.int32(units[i])))
+            kept = np.int32(kept + (np.int32(1) if magnitude > threshold else np.int32(0)))
+            kept_sum = np.int32(kept_sum + (magnitude if magnitude > threshold else np.int32(0)))
         for i in range(values.size):
-            unit = np.int32(values[i] * factor)
-            raised = np.int32(2) if unit > threshold else np.int32(1)
-            target[i] = np.uint8(raised - (np.int32(1) if unit < below else np.int32(0)))
+            target[i] = np.uint8(np.uint8(1) + np.uint8(units[i] > above) - np.uint8(units[i] < below))
         mean = np.float32(((2 * kept_sum + kept) << 8) // max(int(kept), 1)).view(np.int32)
         rounded = (mean + 0x7FFF + ((mean >> 16) & 1)) >> 16
         scales[number] = min(rounded + ((exponent - (127 + 8 + 9)) << 7), 0x7F7F) if alive else 0
+    width, three = packed.size, np.uint8(3)
+    for i in range(x.size, digits.size):
+        digits[i] = 1
+    for i in range(width):
+        upper = np.uint8(digits[i + 4 * width] * three + digits[i + 3 * width])
+        upper = np.uint8(upper * three + digits[i + 2 * width])
+        upper = np.uint8(upper * three + digits[i + width])
+        packed[i] = np.uint8(upper * three + digits[i])
     return worst
+
+
+def _write_ternary(packed: Any, scales: Any, out: Any, block: int, add: bool) -> None:
+    width, third, shift, one = packed.size, np.int32(171), np.int32(9), np.int32(1)
+    for number in range(scales.size):
+        start, scale = number * block, scales[number]
+        end = min(start + block, out.size)
+        while start < end:  # once, or twice where the block reaches into the next plane
+            plane = start // width
+            stop = min(end, (plane + 1) * width)
+            # byte // 3 ** plane = byte * factor >> places, for all bytes that hold five digits
+            factor, places = np.int32(1), np.int32(0)
+            if plane == 1:
+                factor, places = np.int32(171), np.int32(9)
+            elif plane == 2:
+                factor, places = np.int32(57), np.int32(9)
+            elif plane == 3:
+                factor, places = np.int32(19), np.int32(9)
+            elif plane == 4:
+                factor, places = np.int32(203), np.int32(14)
+            source, target = packed[start - plane * width : stop - plane * width], out[start:stop]
+            if add:
+                for i in range(target.size):
+                    digits = np.int32(np.int32(np.int32(source[i]) * factor) >> places)
+                    rest = np.int32(np.int32(digits * third) >> shift)
+                    target[i] += np.float32(np.int32(digits - np.int32(3) * rest) - one) * scale
+            else:
+                for i in range(target.size):
+                    digits = np.int32(np.int32(np.int32(source[i]) * factor) >> places)
+                    rest = np.int32(np.int32(digits * third) >> shift)
+                    target[i] = np.float32(np.int32(digits - np.int32(3) * rest) - one) * scale
+            start = stop
 
 
 def _reach(bits: Any, threshold: int, hot: Any, places: Any) -> int:

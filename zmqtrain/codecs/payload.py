@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -36,6 +36,7 @@ __all__ = [
     "payload_size",
     "initial_states",
     "encode_payload",
+    "encode_slabs",
     "seal_frame",
     "check_frame",
     "check_payload",
@@ -126,12 +127,16 @@ def initial_states(codecs: Sequence[Codec], counts: Sequence[int]) -> list[State
 
 
 def encode_payload(
-    codecs: Sequence[Codec], segments: Sequence[Array], states: list[State] | None = None
+    codecs: Sequence[Codec],
+    segments: Sequence[Array],
+    states: list[State] | None = None,
+    less: Sequence[Sequence[Buffer]] = (),
 ) -> tuple[bytearray, ...]:
     """Encode 1-D float32 segments (numpy, or what numpy can view), each with its codec, into frames.
 
     No values, no frames.  states: as from `initial_states`, changed in place once all is encoded; without them every
-    slab begins afresh.
+    slab begins afresh.  less: payloads of these very codecs and counts, which have passed `check_payload`: their sum,
+    in order, is taken from the segments, slab by slab, so that nothing as large as a payload's values is allocated.
     Raises NonFiniteDelta naming the segment's index, CodecError for another dtype or shape.
     """
     arrays = [np.asarray(segment) for segment in segments]
@@ -140,8 +145,37 @@ def encode_payload(
             raise CodecError(f"segment {index} has the shape {values.shape}; a segment is flat")
     counts = tuple(values.size for values in arrays)
     plan = plan_payload(tuple(codecs), counts)
+    starts = np.cumsum((0, *counts)).tolist()
+    known = [_by_slab(plan, frames) for frames in less]
+    spare = np.empty(max((slab.values for slab in plan.slabs), default=0) if known else 0, np.float32)
+
+    def rest(number: int, slab: Slab) -> Array:
+        offset = starts[slab.segment]
+        piece = arrays[slab.segment][slab.start - offset : slab.end - offset]
+        if not known or piece.dtype != np.float32:
+            return piece
+        sent = spare[: slab.values]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its codec
+            for add, views in enumerate(known):
+                slab.codec.decode_into(_sections(views[number], slab), sent, add > 0)
+            return np.subtract(piece, sent, out=sent)
+
+    return encode_slabs(codecs, counts, rest, states)
+
+
+def encode_slabs(
+    codecs: Sequence[Codec],
+    counts: Sequence[int],
+    values: Callable[[int, Slab], Array],
+    states: list[State] | None = None,
+) -> tuple[bytearray, ...]:
+    """Encode what is made slab by slab while it is encoded, into frames: see `encode_payload`.
+
+    values(number, slab): gives the slab's values, float32[slab.values], numpy; asked once of each, in order. It may
+    give the same memory each time.
+    """
+    plan = plan_payload(tuple(codecs), tuple(counts))
     before = initial_states(codecs, counts) if states is None else states
-    starts = np.cumsum((0, *counts))
     after: list[State] = []
     frames = []
     for frame_plan in plan.frames:
@@ -149,14 +183,12 @@ def encode_payload(
         view = memoryview(frame)
         for number in frame_plan.slabs:
             slab = plan.slabs[number]
-            offset = int(starts[slab.segment])
-            piece = arrays[slab.segment][slab.start - offset : slab.end - offset]
             try:
-                buffers, state = slab.codec.encode(piece, before[number])
+                buffers, state = slab.codec.encode(values(number, slab), before[number])
             except NonFiniteDelta as error:
-                raise NonFiniteDelta(f"segment {slab.segment} of {len(arrays)}: {error}") from None
+                raise NonFiniteDelta(f"segment {slab.segment} of {len(counts)}: {error}") from None
             except CodecError as error:
-                raise CodecError(f"segment {slab.segment} of {len(arrays)}: {error}") from None
+                raise CodecError(f"segment {slab.segment} of {len(counts)}: {error}") from None
             for section, buffer in zip(slab.sections, buffers, strict=True):
                 view[section] = np.ascontiguousarray(buffer).view(np.uint8).data
             after.append(state)
@@ -165,6 +197,12 @@ def encode_payload(
     if states is not None:
         states[:] = after
     return tuple(frames)
+
+
+def _by_slab(plan: PayloadPlan, frames: Sequence[Buffer]) -> list[memoryview]:
+    """Return for each slab, by its number, the frame that holds it."""
+    opened = sorted((_open(plan, frame) for frame in frames), key=lambda pair: pair[1].slabs.start)
+    return [view for view, held in opened for _ in held.slabs]
 
 
 def seal_frame(plan: PayloadPlan, frame_plan: FramePlan, frame: bytearray) -> None:

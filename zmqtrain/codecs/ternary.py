@@ -71,7 +71,11 @@ def ternary(block: int = 128) -> Codec:
 
     def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
         packed, scales = read_buffers(buffers, layout(out.size), name)
-        write_blocks(_unpack_numpy(packed)[: out.size], scales, out, block, add)
+        if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
+            steps = (scales.astype(np.uint32) << 16).view(np.float32)
+            kernels.write_ternary(packed, steps, out, block, add)
+        else:
+            write_blocks(_unpack_numpy(packed)[: out.size], scales, out, block, add)
 
     def check(buffers: Sequence[Buffer | Array], count: int) -> None:
         packed, scales = read_buffers(buffers, layout(count), name)
@@ -79,7 +83,7 @@ def ternary(block: int = 128) -> Codec:
         if np.maximum.reduce(packed) > _LARGEST_BYTE:
             raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
         width = packed.size
-        if any(packed[place % width] // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
+        if any(int(packed[place % width]) // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
     return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
@@ -144,11 +148,12 @@ def _encode_numpy(x: np.ndarray[Any, Any], block: int) -> tuple[Array, Array]:
     x = np.require(x, requirements=["C", "A"])
     width = block_count(x.size, _DIGITS)
     digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(block_count(x.size, block), np.uint16)
-    digits[x.size :] = 1
     if kernels := fast.kernels(x.size):
-        needs_finite(kernels.ternary(x, x.view(np.int32), block, digits[: x.size], scales), x.size)
-    else:
-        _all_digits_numpy(x, block, digits, scales)
+        units, packed = _scratch.take("units", block, np.int16), np.empty(width, np.uint8)
+        needs_finite(kernels.ternary(x, x.view(np.int32), block, units, digits, packed, scales), x.size)
+        return packed, scales
+    digits[x.size :] = 1
+    _all_digits_numpy(x, block, digits, scales)
     planes = digits.reshape(_DIGITS, width)
     packed = np.multiply(planes[_DIGITS - 1], 3)
     for digit in range(_DIGITS - 2, 0, -1):

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
 from zmqtrain.codecs.codec import SLAB_VALUES, State
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states, payload_size
+from zmqtrain.codecs.payload import (
+    Slab,
+    check_payload,
+    decode_payload,
+    encode_slabs,
+    initial_states,
+    payload_size,
+)
 from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
 from zmqtrain.protocol.messages import Contribution, Publish, Reduce, Snapshot
 from zmqtrain.runtime.delta import (
@@ -195,7 +202,7 @@ class Aggregator:
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
         if self.holds:
             self._combine(reduce.contributions)
-        overflowed = tuple(fragment for fragment in reduce.fragments if not np.isfinite(self._sums[fragment]).all())
+        overflowed = tuple(fragment for fragment in reduce.fragments if not _is_finite(self._sums[fragment]))
         for fragment in overflowed:
             self._sums[fragment].fill(0)
         frames = tuple(
@@ -282,15 +289,22 @@ class Aggregator:
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
         codecs = coding.of_fragment(self.layout, fragment)
         states = self._states[fragment] if coding is self.broadcast_coding else None
-        for start in range(0, total.size, SLAB_VALUES):  # one pass over the memory; the sum becomes what is unpublished
-            part = slice(start, start + SLAB_VALUES)
-            mean = mean_over_live(total[part], live, out=total[part])
+        longest = max(codec.slab for codec in codecs)
+        spare = np.empty(min(longest, total.size), np.float32)
+
+        def unpublished(number: int, slab: Slab) -> Vector:
+            """Step this part of the parameters, in a core's cache, and return what is not published of it."""
+            part, rest = slice(slab.start, slab.end), spare[: slab.values]
+            mean = mean_over_live(total[part], live, out=rest)
             parameters[part] += self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
-            np.subtract(parameters[part], published[part], out=total[part])
+            total[part] = 0
+            return np.subtract(parameters[part], published[part], out=rest)
+
         try:
-            frames = encode_payload(codecs, cut(total, counts), states)
-        finally:
+            frames = encode_slabs(codecs, counts, unpublished, states)
+        except CodecError:
             total.fill(0)
+            raise
         decode_payload(codecs, frames, counts, out=published, add=True, checked=True)
         return frames
 
@@ -355,6 +369,10 @@ class Aggregator:
         for key in self._outer_state[0]:
             for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
                 state[key][:] = flat
+
+
+def _is_finite(flat: Vector) -> bool:
+    return all(np.isfinite(flat[start : start + SLAB_VALUES]).all() for start in range(0, flat.size, SLAB_VALUES))
 
 
 def _norm(u: Vector) -> float:

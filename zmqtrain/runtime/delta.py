@@ -171,14 +171,16 @@ class DeltaCoder:
     def _encode_here(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
         codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
         segments = [np.asarray(segment) for segment in offer.segments]
-        if on_the_way:
+        alike = all(u.codec == coding.name for u in on_the_way)
+        if not alike:
             sent = cut(self._sum(on_the_way), counts)
             segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
+        less = [u.frames for u in on_the_way] if alike else ()
         if offer.dense:
-            return encode_payload(codecs, segments)
+            return encode_payload(codecs, segments, less=less)
         if offer.fragment not in self._states:
             self._states[offer.fragment] = initial_states(codecs, counts)
-        return encode_payload(codecs, segments, self._states[offer.fragment])
+        return encode_payload(codecs, segments, self._states[offer.fragment], less)
 
     def _encode_on_device(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
         assert self.device is not None
