@@ -37,7 +37,6 @@ from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
 from zmqtrain.protocol.messages import Contribution, Publish, Reduce, Snapshot
 from zmqtrain.runtime.delta import (
     DENSE,
-    cut,
     decode_snapshot,
     encode_snapshot,
     snapshot_codecs,

@@ -25,6 +25,7 @@ from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payloa
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.moments import decode_moments, split_snapshot
+from zmqtrain.runtime.vectors import Vectors
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update
 
@@ -134,6 +135,7 @@ class DeltaCoder:
         self.device = device
         self.unacked: dict[int, Encoded] = {}
         self._states: dict[int, list[State]] = {}
+        self._vectors = Vectors()
 
     def warm_up(self, fragment: int) -> None:
         """Have all that the exchanges of one fragment need compiled, where there is something to compile."""
@@ -239,11 +241,9 @@ class DeltaCoder:
 
     def _sum(self, encoded: Sequence[Encoded]) -> Vector:
         counts = self.layout.counts(encoded[0].fragment)
-        total: Vector | None = None
-        for u in encoded:
-            values = decode_payload(self._codecs(u), u.frames, counts, checked=True)
-            total = values if total is None else np.add(total, values, out=total)
-        assert total is not None
+        total = self._vectors.take(sum(counts))
+        for number, u in enumerate(encoded):
+            decode_payload(self._codecs(u), u.frames, counts, out=total, add=number > 0, checked=True)
         return total
 
     def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
@@ -252,4 +252,5 @@ class DeltaCoder:
         if self.device is not None and not self._goes_here(codec):
             return self.device.decode(codecs, frames, counts)
         check_payload(codecs, frames, counts)
-        return cut(decode_payload(codecs, frames, counts, checked=True), counts)
+        flat = decode_payload(codecs, frames, counts, out=self._vectors.take(sum(counts)), checked=True)
+        return cut(flat, counts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -233,10 +233,7 @@ class Rebase:
     def __init__(self, layout: Layout, donate: bool, elastic: float = 1.0) -> None:
         self.layout, self.elastic = layout, elastic
         self._pending = jax.jit(self._take, static_argnums=(2, 3))
-        self._move = jax.jit(self._add, static_argnums=2, donate_argnums=0)
-        self._move_kept = self._move if donate else jax.jit(self._add, static_argnums=2)
-        self._less = jax.jit(partial(jax.tree.map, jnp.subtract))
-        self._negated = jax.jit(partial(jax.tree.map, jnp.negative))
+        self._move = jax.jit(self._both, static_argnums=4, donate_argnums=(0, 1) if donate else (1,))
         self._replace = jax.jit(self._adopt, donate_argnums=(0, 1) if donate else (1,))
 
     def warm_up(self, params: Leaves, anchor: Leaves) -> None:
@@ -246,7 +243,8 @@ class Rebase:
             for whole in {True, self.elastic == 1}:
                 segments = self.pending(params, anchor, fragment, whole=whole)
             still = {fragment: [jnp.zeros_like(segment) for segment in segments]}
-            params, anchor = self.apply(params, anchor, still, still)
+            for shared, own in ((still, still), (still, {}), ({}, still)):
+                params, anchor = self.apply(params, anchor, shared, own)
         jax.tree.map(lambda leaf: leaf.block_until_ready(), (params, anchor))
 
     def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
@@ -261,24 +259,27 @@ class Rebase:
     def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
         """Return params + D(U) - D(u) and anchor + D(U). The anchor's buffers are used up.
 
-        Fragment by fragment, and with the same compiled function for both: whatever mixture of fragments and own parts
-        an update holds, nothing is compiled that was compiled before (a fragment of 109 leaves takes about a second).
+        Fragment by fragment, and each by one compiled function: whatever mixture of fragments and own parts an update
+        holds, nothing is compiled that was compiled before (a fragment of 109 leaves takes about a second). What an
+        update does not hold is zero there.
         """
         for fragment in sorted({*aggregate, *own}):
-            own_step = jax.device_put(list(own.get(fragment, ())))
-            if fragment in aggregate:
-                shared = jax.device_put(list(aggregate[fragment]))
-                anchor = self._moved(self._move, anchor, shared, fragment)
-                step = self._less(shared, own_step) if fragment in own else shared
-            else:
-                step = self._negated(own_step)
-            params = self._moved(self._move_kept, params, step, fragment)
+            touched = self.layout.leaves(fragment)
+            shared, mine = ([*segments.get(fragment, ())] for segments in (aggregate, own))
+            ahead, behind = self._move(
+                [params[i] for i in touched],
+                [anchor[i] for i in touched],
+                shared or [jnp.zeros(segment.shape, jnp.float32) for segment in mine],
+                mine or [jnp.zeros(segment.shape, jnp.float32) for segment in shared],
+                fragment,
+            )
+            params, anchor = self._placed(params, ahead, touched), self._placed(anchor, behind, touched)
         return list(params), anchor
 
-    def _moved(self, move: Callable[..., Leaves], leaves: Leaves, step: Leaves, fragment: int) -> Leaves:
-        touched = self.layout.leaves(fragment)
-        moved = dict(zip(touched, move([leaves[i] for i in touched], step, fragment), strict=True))
-        return [moved.get(i, leaf) for i, leaf in enumerate(leaves)]
+    @staticmethod
+    def _placed(leaves: Leaves, moved: Leaves, touched: Sequence[int]) -> Leaves:
+        new = dict(zip(touched, moved, strict=True))
+        return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
 
     def adopt(self, params: Leaves, anchor: Leaves, new: Sequence[Any], own: Segments) -> tuple[Leaves, Leaves]:
         """Return new + (params - anchor - D(u)) and a copy of the new anchor: what is pending stays pending."""
@@ -300,9 +301,15 @@ class Rebase:
                 moved[i] = self.layout.add(moved[i], i, fragment, part if sign > 0 else -part)
         return [leaf.astype(old.dtype) for leaf, old in zip(moved, params, strict=True)]
 
-    def _add(self, leaves: Leaves, step: Leaves, fragment: int) -> Leaves:
-        touched = self.layout.leaves(fragment)
-        return [self.layout.add(leaf, i, fragment, part) for leaf, i, part in zip(leaves, touched, step, strict=True)]
+    def _both(
+        self, params: Leaves, anchor: Leaves, shared: Leaves, own: Leaves, fragment: int
+    ) -> tuple[Leaves, Leaves]:
+        add, touched = self.layout.add, self.layout.leaves(fragment)
+        step = [ours - mine for ours, mine in zip(shared, own, strict=True)]
+        return (
+            [add(leaf, i, fragment, part) for leaf, i, part in zip(params, touched, step, strict=True)],
+            [add(leaf, i, fragment, part) for leaf, i, part in zip(anchor, touched, shared, strict=True)],
+        )
 
     def _adopt(self, params: Leaves, anchor: Leaves, new: Leaves, own: Segments) -> tuple[Leaves, Leaves]:
         pending = self._shift([p.astype(jnp.float32) - a for p, a in zip(params, anchor, strict=True)], own, -1.0)
