@@ -4,6 +4,8 @@ Rule 1: what is measured is what a run does, without a network: `DeltaCoder` and
 checksums included.  Rule 2: CPU time of the one thread; the best of all rounds counts.  Rule 3: the last lines printed
 are those of the table in `zmqtrain/runtime/costs.py`, which plans are made from: measure, and copy them there.
 
+Where a processor trains, it subtracts and rebases too (all threads of XLA's): the line REBASE_NS.
+
 encode, decode: at a node, of its delta; of the aggregate and of its own part in it.  accumulate: at the hub, of one
 contribution, checked and added.  release: at the hub, of one aggregate: outer step, encoding, what was published.
 """
@@ -15,19 +17,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from zmqtrain.codecs.fragment import Layout
 from zmqtrain.protocol.messages import Aggregate, Contribution, Publish, Reduce
 from zmqtrain.runtime.aggregator import Aggregator
 from zmqtrain.runtime.costs import COSTS, CodecCosts
 from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
 from zmqtrain.runtime.schedule import model_of
 from zmqtrain.settings import RunSettings
+from zmqtrain.train.step import Rebase
 from zmqtrain.types import Offer, PeerId
 
 from report import print_table, write_json
 
-__all__ = ["measure", "main"]
+__all__ = ["measure", "measure_rebase", "main"]
 
 Result = TypeVar("Result")
 PEER = PeerId("pc-1#0")
@@ -78,6 +84,22 @@ def measure(spec: str, values: int, rounds: int, seed: int = 0) -> CodecCosts:
     return CodecCosts(**{f"{name}_ns": round(1e9 * seconds / values, 2) for name, seconds in watch.least.items()})
 
 
+def measure_rebase(values: int, rounds: int) -> float:
+    """Return what subtracting and rebasing cost per parameter where a processor does it: CPU ns of all threads."""
+    model = model_of(values)
+    rebase = Rebase(Layout(model, 1), donate=True)
+    params, anchor = ([jnp.zeros(leaf.shape) for leaf in model] for _ in range(2))
+    step = {0: [np.ones(leaf.shape, np.float32) for leaf in model]}
+    least = float("inf")
+    for _ in range(rounds + 1):  # the first compiles
+        began = time.process_time()
+        jax.block_until_ready(rebase.pending(params, anchor, 0))
+        params, anchor = rebase.apply(params, anchor, step, step)
+        jax.block_until_ready((params, anchor))
+        least = min(least, time.process_time() - began)
+    return 1e9 * least / values
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the codecs that the command line names; print their table, and its lines as the package has them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -91,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(rows, f"CPU ns per parameter, {int(options.values):,} values")
     for spec, cost in costs.items():
         print(f'    "{spec}": {cost!r},')
+    print(f"REBASE_NS = {measure_rebase(int(options.values), options.rounds):.2g}")
     if options.json:
         write_json(options.json, rows)
 

@@ -44,8 +44,9 @@ TRANSPORT_NODE_NS, TRANSPORT_HUB_NS = 0.6, 0.45
 DISPATCH_SECONDS = 0.005
 """What the training thread is held per exchange, where a card does the rest (`held_ms` of `bench/efficiency.py`)."""
 
-REBASE_NS = 1.3
-"""What it is held besides per parameter of the fragment, where a processor subtracts and rebases (the same column)."""
+REBASE_NS = 3.2
+"""What training loses besides per parameter of the fragment, where a processor subtracts and rebases: CPU time of all
+its threads. `bench/costs.py` prints this line, too."""
 
 CARD_NS = 0.3
 """What a codec takes of a card's own time, per parameter: not measured, but counted: some 60 bytes of its memory are
