@@ -30,11 +30,11 @@ class CodecCosts:
 
 
 COSTS: dict[str, CodecCosts] = {
-    "float32": CodecCosts(encode_ns=1.16, decode_ns=1.85, accumulate_ns=1.18, release_ns=2.79),
-    "bf16": CodecCosts(encode_ns=1.1, decode_ns=1.4, accumulate_ns=0.95, release_ns=2.88),
-    "int8": CodecCosts(encode_ns=0.49, decode_ns=1.13, accumulate_ns=0.57, release_ns=2.08),
-    "int4": CodecCosts(encode_ns=0.55, decode_ns=1.65, accumulate_ns=0.69, release_ns=2.43),
-    "ternary": CodecCosts(encode_ns=0.61, decode_ns=1.53, accumulate_ns=0.8, release_ns=2.7),
+    "float32": CodecCosts(encode_ns=1.25, decode_ns=1.45, accumulate_ns=1.25, release_ns=2.92),
+    "bf16": CodecCosts(encode_ns=1.2, decode_ns=1.11, accumulate_ns=1.03, release_ns=3.02),
+    "int8": CodecCosts(encode_ns=0.54, decode_ns=0.88, accumulate_ns=0.6, release_ns=2.15),
+    "int4": CodecCosts(encode_ns=0.52, decode_ns=1.02, accumulate_ns=0.71, release_ns=2.3),
+    "ternary": CodecCosts(encode_ns=0.52, decode_ns=1.0, accumulate_ns=0.6, release_ns=2.32),
 }
 """By codec, the densest first. `bench/costs.py` measures them and prints these lines."""
 
@@ -44,7 +44,7 @@ TRANSPORT_NODE_NS, TRANSPORT_HUB_NS = 0.6, 0.45
 DISPATCH_SECONDS = 0.005
 """What the training thread is held per exchange, where a card does the rest (`held_ms` of `bench/efficiency.py`)."""
 
-REBASE_NS = 3.2
+REBASE_NS = 2.2
 """What training loses besides per parameter of the fragment, where a processor subtracts and rebases: CPU time of all
 its threads. `bench/costs.py` prints this line, too."""
 
