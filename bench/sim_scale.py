@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hub-link", nargs="+", default=list(HUB_RATES), help="of the hub's port, a row each")
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES), help="a row each")
     parser.add_argument("--masters", type=int, nargs="+", default=list(MASTERS), help="a row each")
-    parser.add_argument("--simulate-up-to", type=int, default=128, metavar="NODES", help="more are predicted only")
+    parser.add_argument("--simulate-up-to", type=int, default=64, metavar="NODES", help="more are predicted only")
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help=f"draw here; 'docs' is {FIGURE.name} in docs/figures"
     )

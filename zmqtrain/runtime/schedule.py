@@ -42,8 +42,8 @@ PAYLOAD_SHARE = 0.956
 """What plain TCP carries of a port's rate at an MTU of 1,500: 956 of 1,000 Mb/s, measured."""
 
 BUSIEST = 0.8
-"""No stage may be busy for a larger share of the time: in the simulator the rounds of busier runs of many nodes fall
-apart, and then cost more (bench/sim_scale.py)."""
+"""No stage may be busy for a larger share of the time: one that is nearly full makes a queue of every
+hesitation (in the simulator, runs of 64 nodes at 0.9 fell behind their plans: bench/sim_scale.py)."""
 
 LATE = 1.25
 """What an exchange may take of its usual time before it comes too late for d."""
