@@ -53,8 +53,10 @@ HELD = 0.03
 
 _LEAF_VALUES = 1 << 20
 _ZMQ_FRAME_BYTES = 9
-_ROUTING_PARTS = 2
+_MESSAGE_PARTS = 2
 """A ZeroMQ message of two parts: each has a flag and a length of at most 8 bytes."""
+_MASTER_BYTES = 256
+"""What one more master costs an exchange each way: an announcement of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ def exchange_bytes(
         # a chunk is granted or acknowledged by its receiver, on the other way
         up += len(answer) * _message_bytes(Credit(2**31, 1))
         down += len(sizes) * _message_bytes(Credit(2**31, 1))
-    more_heads = (masters - 1) * fragments * 256  # every master has heads of its own
+    more_heads = (masters - 1) * fragments * _MASTER_BYTES
     return ExchangeBytes(-(-(up + more_heads) // fragments), -(-(down + more_heads) // fragments))
 
 
@@ -189,7 +191,7 @@ def _frame_sizes(coding: Coding, layout: Layout, fragment: int) -> tuple[int, ..
 
 
 def _transfer_bytes(announcement: Message, sizes: tuple[int, ...]) -> int:
-    chunk = len(encode_message(Chunk(2**31, 2**8))) + _ROUTING_PARTS * _ZMQ_FRAME_BYTES
+    chunk = len(encode_message(Chunk(2**31, 2**8))) + _MESSAGE_PARTS * _ZMQ_FRAME_BYTES
     return _message_bytes(announcement) + sum(sizes) + len(sizes) * chunk
 
 
