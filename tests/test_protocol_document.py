@@ -63,6 +63,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     tuple[WireLeaf, ...]: "model",
     tuple[tuple[int, int], ...]: "landings",
     tuple[tuple[str, int], ...]: "origins",
+    tuple[tuple[int, int, int], ...]: "schedules",
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye, Relay}
 MODEL = (LeafSpec("w", (4,), "float32"),)

@@ -28,13 +28,14 @@ def parse_bytes(text: str, name: str = "an amount of memory") -> int:
 
 
 def parse_rate(text: str, name: str = "a link's rate") -> int:
-    """Return the bits per second of "1gbit", "2.5 Gbit/s", "100mbit" or "1e9".
+    """Return the bits per second of "1gbit", "2.5 Gbit/s", "100mbit", "1e9", or, in bytes, of "12.5MB/s".
 
     Raises ConfigError, naming what it is, unless it is 1 or more.
     """
-    return _read(
-        text, rf"{_NUMBER}([kmg]?)(?:bit|b)?(?:/s|ps)?", f"{name} is written like 1gbit or 100mbit, not {text!r}"
-    )
+    wrong = f"{name} is written like 1gbit, 100mbit or 12.5MB/s, not {text!r}"
+    if re.fullmatch(rf"{_NUMBER}[kKmMgG]?B(?:/s|ps)?\s*", text):  # a large B is bytes, as everywhere
+        return 8 * _read(text, rf"{_NUMBER}([kmg]?)b(?:/s|ps)?\s*", wrong)
+    return _read(text, rf"{_NUMBER}([kmg]?)(?:bit|b)?(?:/s|ps)?\s*", wrong)
 
 
 def _read(text: str, pattern: str, wrong: str) -> int:

@@ -5,13 +5,22 @@ Rule 1: checked once, here, never from the environment.  Rule 2: a spec string i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.specs import split_argument
 
-__all__ = ["RunSettings"]
+__all__ = ["AUTO_EVERY", "AUTO_DELAY", "read_steps", "RunSettings"]
+
+AUTO_EVERY, AUTO_DELAY = 0, -1
+"""What `every` and `delay` are where people write "auto"."""
+
+
+def read_steps(name: str, value: Any) -> Any:
+    """Return what a person wrote for the setting `name`: "auto" of `every` and `delay` as a number, all else as is."""
+    auto = {"every": AUTO_EVERY, "delay": AUTO_DELAY}
+    return auto[name] if name in auto and value == "auto" else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +32,10 @@ class RunSettings:
     program_arguments: str = ""
     """Arguments of the program, as "width=128,layers=2"."""
     every: int = 8
-    """k: a node offers a delta every so many steps."""
+    """k: a node offers a delta every so many steps; 0 (auto): as often as links and machines allow, as measured."""
     delay: int = 4
-    """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer."""
+    """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; -1 (auto):
+    when it has come, as measured."""
     codec: str = "ternary"
     """How a node's delta is coded on its way up: a spec such as ternary:block=128, topk:density=0.01+int4 or
     "ternary;<1024=bf16" (docs/codecs.md). "ternary:block=128,fragments=8" sets fragments too."""
@@ -101,10 +111,11 @@ class RunSettings:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least:g}, got {getattr(self, name)}")
 
-        for name in ("every", "fragments", "start_nodes"):
+        for name in ("fragments", "start_nodes"):
             at_least(name, 1)
-        for name in ("delay", "units", "evaluate_seconds", "seed"):
+        for name in ("every", "units", "evaluate_seconds", "seed"):
             at_least(name, 0)
+        at_least("delay", AUTO_DELAY)
         at_least("heartbeat_seconds", 0.01)
         at_least("max_staleness", 0)
         at_least("apart_steps", 1)
@@ -134,6 +145,11 @@ class RunSettings:
             raise ConfigError(
                 'mode "strict" makes the same bits again, and what depends on the speed of nodes does not: say '
                 "--minibatch fixed:batches=1, or as many as you like"
+            )
+        if self.mode == "strict" and self.is_planned:
+            raise ConfigError(
+                'mode "strict" makes the same bits again, and k and d that follow from measured times do not: say '
+                "--every and --delay in numbers; `zmqtrain plan` says which fit"
             )
         if self.initial == "own" and self.elastic == 1 and self.preemption == "none":
             raise ConfigError(
@@ -172,8 +188,18 @@ class RunSettings:
 
     @property
     def offers_in_flight(self) -> int:
-        """How many offers of one node may be on their way: just as many as `delay` asks for."""
-        return max(1, -(-self.delay // self.every))
+        """How many offers of one node may be on their way: just as many as `delay` asks for (of a planned run: one,
+        until `scheduled` says k and d)."""
+        return 1 if self.is_planned else max(1, -(-self.delay // self.every))
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether k or d (auto) follow from what is measured: the broker announces them, again and again."""
+        return self.every == AUTO_EVERY or self.delay == AUTO_DELAY
+
+    def scheduled(self, every: int, delay: int) -> RunSettings:
+        """Return the settings with this k and d."""
+        return replace(self, every=every, delay=delay)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for the wire and the checkpoint."""
@@ -188,6 +214,7 @@ class RunSettings:
             if name not in known:
                 raise ConfigError(f"unknown setting {name!r}: the broker runs another version of zmqtrain")
             wanted = type(known[name].default)
+            value = read_steps(name, value)
             if wanted is float and type(value) is int:
                 value = float(value)
             if type(value) is not wanted:

@@ -184,7 +184,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class ExchangeStatistics:
-    """Running figures of an exchange. encode_seconds, decode_seconds: CPU time, not of the training thread."""
+    """Running figures of an exchange. encode_seconds, decode_seconds: CPU time, not of the training thread.
+
+    link_rate: of this machine's port, in bytes of payload per second, one way, as told or measured; 0: not known.
+    """
 
     version: Version
     peers: int
@@ -195,6 +198,7 @@ class ExchangeStatistics:
     publishes: int
     publishes_refused: int
     round_trip_seconds: float | None
+    link_rate: float = 0.0
 
 
 class Clock(Protocol):
@@ -297,6 +301,9 @@ class Exchange(Protocol):
 
         True at once while the run goes on (this node leaves early), or when there is nobody to ask.
         """
+
+    def schedule(self) -> tuple[int, int]:
+        """Return the run's k and d as they hold at the version that is applied here; asked where k or d are auto."""
 
     def pace(self) -> tuple[float, Sequence[float]]:
         """Return the samples per second of this node and of all live ones, as last reported (NaN: not known)."""

@@ -20,7 +20,7 @@ from zmqtrain.cli.settings import (
     read_server_key,
 )
 from zmqtrain.errors import ConfigError
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys
 
 HUB = "tcp://192.168.1.10:5555"
@@ -110,10 +110,28 @@ def test_the_network_is_not_listened_on_without_keys_or_an_explicit_word() -> No
     assert broker("--bind", "tcp://127.0.0.1:5555").insecure is False
 
 
+def test_k_and_d_may_be_auto_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
+    flags = broker("--insecure", "--every", "auto", "--delay", "auto")
+    file = broker("--config", write(tmp_path, 'insecure = true\nevery = "auto"\ndelay = 7\n'))
+    assert (flags.every, flags.delay, file.every, file.delay) == (AUTO_EVERY, AUTO_DELAY, AUTO_EVERY, 7)
+    assert flags.is_planned and file.is_planned and RunSettings.from_dict(file.to_dict()).is_planned
+
+
+@pytest.mark.parametrize("flag", [("--every", "0"), ("--delay", "-1"), ("--every", "often")])
+def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        broker("--insecure", *flag)
+    assert flag[0].strip("-") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "argv", "words"),
     [
-        (BrokerConfig, ["--insecure", "--every", "0"], "every must be at least 1"),
+        (BrokerConfig, ["--insecure", "--link", "1gigabyte"], "link is written like 1gbit, 100mbit or 12.5MB/s"),
+        (BrokerConfig, ["--insecure", "--share", "0"], "0 < share <= 1"),
+        (BrokerConfig, ["--insecure", "--every", "auto", "--release", "all", "--mode", "strict"], "zmqtrain plan"),
+        (NodeConfig, [HUB, "--link", "fast"], "link is written like"),
+        (NodeConfig, [HUB, "--share", "1.5"], "0 < share <= 1"),
         (BrokerConfig, ["--insecure", "--checkpoint-seconds", "0"], "checkpoint_seconds must be at least"),
         (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
         (BrokerConfig, ["--insecure", "--broadcast-codec", "terniary"], "broadcast_codec = 'terniary'.*ternary"),

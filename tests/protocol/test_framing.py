@@ -33,6 +33,7 @@ from zmqtrain.protocol.messages import (
     Relay,
     Report,
     Roster,
+    Schedule,
     Snapshot,
     Welcome,
     WorkRequest,
@@ -43,6 +44,8 @@ from zmqtrain.types import MAX_FRAME_BYTES
 
 EXAMPLES = [
     Hello("pc-1"),
+    Hello("pc-1", link=1.2e8, share=0.8),
+    Welcome("run-1", 3, {}, schedules=((-1, 8, 4), (7, 12, 5))),
     Welcome(
         "run-1", 3, RunSettings().to_dict(), (("w", (2, 3), "float32"), ("scalar", (), "float32")), ((1, 2),), (4,)
     ),
@@ -52,6 +55,8 @@ EXAMPLES = [
     Report(1, 2, 3.0, 4.0, 5.0, 6, 7, 8, "nothing", {"loss": 1.0}, 9),
     Report(1, 2, 3.0, float("inf"), 5.0, 6, 7, 8),
     Roster(1, ({"name": "pc-1", "step": 3, "loss": 0.5, "idle": False},), "pc-1#1", 1, 2, 3, 4, 5.0, {}, -1),
+    Roster(1, (), "", 1, 2, 3, 4, 5.0, {}, -1, 12, 5),
+    Schedule(12, 5, 40),
     Fetch(3, (("w", (2, 3), "float32"),), 0.5),
     Snapshot(1, 2, (3, 4), ((1, 2),), 1, True),
     Publish(1, 2, 3, 0, "ternary:block=128", (100,), 10, 5, 0.25),

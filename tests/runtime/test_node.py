@@ -71,7 +71,7 @@ def hear_frames(node, announcement, frames):
 
 
 def said(node, kind):
-    return [message for head in node._link._control if isinstance(message := decode_message(head), kind)]
+    return [message for head in node._link._sender.waiting_control if isinstance(message := decode_message(head), kind)]
 
 
 def decoded(node):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from zmqtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from zmqtrain.transport.pacing import Credits, Outbox, TokenBucket
+from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.types import PeerId
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -360,38 +360,3 @@ def test_all_that_was_pushed_is_sent_once_and_in_order(transfers: list[list[int]
         act("send")
         act("acknowledge")
     assert [id(chunk) for chunk in sent] == [id(chunk) for _, chunk in wanted]
-
-
-# ---- TokenBucket
-
-
-def test_a_bucket_without_a_rate_never_waits() -> None:
-    bucket = TokenBucket(None, burst_bytes=1)
-    assert bucket.take(10**9, now=0.0) == 0.0
-
-
-def test_a_burst_goes_at_once_and_then_the_rate_holds() -> None:
-    bucket = TokenBucket(100.0, burst_bytes=50)
-    assert bucket.take(50, now=3.0) == 0.0
-    assert bucket.take(10, now=3.0) == pytest.approx(0.1)
-    assert bucket.take(10, now=3.0) == pytest.approx(0.2)
-    assert bucket.take(50, now=10.0) == 0.0
-
-
-@pytest.mark.parametrize(("rate", "burst"), [(0, 1), (-1, 1), (1, 0), (float("nan"), 1)])
-def test_a_rate_or_burst_of_nothing_is_refused(rate: float, burst: float) -> None:
-    with pytest.raises(ConfigError):
-        TokenBucket(rate, burst)
-
-
-@given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 300)), min_size=1, max_size=30))
-def test_what_has_gone_never_exceeds_the_burst_and_the_rate(takes: list[tuple[float, int]]) -> None:
-    rate, burst = 100.0, 50.0
-    bucket = TokenBucket(rate, burst)
-    now = start = 2.0
-    gone = 0
-    for pause, size in takes:
-        now += pause
-        now += bucket.take(size, now)
-        gone += size
-        assert gone <= burst + rate * (now - start) + 1e-6

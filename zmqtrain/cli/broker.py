@@ -21,6 +21,7 @@ from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.auto import link_share
 from zmqtrain.runtime.broker import Broker
 from zmqtrain.runtime.serve import serve
 from zmqtrain.settings import RunSettings
@@ -75,6 +76,7 @@ def _run(config: BrokerConfig) -> int:
             watch=watch,
             interrupted=interrupted,
             events=recorder,
+            share=link_share(config.link, config.share),
         )
     finally:
         display.close()

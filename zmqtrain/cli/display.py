@@ -27,6 +27,7 @@ from zmqtrain.protocol.messages import Roster
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_rate",
     "format_seconds",
     "format_number",
     "format_scores",
@@ -69,6 +70,12 @@ def format_count(count: float) -> str:
     return _scaled(count, 1000.0, ("", "k", "M", "G", "T"))
 
 
+def format_rate(bytes_per_second: float) -> str:
+    """Return 119.5e6 as "956 Mb/s"."""
+    text = _scaled(8 * bytes_per_second, 1000.0, ("b", "kb", "Mb", "Gb", "Tb"))
+    return text if text == NOTHING else text + "/s"
+
+
 def format_seconds(seconds: float) -> str:
     """Return 75 as "1:15", 3700 as "1:01:40"."""
     whole = max(0, int(seconds))
@@ -100,6 +107,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     parts.append(_version(roster))
     parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
     parts.append(f"{format_count(roster.samples)} samples")
+    if roster.every:
+        parts.append(f"k {roster.every}, d {roster.delay}")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     line = " · ".join(parts)
@@ -132,11 +141,15 @@ def roster_line(roster: Roster) -> str:
 def roster_table(roster: Roster) -> Table:
     """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind.
 
+    link: the rate of its port, as it said or as it was measured; the column is there once one is known.
+
     Long names are cut short, so that on 80 columns no figure is.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("node", no_wrap=True, overflow="ellipsis")
-    for name in ("step", "samples/s", "loss", "age", "stale", "up", "down"):
+    measured = any("link_rate" in member for member in roster.members)
+    names = ("step", "samples/s", "loss", "age", "stale", "up", "down", *(["link"] if measured else []))
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for member in roster.members:
@@ -152,6 +165,7 @@ def roster_table(roster: Roster) -> Table:
             str(member["staleness"]),
             format_bytes(_figure(member, "bytes_sent")),
             format_bytes(_figure(member, "bytes_received")),
+            *([format_rate(_figure(member, "link_rate"))] if measured else []),
             doing,
         )
     return table

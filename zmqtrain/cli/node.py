@@ -71,6 +71,8 @@ def _run(config: NodeConfig) -> int:
             timeout_seconds=config.wait_seconds,
             codec_on=config.codec_on,
             events=recorder,
+            link=config.link,
+            share=config.share,
         ) as node:
             program = load_run_program(node.settings, config.data, config.hub)
             induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
+from zmqtrain.runtime.auto import link_share
 from zmqtrain.runtime.rules import check_rules
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps
 from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.zmq_channel import load_public_key
@@ -47,13 +49,47 @@ Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
+def _steps(name: str, least: int, auto: int) -> PrimitiveConstructorSpec[int]:
+    """How a number of steps is read from a flag: "auto", or a number."""
+
+    def read(written: list[str]) -> int:
+        if written[0] == "auto":
+            return auto
+        if not written[0].isdecimal() or int(written[0]) < least:
+            raise ValueError(f"{name} is auto, or a number of at least {least}")
+        return int(written[0])
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{auto,STEPS}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: ["auto" if value == auto else str(value)],
+    )
+
+
+Every = Annotated[int, _steps("every", 1, AUTO_EVERY)]
+Delay = Annotated[int, _steps("delay", 0, AUTO_DELAY)]
+
+
 def _require(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokerConfig(RunSettings):
+class _RunOptions(RunSettings):
+    """The settings of a run as they are typed."""
+
+    every: Every = 8
+    """k: a node offers a delta every so many steps; auto: as often as links and machines allow, as measured."""
+    delay: Delay = 4
+    """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; auto: when
+    it has come, as measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerConfig(_RunOptions):
     """Start the broker of a run: the one program on the hub that the nodes of all PCs connect to.
 
     All settings of the run are given here and nowhere else; the nodes adopt them when they join. Ctrl-C ends the run.
@@ -67,6 +103,11 @@ class BrokerConfig(RunSettings):
     """The hub's CURVE key pair (NAME.key_secret): the traffic is encrypted, and nodes need the public key."""
     insecure: bool = False
     """Listen on the network without keys: whoever reaches the port can join. For a network that you trust."""
+    link: str = ""
+    """The rate of this machine's port, as 1gbit, 2.5gbit or 12.5MB/s; empty: that of the fastest node."""
+    share: float = 1.0
+    """What training may use of this machine's port, each way, the rest being left to others (0.8). With 1 and no link,
+    nothing is limited."""
     checkpoint: Folder = None
     """Save the run here, and resume it from here if there is one."""
     checkpoint_seconds: float = 60.0
@@ -81,6 +122,7 @@ class BrokerConfig(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rules(self)
+        link_share(self.link, self.share)
         _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
         _, port = parse_address(self.bind, "tcp://*:5555")
         if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
@@ -109,6 +151,11 @@ class NodeConfig:
     """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
     wait_seconds: float = 30.0
     """How long to wait for the broker's first answer."""
+    link: str = ""
+    """The rate of this PC's port, as 1gbit, 100mbit or 12.5MB/s; empty: as the broker measures it."""
+    share: float = 1.0
+    """What training may use of this PC's port, each way, the rest being left to others (0.8). With 1 and no link,
+    nothing is limited."""
     pace_seconds: float = 0.0
     """Every step takes at least so long: to emulate a slower PC, or to leave the machine to others."""
     induce: str = ""
@@ -130,6 +177,7 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         parse_address(self.hub)
+        link_share(self.link, self.share)
         _require("wait_seconds", self.wait_seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
         if self.induce:
@@ -140,7 +188,7 @@ class NodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig(RunSettings):
+class LocalConfig(_RunOptions):
     """Run a broker and several nodes on this PC alone: to try out, and to see a run at work.
 
     Example: zmqtrain local --nodes 3 --program text
@@ -295,7 +343,7 @@ def _read_file(kind: type[Any], path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: there is no setting {typed!r}; did you mean {' or '.join(close[:3])}?")
         if key == "program_arguments" and isinstance(value, dict):
             value = _join_arguments(path, value)
-        values[key] = _checked(f"{path}: {key}", value, kinds[key])
+        values[key] = _checked(f"{path}: {key}", read_steps(key, value), kinds[key])
     return values
 
 

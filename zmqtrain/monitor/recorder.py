@@ -106,6 +106,10 @@ class BrokerRecorder(Recorder):
         """See BrokerEvents."""
         self.write(records.founding(self.seconds, self._averaged or (peer,)))
 
+    def scheduled(self, every: int, delay: int, from_version: Version, text: str) -> None:
+        """See BrokerEvents."""
+        self.write(records.plan(self.seconds, every, delay, from_version, text))
+
     def released(self, reduce: Reduce, nodes: int, codec: str, frames: Sequence[Sequence[Buffer]]) -> None:
         """See BrokerEvents."""
         self.write(records.release(self.seconds, reduce, nodes, codec, frames))
@@ -169,6 +173,10 @@ class NodeRecorder(Recorder):
             moments=update.moments is not None,
         )
         self._hold(record)
+
+    def scheduled(self, every: int, delay: int) -> None:
+        """See NodeEvents."""
+        self._hold(records.schedule(self.seconds, self._name, every, delay))
 
     def paced(self, own: float, rates: Sequence[float]) -> None:
         """See NodeEvents."""

@@ -1,7 +1,7 @@
 """Say what a run leaves behind, one flat record per event, as plain dicts: for tables, plots and replays.
 
-    of the run    run  membership  founding  release  evaluation  run_end         (a broker's, or the simulator's)
-    of a node     node  unit  step  pace  offer  withdrawal  application  node_end
+    of the run    run  membership  founding  plan  release  evaluation  run_end         (a broker's, or the simulator's)
+    of a node     node  unit  step  schedule  pace  offer  withdrawal  application  node_end
 
 Rule 1: times are seconds since the record began, of the run's own clock.  Rule 2: a record holds plain values only, so
 that a line of JSON is a record.  Rule 3: the simulator writes the same kinds and keys as a real run.
@@ -30,12 +30,14 @@ __all__ = [
     "run",
     "membership",
     "founding",
+    "plan",
     "release",
     "evaluation",
     "run_end",
     "node",
     "unit",
     "step",
+    "schedule",
     "pace",
     "offer",
     "withdrawal",
@@ -94,6 +96,13 @@ def membership(seconds: float, name: str, what: str, peer: PeerId | None = None,
 def founding(seconds: float, peers: Sequence[PeerId]) -> Record:
     """The run has its first parameters: those of one node, or the mean of several, in this order."""
     return {"kind": "founding", "seconds": seconds, "nodes": [name_of(peer) for peer in peers], "peers": list(peers)}
+
+
+def plan(seconds: float, every: int, delay: int, from_version: Version, text: str) -> Record:
+    """Other k and d are announced, for the time from a version on. text: what they follow from."""
+    return {
+        "kind": "plan", "seconds": seconds, "every": every, "delay": delay, "from_version": from_version, "text": text
+    }  # fmt: skip
 
 
 def release(
@@ -168,6 +177,11 @@ def step(seconds: float, name: str, number: int, loss: float, samples: int = -1)
     """
     record = {"kind": "step", "seconds": seconds, "node": name, "step": number, "loss": loss}
     return {**record, "samples": samples} if samples >= 0 else record
+
+
+def schedule(seconds: float, name: str, every: int, delay: int) -> Record:
+    """A node has come to the run's k and d of now (where they are auto)."""
+    return {"kind": "schedule", "seconds": seconds, "node": name, "every": every, "delay": delay}
 
 
 def pace(seconds: float, name: str, own: float, rates: Sequence[float]) -> Record:

@@ -8,9 +8,10 @@ Rule 3: effects are carried out in the order in which they come.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
-from zmqtrain.errors import CheckpointError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
@@ -35,6 +36,7 @@ from zmqtrain.protocol.messages import (
     Relay,
     Report,
     Roster,
+    Schedule,
     SendTo,
     Serve,
     Snapshot,
@@ -47,6 +49,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import ReleaseRule
+from zmqtrain.protocol.schedules import Planner, Replanning, Timetable
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId
@@ -67,7 +70,8 @@ class Hub:
     """The hub's state machine.
 
     settings, rule: of the run.  run: its id.  version: of the last aggregate, -1 until somebody has founded the run.
-    preemption: who lags in a population (initial own); None: nobody.
+    preemption: who lags in a population (initial own); None: nobody.  planner: what k and d follow from, where the
+    settings leave them open (auto); None: they stay as they begin.
     """
 
     def __init__(
@@ -77,8 +81,12 @@ class Hub:
         run: str,
         now: float = 0.0,
         preemption: Preemption | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.settings, self.run = settings, run
+        self.timetable = Timetable(settings)
+        self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
+        self._news = False  # since the last look whether another plan is due
         self.version = -1
         self.members: dict[PeerId, Member] = {}
         self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
@@ -163,6 +171,11 @@ class Hub:
             if silent > self.settings.lost_seconds:
                 effects += self._lose(member, f"silent for {silent:.1f} s", now)
         effects += self._release(now)
+        if self._news:
+            self._news = False
+            live = [member for member in self.members.values() if member.state is MemberState.LIVE]
+            if (schedule := self.replanning.look(self.version, self.model, live)) is not None:
+                effects.append(Broadcast(schedule))
         if now - self._rostered >= ROSTER_SECONDS:
             self._rostered = now
             effects.append(Broadcast(self.roster(now)))
@@ -196,6 +209,7 @@ class Hub:
 
     def roster(self, now: float) -> Roster:
         """Describe the run and its members as they stand."""
+        settings = self.timetable.at(self.version)
         return Roster(
             version=self.version,
             members=tuple(self._describe(m) for m in self.members.values() if m.state is not MemberState.OBSERVER),
@@ -207,7 +221,15 @@ class Hub:
             seconds=now - self._began,
             scores=dict(self.scores),
             score_version=self.score_version,
+            every=settings.every,
+            delay=settings.delay,
         )
+
+    def measured(self, peer: PeerId, rate: float) -> None:
+        """Take note of how fast a peer's link was seen, in bytes per second."""
+        member = self.members.get(peer)
+        if member is not None and member.measured != rate:
+            member.measured, self._news = rate, True
 
     def _describe(self, member: Member) -> dict[str, int | float | str | bool]:
         report = member.report
@@ -219,6 +241,8 @@ class Hub:
             "staleness": member.staleness,
             "refused": member.refused,
         }
+        if member.link_rate:
+            entry |= {"link_rate": member.link_rate, "share": member.share}
         if report is not None:
             entry |= {
                 "step": report.step,
@@ -235,12 +259,15 @@ class Hub:
     # ------------------------------------------------------------------ coming and going
 
     def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
+        if not (hello.link >= 0 and isfinite(hello.link) and 0 < hello.share <= 1):
+            raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
         before = self.members.pop(sender, None)
         effects: list[HubEffect] = []
         if before is not None:  # what was on its way on the old connection will not come any more
             effects.append(Disconnect(sender, "again", f"{hello.name} connected again"))
         state = MemberState.OBSERVER if hello.role == "observer" else MemberState.WELCOMED
         member = Member(sender, hello.name[:64], state, now, now, hello.version, hello.version < 0)
+        member.link, member.share = hello.link, hello.share
         if before is not None:
             member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
         self.members[sender] = member
@@ -251,6 +278,7 @@ class Hub:
             model=model_to_wire(self.model) if self.version >= 0 else (),
             landed=self._records.landed(sender),
             accepted=tuple(publish.sequence for peer, publish in self.rounds.pending if peer == sender),
+            schedules=self.timetable.since(self.version),
         )
         effects.append(SendTo(sender, welcome))
         if state is MemberState.OBSERVER:
@@ -303,6 +331,7 @@ class Hub:
 
     def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
         del self.members[member.peer]
+        self._news = True
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
         if member.state is MemberState.OBSERVER:
             return [Disconnect(member.peer, "observer", text)]
@@ -317,7 +346,7 @@ class Hub:
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         if len(report.waiting) > MAX_WORDS or len(report.scores or ()) > MAX_SCORES:
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
-        member.report = report
+        member.report, self._news = report, True
         if report.scores and self.score_version <= report.score_version <= self.version:
             self.scores, self.score_version = dict(report.scores), report.score_version
         return []
@@ -357,7 +386,7 @@ class Hub:
             text = f"stands for {publish.samples} samples in {publish.steps} steps"
             return [self._refuse(member, publish, "samples", text)]
         waiting = len(member.open) + sum(peer == member.peer for peer, _ in self.rounds.pending)
-        if waiting >= max(MOST_WAITING, self.settings.offers_in_flight):
+        if waiting >= max(MOST_WAITING, self.timetable.at(self.version).offers_in_flight):
             text = f"{waiting} publishes of this node have not landed; no node that keeps to the settings has so many"
             return [self._refuse(member, publish, "waiting", text)]
         self._records.hear(member.peer, publish.sequence)
@@ -469,6 +498,7 @@ class Hub:
             "scores": self.scores,
             "score_version": self.score_version,
             "records": self._records.state(),
+            "schedules": [list(one) for one in self.timetable.since(self.version)],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -484,7 +514,10 @@ class Hub:
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
             self._records.restore(state["records"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            schedules = [tuple(int(number) for number in one) for one in state.get("schedules", ())]
+            for from_version, every, delay in schedules:
+                self.timetable.add(Schedule(every, delay, from_version))
+        except (AttributeError, FramingError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         if self.version >= 0:
             self._founding.resume(model)

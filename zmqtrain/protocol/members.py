@@ -61,7 +61,8 @@ class Member:
 
     known_version: what it holds.  newcomer: it has never held parameters of this run.  score: of its own parameters, as
     it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
-    whose initial parameters its own descend from.
+    whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
+    said); share: what it gives of it; measured: how fast its link was seen (0: not yet).
     """
 
     peer: PeerId
@@ -82,7 +83,15 @@ class Member:
     staleness: int = 0
     refused: int = 0
     report: Report | None = None
+    link: float = 0.0
+    share: float = 1.0
+    measured: float = 0.0
     open: dict[int, Announcement] = field(default_factory=dict)
+
+    @property
+    def link_rate(self) -> float:
+        """The rate of its port in bytes per second, as it said or as it was seen; 0: not known."""
+        return self.link or self.measured
 
     @property
     def rank(self) -> tuple[bool, float, PeerId]:

@@ -22,6 +22,7 @@ __all__ = [
     "Goodbye",
     "Report",
     "Roster",
+    "Schedule",
     "Fetch",
     "Snapshot",
     "Publish",
@@ -82,12 +83,18 @@ def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing). role: "node" or "observer"."""
+    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing). role: "node" or "observer".
+
+    link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
+    use of it.
+    """
 
     name: str
     role: str = "node"
     run: str = ""
     version: int = -1
+    link: float = 0.0
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class Welcome:
     """Hub to node: the run and its settings; model is empty until somebody founds it.
 
     landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
+    schedules: (from_version, every, delay), as in Schedule: the one that holds, and the next one if there is one.
     """
 
     run: str
@@ -103,6 +111,7 @@ class Welcome:
     model: tuple[WireLeaf, ...] = ()
     landed: tuple[tuple[int, int], ...] = ()
     accepted: tuple[int, ...] = ()
+    schedules: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,10 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Node to hub: how training goes. scores: of the shared model at score_version, when this node evaluated it."""
+    """Node to hub: how training goes. scores: of the shared model at score_version, when this node evaluated it.
+
+    exchange_seconds: CPU of the codec for one exchange, encode and decode (0: none yet).
+    """
 
     step: int
     samples: int
@@ -148,11 +160,15 @@ class Report:
     waiting: str = ""
     scores: dict[str, float] | None = None
     score_version: int = -1
+    exchange_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model."""
+    """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
+
+    every, delay: k and d at `version`.
+    """
 
     version: int
     members: tuple[dict[str, Scalar], ...]
@@ -164,6 +180,17 @@ class Roster:
     seconds: float
     scores: dict[str, float]
     score_version: int
+    every: int = 0
+    delay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Hub to all: from the step boundary at which you have applied `from_version` on, k is `every` and d is `delay`."""
+
+    every: int
+    delay: int
+    from_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +344,7 @@ Message = (
     | Goodbye
     | Report
     | Roster
+    | Schedule
     | Fetch
     | Snapshot
     | Publish
@@ -338,6 +366,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Goodbye,
     Report,
     Roster,
+    Schedule,
     Fetch,
     Snapshot,
     Publish,

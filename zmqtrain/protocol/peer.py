@@ -26,6 +26,7 @@ from zmqtrain.protocol.messages import (
     Publish,
     Refused,
     Roster,
+    Schedule,
     Send,
     Serve,
     Snapshot,
@@ -34,6 +35,7 @@ from zmqtrain.protocol.messages import (
     model_from_wire,
     model_to_wire,
 )
+from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 
@@ -75,13 +77,15 @@ CLOSED. A Snapshot of another node's parameters (version -1) leaves APART as it 
 class Peer:
     """A node's state machine.
 
-    peer: how the hub knows this node.  name: for people.  observer: only watch.
+    peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share: as in Hello.
     version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
     is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
+    timetable: which k and d hold when, from Welcome on.
     """
 
-    def __init__(self, peer: PeerId, name: str, observer: bool = False) -> None:
-        self.peer, self.name, self.observer = peer, name, observer
+    def __init__(self, peer: PeerId, name: str, observer: bool = False, link: float = 0.0, share: float = 1.0) -> None:
+        self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
+        self.timetable: Timetable | None = None
         self.state = PeerState.CONNECTING
         self.run = ""
         self.version = -1
@@ -120,6 +124,12 @@ class Peer:
         """Say how this node's own parameters score now; heard while it trains apart, as one of a population."""
         self.score = score
         return [Send(Fetch(score=score))] if self.state is PeerState.APART else []
+
+    @property
+    def measured_rate(self) -> float:
+        """The rate of this node's port as the hub last said, in bytes per second; 0: it has not."""
+        members = self.roster.members if self.roster is not None else ()
+        return next((float(one.get("link_rate", 0.0)) for one in members if one.get("peer") == self.peer), 0.0)
 
     @property
     def founded(self) -> bool:
@@ -181,6 +191,8 @@ class Peer:
                 return self._withdraw_unheard(sent, heard)
             case Roster():
                 self.roster = message
+            case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
+                self.timetable.add(message)
             case Refused():
                 return self._on_refused(message, now)
             case Goodbye(reason) if self.state is not PeerState.CONNECTING:
@@ -248,7 +260,7 @@ class Peer:
     def _hello(self, now: float) -> list[PeerEffect]:
         self._hello_at = now + HELLO_SECONDS
         role = "observer" if self.observer else "node"
-        return [Send(Hello(self.name, role, self.run, self.version))]
+        return [Send(Hello(self.name, role, self.run, self.version, self.link, self.share))]
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         if self.run and welcome.run != self.run:
@@ -265,6 +277,10 @@ class Peer:
             )
             return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
+        if self.timetable is None:
+            self.timetable = Timetable(self.settings)
+        for from_version, every, delay in welcome.schedules:
+            self.timetable.add(Schedule(every, delay, from_version))
         self.run_model, self._run_version = model_from_wire(welcome.model), welcome.version
         self.state = PeerState.WELCOMED
         self._beat_at = now

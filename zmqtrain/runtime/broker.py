@@ -43,6 +43,7 @@ from zmqtrain.protocol.messages import (
     Expect,
     Found,
     Goodbye,
+    Hello,
     HubEffect,
     Lend,
     Probe,
@@ -52,12 +53,14 @@ from zmqtrain.protocol.messages import (
     Refused,
     Report,
     Roster,
+    Schedule,
     SendTo,
     Serve,
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
+from zmqtrain.runtime.auto import LoadPlanner
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
@@ -66,6 +69,7 @@ from zmqtrain.runtime.rules import canonical
 from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
+from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import VERSION, Buffer, HubChannel, Lane, PeerId, count_values
 
 __all__ = ["BrokerStatistics", "Broker"]
@@ -73,6 +77,9 @@ __all__ = ["BrokerStatistics", "Broker"]
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
+RATE_NEWS = 1.05
+"""A link is said to be faster than it was said to be when it was seen so many times as fast."""
+CONTRIBUTIONS_MEASURED = 32
 OUTBOX_MODELS = 3
 """So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
 
@@ -107,6 +114,7 @@ class Broker:
 
     settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.
     watch: called in the broker's loop with every roster.  events: who is told what happens here, None for nobody.
+    share: what training may use of this machine's port; None: all there is.
     Raises ConfigError, CheckpointError.
     """
 
@@ -118,10 +126,12 @@ class Broker:
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] | None = None,
         events: BrokerEvents | None = None,
+        share: LinkShare | None = None,
     ) -> None:
         self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
         self.checkpoint_seconds = checkpoint_seconds
         run = f"run-{secrets.token_hex(4)}"
+        self.share = share or LinkShare()
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
             self.settings,
@@ -129,11 +139,13 @@ class Broker:
             run,
             time.monotonic(),
             None if rule is None else Laggards(rule),
+            LoadPlanner(self.settings, self.share, self._contribution_seconds),
         )
         self.aggregator = Aggregator(self.settings)
         self.keeper = Keeper(checkpoint, self._job_failed)
         self.keeper.resume(self.hub, self.aggregator)
         self.traffic = Traffic(channel, self._queue_bytes, self._lost)
+        self.traffic.limit(self.share.limit())
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -145,6 +157,8 @@ class Broker:
         self._aggregate_seconds = 0.0
         self._bytes_received = self._snapshots_served = 0
         self._saved_version, self._saved_at = self.hub.version, time.monotonic()
+        self._contributions_before = self.hub.contributions
+        self._limited: float | None = self.share.limit()
 
     # ------------------------------------------------------------------ living
 
@@ -156,6 +170,7 @@ class Broker:
         receiving = asyncio.create_task(self._receive_forever())
         try:
             while not self._stop.is_set():
+                self._see_rates()
                 self._carry_out(self.hub.tick(time.monotonic()))
                 for peer in self.traffic.idle_holders():
                     text = "granted chunks, and none came for longer than they take on a slow link"
@@ -247,11 +262,15 @@ class Broker:
                 self._job(partial(self._check, *whole), self._checked, peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
+            self.traffic.heard(len(frames[0]))
             self.traffic.acknowledged(peer, message)
         else:
             if isinstance(message, Probe) and sum(len(frame) for frame in frames[1:]) != message.size:
                 raise FramingError(f"a probe says that it has {message.size} bytes of padding, and has others")
+            self.traffic.heard(sum(len(frame) for frame in frames))
             self._carry_out(self.hub.receive(peer, message, now))
+            if isinstance(message, Hello):
+                self._limit(peer)
             if isinstance(message, Report) and message.scores and self._events is not None:
                 self._events.evaluated(message.score_version, self.hub.samples, message.scores)
 
@@ -305,6 +324,8 @@ class Broker:
             case Broadcast(message):
                 if isinstance(message, Roster) and self.watch is not None:
                     self.watch(message)
+                if isinstance(message, Schedule):
+                    self._say_schedule(message)
                 for peer in list(self.hub.members):
                     self.traffic.send(peer, message)
             case Expect(peer, announcement):
@@ -336,6 +357,34 @@ class Broker:
     def _count_nodes(self, verb: str) -> str:
         count = self.hub.nodes
         return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
+
+    def _say_schedule(self, schedule: Schedule) -> None:
+        why = self.hub.replanning.text
+        logger.info("from version %d: k = %d, d = %d: %s", schedule.from_version, schedule.every, schedule.delay, why)
+        if self._events is not None:
+            self._events.scheduled(schedule.every, schedule.delay, schedule.from_version, why)
+
+    def _see_rates(self) -> None:
+        """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
+        fastest = 0.0
+        for peer, member in self.hub.members.items():
+            measured = self.traffic.measured(peer)
+            if measured > RATE_NEWS * member.measured:
+                self.hub.measured(peer, measured)
+                self._limit(peer)
+            fastest = max(fastest, member.link_rate)
+        if self.share.limit(fastest) != self._limited:
+            self._limited = self.share.limit(fastest)
+            self.traffic.limit(self._limited)
+
+    def _limit(self, peer: PeerId) -> None:
+        if (member := self.hub.members.get(peer)) is not None:
+            self.traffic.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
+
+    def _contribution_seconds(self) -> float:
+        """The CPU of the codec thread for one contribution; 0 while the run's beginning weighs in it."""
+        here = self.hub.contributions - self._contributions_before
+        return self._aggregate_seconds / here if here >= CONTRIBUTIONS_MEASURED else 0.0
 
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)

@@ -28,6 +28,9 @@ class BrokerEvents(Protocol):
     def averaged(self, peers: Sequence[PeerId]) -> None:
         """The parameters with which the run will be founded are the mean of these nodes', in this order."""
 
+    def scheduled(self, every: int, delay: int, from_version: Version, text: str) -> None:
+        """Other k and d are announced. text: what they follow from."""
+
     def founded(self, peer: PeerId) -> None:
         """The run has its first parameters."""
 
@@ -62,6 +65,9 @@ class NodeEvents(Protocol):
 
     def applied(self, update: Update) -> None:
         """The training thread has taken an update."""
+
+    def scheduled(self, every: int, delay: int) -> None:
+        """The run's k and d have changed for this node: it has applied the version from which they hold."""
 
     def paced(self, own: float, rates: Sequence[float]) -> None:
         """The node has planned by these paces."""

@@ -92,6 +92,8 @@ class PeerExchange(ABC):
         self._withdrawn: Mailbox[int] = Mailbox(WITHDRAWN_KEPT)
         self._withdrawals = 0
         self._encode_seconds = 0.0
+        self._encoded = 0
+        self._scheduled = (0, 0)
 
     # ------------------------------------------------------------------ threads and time: of who runs it
 
@@ -196,8 +198,10 @@ class PeerExchange(ABC):
     def next_fragment(self) -> int | None:
         """See Exchange; decided by `Offers.next_fragment`."""
         self._hear_withdrawn()
-        settings = self._peer.settings
-        return None if settings is None else self._offers.next_fragment(settings, self._link.live)
+        timetable = self._peer.timetable
+        if timetable is None:
+            return None
+        return self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
 
     def offer(
         self,
@@ -264,6 +268,17 @@ class PeerExchange(ABC):
             return True
         return 0 <= self._units.end_version <= self._offers.version
 
+    def schedule(self) -> tuple[int, int]:
+        """See Exchange."""
+        timetable = self._peer.timetable
+        settings = self.settings if timetable is None else timetable.at(self._offers.version)
+        scheduled = (settings.every, settings.delay)
+        if scheduled != self._scheduled:
+            self._scheduled = scheduled
+            if self._events is not None:
+                self._events.scheduled(*scheduled)
+        return scheduled
+
     def pace(self) -> tuple[float, Sequence[float]]:
         """See Exchange."""
         own, rates = paces(self._peer.roster, self._peer.peer)
@@ -278,6 +293,11 @@ class PeerExchange(ABC):
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
         if self._events is not None:
             self._events.stepped(step, samples, loss)
+
+    @property
+    def _exchange_seconds(self) -> float:
+        """The CPU seconds that the codec takes for one exchange; 0 before the first."""
+        return (self._encode_seconds + self._inbox.decode_seconds) / self._encoded if self._encoded else 0.0
 
     def _hear_withdrawn(self) -> None:
         while (withdrawn := self._withdrawn.get_nowait()) is not None:
@@ -367,6 +387,7 @@ class PeerExchange(ABC):
         except NonFiniteDelta as error:
             raise NonFiniteDelta(f"{self.name}: {error}: training has diverged here", error.leaf) from None
         self._encode_seconds += time.thread_time() - began
+        self._encoded += 1
         if self._events is not None:
             self._events.encoded(offer.sequence)
         score = mean_score(offer)

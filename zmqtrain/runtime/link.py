@@ -28,6 +28,7 @@ from zmqtrain.protocol.messages import (
     PeerEffect,
     Publish,
     Report,
+    Roster,
     Send,
     Serve,
     Snapshot,
@@ -36,6 +37,8 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import Encoded
+from zmqtrain.runtime.sender import Sender
+from zmqtrain.transport.reservation import LinkShare, Use
 from zmqtrain.types import Buffer, Channel, Lane, Offer, Version
 
 __all__ = ["Listener", "HubLink"]
@@ -74,17 +77,28 @@ class Listener(Protocol):
 
 
 class HubLink:
-    """The network thread of one node. open_channel: makes the channel, in the thread's loop; address: for messages."""
+    """The network thread of one node.
 
-    def __init__(self, open_channel: Callable[[], Channel], peer: Peer, address: str, listener: Listener) -> None:
+    open_channel: makes the channel, in the thread's loop; address: for messages.  share: what training may use of this
+    machine's port: the hub, which is told, keeps to it on the way down, and both do on the way up.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[], Channel],
+        peer: Peer,
+        address: str,
+        listener: Listener,
+        share: LinkShare | None = None,
+    ) -> None:
         self.peer, self.address, self.listener = peer, address, listener
-        self.bytes_sent = self.bytes_received = self.publishes = 0
+        self.share = share or LinkShare()
+        self.bytes_received = self.publishes = 0
+        self._sender = Sender(self.share.limit())
         self.trouble: tuple[str, str] = ("", "")
         """Why there is no hub now, as (code, sentence); empty when all is well."""
         self._open_channel = open_channel
-        self._control: deque[bytes] = deque()
-        self._bulk: deque[tuple[bytes, Buffer]] = deque()
-        self._outgoing: dict[int, deque[tuple[bytes, Buffer]]] = {}
+        self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
         self._assembler = Assembler(ASSEMBLED_BYTES)
         self._transfer = 0
         self._founding = False
@@ -121,6 +135,16 @@ class HubLink:
         """Whether the node takes part in the run now."""
         return self.peer.state is PeerState.LIVE
 
+    @property
+    def bytes_sent(self) -> int:
+        """What was sent, payload and heads."""
+        return self._sender.bytes_sent
+
+    @property
+    def link_rate(self) -> float:
+        """The rate of this machine's port in bytes per second: as it was told here, or as the hub measured it; or 0."""
+        return self.share.rate or self.peer.measured_rate
+
     # ------------------------------------------------------------------ network thread: out
 
     def _do(self, what: Callable[[], object]) -> None:
@@ -137,8 +161,7 @@ class HubLink:
 
     def send(self, message: Message) -> None:
         """Queue a control message."""
-        self._control.append(encode_message(message))
-        self._wake.set()
+        self._sender.say(encode_message(message))
 
     def carry_out(self, effects: Sequence[PeerEffect], frames: list[Buffer] | None = None) -> None:
         """Do what the machine wishes. frames: of the transfer that a Deliver is about."""
@@ -163,7 +186,7 @@ class HubLink:
         if not self.live:
             self.listener.on_withdrawn(offer.sequence, "lost", "the connection was lost before it was sent")
             return
-        transfer, sizes = self._stage(encoded.frames)
+        transfer, sizes = self._stage(Use.DELTA, encoded.frames)
         self.publishes += 1
         codec, samples, steps = encoded.codec, offer.samples, offer.steps
         publish = Publish(
@@ -176,19 +199,19 @@ class HubLink:
         if not self._founding:
             return
         self._founding = False
-        transfer, sizes = self._stage([*frames, *moments])
+        transfer, sizes = self._stage(Use.SNAPSHOT, [*frames, *moments])
         self.send(Snapshot(transfer, 0, sizes, moments=len(moments)))
 
-    def _stage(self, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
+    def _stage(self, use: Use, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
         self._transfer += 1
-        self._outgoing[self._transfer] = deque(split(self._transfer, frames))
+        self._outgoing[self._transfer] = (use, deque(split(self._transfer, frames)))
         return self._transfer, tuple(len(frame) for frame in frames)
 
     def _disconnect(self, reason: str, text: str) -> None:
         self._founding = False
         self._assembler.clear()
         self._outgoing.clear()
-        self._bulk.clear()
+        self._sender.clear(control=False)
         if self.peer.state is PeerState.CLOSED:
             kind = ModelMismatch if reason == "model" else JoinRefused
             self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
@@ -196,8 +219,9 @@ class HubLink:
         if self.trouble[0] != reason:  # said once, not with every attempt
             logger.warning("%s: %s. Training goes on alone; trying again.", self.peer.name, text.rstrip("."))
         self.trouble = (reason, text)
-        self._control.clear()
+        self._sender.clear(control=True)
         if self._reconnecting is None:
+            self._sender.pause()
             self._reconnecting = asyncio.ensure_future(self._reconnect())
         self.listener.on_changed()
 
@@ -206,7 +230,7 @@ class HubLink:
             await self._channel.reconnect()
         finally:
             self._reconnecting = None
-            self._wake.set()
+            self._sender.resume()
 
     def _leave(self, reason: str) -> None:
         self.carry_out(self.peer.leave(reason))
@@ -223,16 +247,18 @@ class HubLink:
             self._ready.set()
 
     async def _main(self) -> None:
-        self._stop, self._wake = asyncio.Event(), asyncio.Event()
+        self._stop = asyncio.Event()
         self._channel = self._open_channel()
         self._loop = asyncio.get_running_loop()
-        tasks = [asyncio.create_task(coroutine) for coroutine in (self._receive_forever(), self._send_forever())]
+        tasks = [
+            asyncio.create_task(coroutine) for coroutine in (self._receive_forever(), self._sender.run(self._channel))
+        ]
         self.carry_out(self.peer.start(time.monotonic()))
         self._ready.set()
         try:
             await self._live(tasks)
             with contextlib.suppress(TimeoutError):  # the goodbye
-                await asyncio.wait_for(self._sent(), 1.0)
+                await asyncio.wait_for(self._sender.sent_control(), 1.0)
         finally:
             if self._reconnecting is not None:
                 tasks.append(self._reconnecting)
@@ -255,24 +281,6 @@ class HubLink:
                     task.result()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
-
-    async def _send_forever(self) -> None:
-        while True:
-            if self._reconnecting is None and self._control:
-                head = self._control.popleft()
-                self.bytes_sent += len(head)
-                await self._channel.send(Lane.CONTROL, [head])
-            elif self._reconnecting is None and self._bulk:
-                chunk = self._bulk.popleft()
-                self.bytes_sent += len(chunk[0]) + len(chunk[1])
-                await self._channel.send(Lane.BULK, chunk)
-            else:
-                self._wake.clear()
-                await self._wake.wait()
-
-    async def _sent(self) -> None:
-        while self._control:
-            await asyncio.sleep(0.002)
 
     async def _receive_forever(self) -> None:
         while True:
@@ -305,16 +313,19 @@ class HubLink:
             case _:
                 before = self.peer.state
                 self.carry_out(self.peer.receive(message, now))
+                if isinstance(message, Roster):  # it says what the hub has measured
+                    self._sender.limit(self.share.limit(self.peer.measured_rate))
                 if self.peer.state is not before:
                     self._said_where(before)
 
     def _granted(self, transfer: int, chunks: int) -> None:
-        waiting = self._outgoing.get(transfer, deque())
+        if transfer not in self._outgoing:
+            return
+        use, waiting = self._outgoing[transfer]
         for _ in range(min(chunks, len(waiting))):
-            self._bulk.append(waiting.popleft())
+            self._sender.give(use, waiting.popleft())
         if not waiting:
-            self._outgoing.pop(transfer, None)
-        self._wake.set()
+            del self._outgoing[transfer]
 
     def _said_where(self, before: PeerState) -> None:
         if self.live and self.trouble[0]:

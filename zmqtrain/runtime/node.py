@@ -29,12 +29,14 @@ from zmqtrain.errors import (
 )
 from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.auto import link_share
 from zmqtrain.runtime.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.exchange import PeerExchange
 from zmqtrain.runtime.link import HubLink
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
 from zmqtrain.types import (
     Array,
@@ -63,7 +65,7 @@ class Node(PeerExchange):
 
     open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
     codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
-    nobody.  Use `connect` for the usual one.
+    nobody.  share: what training may use of this machine's port; None: all there is.  Use `connect` for the usual one.
     """
 
     _link: HubLink
@@ -77,13 +79,16 @@ class Node(PeerExchange):
         observer: bool = False,
         codec_on: CodecOn = "auto",
         events: NodeEvents | None = None,
+        share: LinkShare | None = None,
     ) -> None:
-        super().__init__(name, Peer(peer, name, observer), threading.Condition, events)
+        share = share or LinkShare()
+        machine = Peer(peer, name, observer, share.rate, share.share)
+        super().__init__(name, machine, threading.Condition, events)
         self.address, self.peer_id, self.codec_on = address, peer, codec_on
         self.message_delay: Callable[[], float] | None = None
         """For experiments: draws by how many seconds a delta is sent late."""
         self._closed = self._settled = False
-        self._link = HubLink(open_channel, self._peer, address, self)
+        self._link = HubLink(open_channel, self._peer, address, self, share)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         self._link.start()
         try:
@@ -205,6 +210,7 @@ class Node(PeerExchange):
             publishes=self._link.publishes,
             publishes_refused=self._withdrawals,
             round_trip_seconds=self._peer.round_trip_seconds,
+            link_rate=self._link.link_rate,
         )
 
     def close(self, reason: str = "") -> None:
@@ -234,7 +240,8 @@ class Node(PeerExchange):
 
     def make_report(self) -> Report:
         """See Listener."""
-        return self._progress.report(self._link.bytes_sent, self._link.bytes_received, self.waiting_for)
+        link = self._link
+        return self._progress.report(link.bytes_sent, link.bytes_received, self.waiting_for, self._exchange_seconds)
 
     # ------------------------------------------------------------------ threads
 
@@ -321,6 +328,8 @@ def connect(
     timeout_seconds: float = 10.0,
     codec_on: CodecOn = "auto",
     events: NodeEvents | None = None,
+    link: str = "",
+    share: float = 1.0,
 ) -> Node:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
@@ -329,6 +338,8 @@ def connect(
     name: for people; the host's name if not given.  server_key: the hub's public CURVE key, where it has one.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
     events: who is told what happens here, as a `NodeRecorder`.
+    link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
+    each way; the rest is left to others. With no link and the whole share nothing is limited.
     Raises ConfigError for an address that is none and for another choice, HubUnreachable when no broker answers,
     JoinRefused.
     """
@@ -337,12 +348,13 @@ def connect(
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
     if codec_on not in get_args(CodecOn):
         raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
+    given = link_share(link, share)
     peer = PeerId(f"{name}#{secrets.token_hex(4)}")
 
     def open_channel() -> Channel:
         return DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
-    node = Node(open_channel, peer, name, address, observer, codec_on, events)
+    node = Node(open_channel, peer, name, address, observer, codec_on, events, given)
     atexit.register(node.close)
     try:
         node.wait_welcome(timeout_seconds)

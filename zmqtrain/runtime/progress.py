@@ -44,8 +44,8 @@ class Progress:
     def samples(self, samples: int) -> None:
         self._counted = (samples, samples - self._counted[0], time.monotonic())
 
-    def report(self, bytes_sent: int, bytes_received: int, waiting: str) -> Report:
-        """Return the report of now."""
+    def report(self, bytes_sent: int, bytes_received: int, waiting: str, exchange_seconds: float = 0.0) -> Report:
+        """Return the report of now. exchange_seconds: CPU of the codec for one exchange."""
         loss = self.loss  # the training thread may leave another one meanwhile
         if getattr(loss, "is_ready", lambda: True)():
             self._loss_known = float(loss)
@@ -62,6 +62,7 @@ class Progress:
             waiting=waiting,
             scores=self.scores,
             score_version=self.score_version,
+            exchange_seconds=exchange_seconds,
         )
 
     def _pace(self) -> tuple[int, float]:

@@ -19,6 +19,7 @@ from zmqtrain.runtime.broker import Broker, BrokerStatistics
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_channel import CurveKeys, RouterChannel
 
 __all__ = ["serve", "BrokerThread"]
@@ -38,12 +39,14 @@ def serve(
     watch: Callable[[Roster], None] | None = None,
     interrupted: Callable[[int], None] | None = None,
     events: BrokerEvents | None = None,
+    share: LinkShare | None = None,
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
     interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
     thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
+    share: what training may use of this machine's port; None: all there is.
     Raises ConfigError, AddressInUse, CheckpointError, and whatever ended the broker.
     """
 
@@ -51,7 +54,7 @@ def serve(
         canonical(settings)  # refused before anybody can connect
         channel = RouterChannel.bind(address, keys=keys)
         try:
-            broker = Broker(channel, settings, checkpoint, checkpoint_seconds, watch, events)
+            broker = Broker(channel, settings, checkpoint, checkpoint_seconds, watch, events, share)
         except BaseException:
             await channel.close(0.0)
             raise
@@ -82,7 +85,7 @@ def _stop_at_signals(broker: Broker, interrupted: Callable[[int], None]) -> None
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    watch: called in the broker's thread with every roster.  events: as for `serve`.
+    watch: called in the broker's thread with every roster.  events, share: as for `serve`.
     Raises what `serve` raises before the broker listens.
     """
 
@@ -95,6 +98,7 @@ class BrokerThread:
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] = lambda roster: None,
         events: BrokerEvents | None = None,
+        share: LinkShare | None = None,
     ) -> None:
         self.roster: Roster | None = None
         self.failure: BaseException | None = None
@@ -113,6 +117,7 @@ class BrokerThread:
                     ready=self._ready,
                     watch=self._see,
                     events=events,
+                    share=share,
                 )
             except BaseException as error:
                 self.failure = error

@@ -1,16 +1,19 @@
 """Move bytes between the hub and its peers: what is granted, what has come in part, what waits for whom.
 
 Rule 1: knows transfers and windows; what is sent, and to whom, is for others to decide.  Rule 2: nobody waits here:
-what a window or a socket has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to is told of through
-`lost`, and stays until `forget`.
+what a window, a socket or a reserved share has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to
+is told of through `lost`, and stays until `forget`.  Rule 4: both ways keep to the share of the hub's port and of each
+node's; what only a share keeps back is looked at again when its time has come.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, PeerLost, RemoteProtocolError
 from zmqtrain.protocol.framing import Assembler, encode_message, split
@@ -28,6 +31,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.runtime.aggregator import Released
 from zmqtrain.transport.pacing import Credits, Outbox
+from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
 from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, Version
 
 __all__ = ["GRANT_SECONDS", "Traffic"]
@@ -48,12 +52,15 @@ PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
 
 @dataclass
 class _Line:
-    """What is held for one peer."""
+    """What is held for one peer. bucket: of its own port, on the way down; up, down: how fast its link was seen."""
 
     outbox: Outbox
     assembler: Assembler
     following: bool = False
     arrived_at: float = 0.0
+    bucket: TokenBucket = field(default_factory=TokenBucket)
+    up: RateMeter = field(default_factory=RateMeter)
+    down: RateMeter = field(default_factory=RateMeter)
 
 
 class Traffic:
@@ -70,8 +77,34 @@ class Traffic:
         self._channel, self._queue_bytes, self._lost = channel, queue_bytes, lost
         self.bytes_sent = self.dropped = 0
         self._credits = Credits(GRANT_WINDOW_BYTES)
+        self._sending: Reservation[PeerId] = Reservation()
         self._lines: dict[PeerId, _Line] = {}
+        self._limits: dict[PeerId, float | None] = {}
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._transfer = 0
+
+    # ------------------------------------------------------------------ shares
+
+    def limit(self, rate: float | None) -> None:
+        """Send, and let be sent, no more than `rate` bytes per second each way through the hub's port; None: any."""
+        self._sending.bucket.set_rate(rate)
+        self._credits.bucket.set_rate(rate)
+
+    def limit_peer(self, peer: PeerId, rate: float | None) -> None:
+        """Keep to `rate` bytes per second each way with this peer, until `forget`; None: as much as there is."""
+        self._limits[peer] = rate
+        self._credits.limit(peer, rate)
+        if peer in self._lines:
+            self._lines[peer].bucket.set_rate(rate)
+
+    def measured(self, peer: PeerId) -> float:
+        """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
+        line = self._lines.get(peer)
+        return 0.0 if line is None else max(line.up.rate, line.down.rate)
+
+    def heard(self, size: int) -> None:
+        """Take note that a head of `size` bytes has come: it is paid for, as what is sent is."""
+        self._credits.bucket.pay(size, time.monotonic())
 
     # ------------------------------------------------------------------ toward the peers
 
@@ -81,6 +114,7 @@ class Traffic:
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
             self.bytes_sent += len(head)
+            self._sending.pay(len(head), time.monotonic())
         except (PeerLost, ChannelFull) as error:
             why = "its connection is gone" if isinstance(error, PeerLost) else "it does not read what it is sent"
             self._lost(peer, why)
@@ -155,9 +189,13 @@ class Traffic:
 
     def acknowledged(self, peer: PeerId, credit: Credit) -> None:
         """Take note that a peer has chunks of what it was sent, and send what its window lets through then."""
-        if peer in self._lines:
+        line = self._lines.get(peer)
+        if line is not None:
+            before = line.outbox.in_flight_bytes
             with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
-                self._lines[peer].outbox.acknowledged(credit.transfer, credit.chunks)
+                line.outbox.acknowledged(credit.transfer, credit.chunks)
+            left = line.outbox.in_flight_bytes
+            line.down.over(before - left, time.monotonic(), idle=not left)
             self._pump(peer)
 
     def _next_transfer(self) -> int:
@@ -165,20 +203,57 @@ class Traffic:
         return self._transfer
 
     def _pump(self, peer: PeerId) -> None:
-        """Send what the peer's window lets through."""
+        """Send what the peer's window lets through, when the shares allow it."""
+        self._line_up(peer)
+        self._send_on()
+
+    def _line_up(self, peer: PeerId) -> None:
+        """Let the peer wait for its turn, if there is something that its window lets through."""
         line = self._lines.get(peer)
-        while line is not None and (chunk := line.outbox.next_chunk()) is not None:
+        if line is not None and line.outbox.next_size:
+            self._sending.wait(peer, Use.DELTA if line.outbox.next_is_droppable else Use.SNAPSHOT)
+        else:
+            self._sending.leave(peer)
+
+    def _claim(self, peer: PeerId) -> tuple[int, float]:
+        line = self._lines[peer]
+        return line.outbox.next_size, line.bucket.wait_seconds(line.outbox.next_size, time.monotonic())
+
+    def _send_on(self) -> None:
+        """Send to those whose turn it is, while the shares allow it; come back when they will again."""
+        while True:
+            now = time.monotonic()
+            peer, seconds = self._sending.turn(self._claim, now)
+            if peer is None:
+                return self._again(self._send_on, seconds)
+            line = self._lines[peer]
+            chunk = line.outbox.next_chunk()
+            assert chunk is not None, "only who has a chunk waits for a turn"
             try:
                 self._channel.send(peer, Lane.BULK, chunk)
-                self.bytes_sent += sum(len(frame) for frame in chunk)
             except ChannelFull:
                 line.outbox.put_back()
-                return
+                self._sending.leave(peer)  # until it acknowledges something
+                continue
             except PeerLost:
+                self._sending.leave(peer)
                 self._lost(peer, "its connection is gone")
-                return
+                continue
             except ChannelClosed:
                 return
+            size = sum(len(frame) for frame in chunk)
+            self.bytes_sent += size
+            self._sending.sent(peer, size, now)
+            line.bucket.pay(size, now)
+            line.down.begun(now)
+            self._line_up(peer)
+
+    def _again(self, what: Callable[[], None], seconds: float) -> None:
+        """Do something again in so many seconds, and at no other time; inf: not at all."""
+        if (timer := self._timers.pop(what, None)) is not None:
+            timer.cancel()
+        if seconds < inf:
+            self._timers[what] = asyncio.get_running_loop().call_later(seconds, what)
 
     # ------------------------------------------------------------------ toward the hub
 
@@ -201,7 +276,8 @@ class Traffic:
         if line is None or chunk.transfer not in line.assembler:
             return None  # of a transfer that was given up
         self._credits.arrived(peer, chunk.transfer)
-        line.arrived_at = time.monotonic()
+        now = line.arrived_at = time.monotonic()
+        line.up.over(len(frame), now, idle=peer not in self._credits.holders)
         whole = line.assembler.add(chunk, frame)
         self._grant()
         return whole
@@ -217,22 +293,27 @@ class Traffic:
     def forget(self, peer: PeerId) -> None:
         """Give up all that is on its way from or to a peer, and let the others have its part of the window."""
         self._credits.forget(peer)
+        self._sending.leave(peer)
         self._lines.pop(peer, None)
+        self._limits.pop(peer, None)
         self._grant()
 
     def _grant(self) -> None:
-        holding = self._credits.holders
-        for peer, transfer, chunks in self._credits.grants():
+        holding, now = self._credits.holders, time.monotonic()
+        for peer, transfer, chunks in self._credits.grants(now):
             if peer not in self._lines:  # lost while its credit was sent
                 continue
             if peer not in holding:
-                self._lines[peer].arrived_at = time.monotonic()
+                self._lines[peer].arrived_at = now
+            self._lines[peer].up.begun(now)
             self.send(peer, Credit(transfer, chunks))
+        self._again(self._grant, self._credits.retry_seconds)
 
     def _line(self, peer: PeerId) -> _Line:
         if peer not in self._lines:
             limit = max(OUTBOX_BYTES, self._queue_bytes())
-            self._lines[peer] = _Line(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit))
+            bucket = TokenBucket(self._limits.get(peer))
+            self._lines[peer] = _Line(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit), bucket=bucket)
         return self._lines[peer]
 
 

@@ -20,7 +20,7 @@ from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.exchange import PeerExchange
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
-from zmqtrain.sim.hub import CodecThread, SimHub
+from zmqtrain.sim.hub import NANO, CodecThread, SimHub
 from zmqtrain.sim.link import REPORT_SECONDS, SimLink
 from zmqtrain.sim.star import Wire
 from zmqtrain.types import Array, Buffer, Clock, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
@@ -51,7 +51,7 @@ class SimExchange(PeerExchange):
     """One simulated node: an `Exchange`, and the `Listener` of its link.
 
     decoded: shared by the nodes of a simulation: what has been decoded of late.  message_delay: draws one, in seconds.
-    events: as for a `Node`.
+    events: as for a `Node`.  link_rate: of its port, in bytes per second, which a plan (auto) counts on.
     """
 
     def __init__(
@@ -64,11 +64,14 @@ class SimExchange(PeerExchange):
         codec_ns: float,
         decoded: OrderedDict[Any, Any],
         events: NodeEvents | None = None,
+        link_rate: float = 0.0,
     ) -> None:
-        super().__init__(name, Peer(PeerId(f"{name}#simulated"), name), lambda: VirtualCondition(scheduler), events)
+        peer = Peer(PeerId(f"{name}#simulated"), name, link=link_rate)
+        super().__init__(name, peer, lambda: VirtualCondition(scheduler), events)
         self._link = self.link = SimLink(scheduler, hub, wire, self._peer, self, message_delay)
         self._scheduler, self._decoded = scheduler, decoded
         self._codec = CodecThread(scheduler, codec_ns)
+        self._value_seconds = NANO * codec_ns
         self._samples_said = 0
 
     # ------------------------------------------------------------------ joining (training thread)
@@ -144,7 +147,15 @@ class SimExchange(PeerExchange):
             bytes_sent=self.link.wire.up,
             bytes_received=self.link.wire.down,
             waiting="data units" if self._units.waiting else "",
+            exchange_seconds=self._coded_seconds(),
         )
+
+    def _coded_seconds(self) -> float:
+        """The time of the codec thread for one exchange: an offer and an aggregate, each of one fragment."""
+        if self._coder is None or not self._value_seconds:
+            return 0.0
+        layout = self._coder.layout
+        return 2 * self._value_seconds * sum(layout.counts(0))
 
     # ------------------------------------------------------------------ threads
 

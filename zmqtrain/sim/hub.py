@@ -31,12 +31,14 @@ from zmqtrain.protocol.messages import (
     Publish,
     Reduce,
     Refused,
+    Schedule,
     SendTo,
     Serve,
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
+from zmqtrain.runtime.auto import LoadPlanner
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.moments import check_sizes, split_snapshot
 from zmqtrain.runtime.rules import canonical
@@ -45,12 +47,20 @@ from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.star import HubPorts, Wire
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.memory import LinkModel
+from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import Buffer, PeerId, Version, count_values
 
-__all__ = ["CodecThread", "Receiver", "SimHub"]
+__all__ = ["port_rate", "CodecThread", "Receiver", "SimHub"]
 
 TICK_SECONDS = 0.25
 NANO = 1e-9
+FASTEST_BITS = 1e12
+"""What a plan counts on where a link is faster."""
+
+
+def port_rate(link: LinkModel) -> float:
+    """Return what a plan counts on of such a port, in bytes per second."""
+    return min(link.bits_per_second, FASTEST_BITS) / 8
 
 
 def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
@@ -90,7 +100,7 @@ class Receiver(Protocol):
 class SimHub:
     """The hub of one simulated run. released: called after each release; events: as for a `Broker`.
 
-    link: what the hub's port can do; None: what a node's can.
+    link: what the hub's port can do, which a plan (auto) counts on; None: what a node's can.
     """
 
     def __init__(
@@ -105,12 +115,15 @@ class SimHub:
         self.settings = canonical(settings)
         rule, preemption = release_rule_from_spec(settings.release), preemption_from_spec(settings.preemption)
         laggards = None if preemption is None else Laggards(preemption)
-        self.hub = Hub(self.settings, rule, "run-simulated", scheduler.now, laggards)
+        share = LinkShare() if link is None else LinkShare(port_rate(link))
+        planner = LoadPlanner(self.settings, share, self._contribution_seconds)
+        self.hub = Hub(self.settings, rule, "run-simulated", scheduler.now, laggards, planner)
         self.aggregator = Aggregator(self.settings)
         self.ports = HubPorts(link)
         self.nodes: dict[PeerId, Receiver] = {}
         self._scheduler, self._released_hook, self._events = scheduler, released, events
         self._codec = CodecThread(scheduler, codec_ns)
+        self._value_seconds = NANO * codec_ns
         self._following: dict[PeerId, None] = {}
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
         self._effects: deque[HubEffect] = deque()
@@ -195,6 +208,9 @@ class SimHub:
             case SendTo(peer, message):
                 self._send(peer, message)
             case Broadcast(message):
+                if isinstance(message, Schedule) and self._events is not None:
+                    why = self.hub.replanning.text
+                    self._events.scheduled(message.every, message.delay, message.from_version, why)
                 for peer in list(self.hub.members):
                     self._send(peer, message)
             case Expect(peer, announcement):
@@ -328,6 +344,10 @@ class SimHub:
     def _next_transfer(self) -> int:
         self._transfer += 1
         return self._transfer
+
+    def _contribution_seconds(self) -> float:
+        """The time of the codec thread for one contribution: to check and to add it, and a share of the release."""
+        return 3 * self._value_seconds * count_values(self.hub.model) / self.settings.fragments
 
     def _values(self, announcement: Announcement) -> int:
         if isinstance(announcement, Publish):

@@ -25,7 +25,7 @@ from zmqtrain.protocol.messages import Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.exchange import SimExchange
-from zmqtrain.sim.hub import SimHub
+from zmqtrain.sim.hub import SimHub, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.sim.star import Wire
@@ -37,7 +37,6 @@ from zmqtrain.train.sync import DelayedSync
 from zmqtrain.types import PeerId
 
 __all__ = ["SimResult", "load_scenario_program", "simulate"]
-
 
 @dataclass(frozen=True)
 class SimResult:
@@ -160,7 +159,8 @@ class _Simulation:
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", clock=scheduler)
             self.recorders[node.name] = recorder
         codec_ns = self.scenario.node_codec_ns
-        exchange = SimExchange(scheduler, self.hub, wire, node.name, late, codec_ns, self._decoded, recorder)
+        rate = port_rate(self.scenario.link)
+        exchange = SimExchange(scheduler, self.hub, wire, node.name, late, codec_ns, self._decoded, recorder, rate)
         self.exchanges.append(exchange)
         task = scheduler.start(node.name, lambda: self._train(node, exchange), node.joins_at)
 

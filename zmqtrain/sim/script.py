@@ -24,6 +24,9 @@ from zmqtrain.types import Array, Clock, ExchangeStatistics, Layout, ModelSpec, 
 __all__ = ["RecordEnds", "NodeScript", "ScriptedExchange"]
 
 
+EVENTS = ("application", "offer", "pace", "schedule")
+
+
 class RecordEnds(Exception):
     """The record of a node that did not end by itself ends here."""
 
@@ -44,7 +47,7 @@ class NodeScript:
         )
         self.ended, self.crc = bool(ends), ends[-1].get("crc") if ends else None
         self.units: list[int] = [one["unit"] for one in recorded if one["kind"] == "unit"]
-        self.events = [one for one in recorded if one["kind"] in ("application", "offer", "pace")]
+        self.events = [one for one in recorded if one["kind"] in EVENTS]
         self.withdrawals = [one for one in recorded if one["kind"] == "withdrawal"]
         said = {one["step"]: one["samples"] for one in recorded if "step" in one and "samples" in one}
         self.samples: Mapping[int, int] = {0: 0, **said}
@@ -73,6 +76,7 @@ class ScriptedExchange:
         self._offers = Offers()
         self._update: Update | None = None
         self._withdrawn = 0
+        self._schedule = (0, 0)
 
     @property
     def left(self) -> Record | None:
@@ -226,6 +230,14 @@ class ScriptedExchange:
     def everyone_drained(self) -> bool:
         """See Exchange: once nothing more is applied."""
         return self._due("application") is None
+
+    def schedule(self) -> tuple[int, int]:
+        """See Exchange: as it was."""
+        event = self._due("schedule")
+        if event is not None:
+            self._next += 1
+            self._schedule = (int(event["every"]), int(event["delay"]))
+        return self._schedule
 
     def pace(self) -> tuple[float, Sequence[float]]:
         """See Exchange: as it was."""

@@ -119,7 +119,8 @@ class DelayedSync:
         self._score_before: Any = None
         self._scores: list[Any] = []
         self._said: tuple[Any, ...] = ()
-        self._every, self._delay = self.settings.every, self.settings.delay
+        self._planned_at = 0
+        self._schedule = self._every, self._delay = self._read_schedule()
         self._offer_at = self._every
 
     @property
@@ -180,13 +181,15 @@ class DelayedSync:
             params, self._unsaid = self.params, (0, 0)
         self._own = None
         leaves = self._apply_due(self._flatten(params))
+        if self.settings.is_planned and self._read_schedule() != self._schedule:
+            self._plan(self._planned_at)
         if self.exchange.wanted:
             self.exchange.lend(_to_host(leaves), moments())
         if score is not None:
             self._scores.append(score)
         if self._step >= self._offer_at:
             leaves = self._offer(leaves)
-            self._plan()
+            self._plan(self._step)
         self.exchange.report(
             step=self._step,
             samples=self._samples,
@@ -244,13 +247,21 @@ class DelayedSync:
             raise ModelMismatch(f"the tree given to step is {tree}, the one that joined the run is {self._tree}")
         return leaves
 
-    def _plan(self) -> None:
-        """Say when to offer next, and how late to apply it: k and d, or as much less of both as this node is slower."""
+    def _read_schedule(self) -> tuple[int, int]:
+        """Return the run's k and d: as they are announced at the version applied here, where they are auto."""
         settings = self.settings
-        if settings.follows_speed:
-            self._every = dynamic_every(settings.every, *self.exchange.pace())
-            self._delay = round(settings.delay * self._every / settings.every)
-        self._offer_at = self._step + self._every
+        return self.exchange.schedule() if settings.is_planned else (settings.every, settings.delay)
+
+    def _plan(self, begin: int) -> None:
+        """Say when to offer next, and how late to apply it: k and d, or as much less of both as this node is slower.
+
+        begin: the step from which k is counted.
+        """
+        self._schedule = self._every, self._delay = every, delay = self._read_schedule()
+        if self.settings.follows_speed:
+            self._every = dynamic_every(every, *self.exchange.pace())
+            self._delay = round(delay * self._every / every)
+        self._planned_at, self._offer_at = begin, begin + self._every
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
         fragment = self.exchange.next_fragment()

@@ -5,7 +5,8 @@ one window, so that the queue in the switch stays short whoever sends.
 Rule 2: toward a node's port, the hub keeps its own bounded queue: `Outbox` sends while the node's acknowledgements say
 that at most one window is on its way.
 Rule 3: a chunk larger than a window goes when it goes alone; nothing that was asked for waits for ever.
-Rule 4: chunks are references to buffers that every peer shares: counted, never copied, never looked into.
+Rule 4: grants keep to the share of the hub's port, and of each node's: a chunk that is granted can go at once.
+Rule 5: chunks are references to buffers that every peer shares: counted, never copied, never looked into.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from zmqtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.transport.reservation import TokenBucket
 from zmqtrain.types import Buffer, PeerId
 
-__all__ = ["Credits", "Outbox", "TokenBucket"]
+__all__ = ["Credits", "Outbox"]
 
 _SOME_PEER = PeerId("the peer")
 
@@ -38,7 +41,9 @@ class Credits:
     that waits; among equals to one peer after the other, chunk by chunk; within a peer in the order asked.  A chunk
     that does not fit is waited for, never overtaken: what is small does not starve what is large.
     A peer that was granted and stays silent holds its part of the window: `holders` says who, `forget` or `cancel`
-    frees it.
+    frees it.  A peer whose own link has no more to give now (`limit`) is passed over until it has; while the hub's own
+    (`bucket`) has none, all wait.
+    retry_seconds: after the last `grants`, how long until one that only a rate has kept back may be granted.
     """
 
     def __init__(self, window_bytes: int = 1 << 20) -> None:
@@ -50,6 +55,9 @@ class Credits:
         self._in_flight: dict[PeerId, int] = {}
         self._in_flight_bytes = 0
         self._waiting = 0
+        self.bucket = TokenBucket()
+        self.retry_seconds = inf
+        self._buckets: dict[PeerId, TokenBucket] = {}
 
     @property
     def in_flight_bytes(self) -> int:
@@ -83,27 +91,55 @@ class Credits:
         if peer not in turns:
             turns.append(peer)
 
-    def grants(self) -> list[tuple[PeerId, int, int]]:
+    def limit(self, peer: PeerId, rate: float | None) -> None:
+        """Grant a peer no more than `rate` bytes per second; None: as much as there is. Kept until `forget`."""
+        if rate is None:
+            self._buckets.pop(peer, None)
+        else:
+            self._buckets.setdefault(peer, TokenBucket(rate)).set_rate(rate)
+
+    def grants(self, now: float = 0.0) -> list[tuple[PeerId, int, int]]:
         """Grant what fits now; return (peer, transfer, further chunks), each pair once, in the order granted."""
         granted: dict[tuple[PeerId, int], int] = {}
+        self.retry_seconds = inf
         for priority in sorted(self._turns):
-            turns = self._turns[priority]
-            while turns:
-                peer = turns[0]
-                transfer, asked = self._next_of(peer, priority)
-                size = asked.waiting[0]
-                if self._in_flight_bytes and self._in_flight_bytes + size > self.window_bytes:
-                    return [(who, what, count) for (who, what), count in granted.items()]
-                asked.granted.append(asked.waiting.popleft())
-                self._waiting -= 1
-                self._in_flight_bytes += size
-                self._in_flight[peer] = self._in_flight.get(peer, 0) + size
-                granted[peer, transfer] = granted.get((peer, transfer), 0) + 1
-                turns.popleft()
-                if self._waits(peer, priority):
-                    turns.append(peer)
-            del self._turns[priority]
+            if not self._grant(self._turns[priority], priority, granted, now):
+                break
+            if not self._turns[priority]:
+                del self._turns[priority]
         return [(who, what, count) for (who, what), count in granted.items()]
+
+    def _grant(self, turns: deque[PeerId], priority: int, granted: dict[tuple[PeerId, int], int], now: float) -> bool:
+        """Grant to those of one priority; False if one of them must be waited for, and nothing else may go."""
+        passed_over = 0
+        while passed_over < len(turns):
+            peer = turns[0]
+            transfer, asked = self._next_of(peer, priority)
+            size = asked.waiting[0]
+            if self._in_flight_bytes and self._in_flight_bytes + size > self.window_bytes:
+                return False
+            own = self._buckets.get(peer)
+            if own is not None and (seconds := own.wait_seconds(size, now)) > 0:
+                self.retry_seconds = min(self.retry_seconds, seconds)
+                turns.rotate(-1)
+                passed_over += 1
+                continue
+            if (seconds := self.bucket.wait_seconds(size, now)) > 0:
+                self.retry_seconds = min(self.retry_seconds, seconds)
+                return False
+            passed_over = 0
+            self.bucket.pay(size, now)
+            if own is not None:
+                own.pay(size, now)
+            asked.granted.append(asked.waiting.popleft())
+            self._waiting -= 1
+            self._in_flight_bytes += size
+            self._in_flight[peer] = self._in_flight.get(peer, 0) + size
+            granted[peer, transfer] = granted.get((peer, transfer), 0) + 1
+            turns.popleft()
+            if self._waits(peer, priority):
+                turns.append(peer)
+        return True
 
     def arrived(self, peer: PeerId, transfer: int) -> None:
         """Note that one chunk has come; raise RemoteProtocolError if it was not granted."""
@@ -132,7 +168,8 @@ class Credits:
                 del self._turns[asked.priority]
 
     def forget(self, peer: PeerId) -> None:
-        """Release all transfers of a lost peer."""
+        """Release all transfers of a lost peer, and its limit."""
+        self._buckets.pop(peer, None)
         for transfer in list(self._transfers.get(peer, ())):
             self.cancel(peer, transfer)
 
@@ -220,14 +257,25 @@ class Outbox:
         self._held_bytes += sum(sizes)
         return True
 
+    @property
+    def next_size(self) -> int:
+        """The bytes of what `next_chunk` would return; 0 if that is nothing."""
+        if not self._unsent:
+            return 0
+        size = self._unsent[0].sizes[self._unsent[0].sent]
+        return 0 if self._in_flight_bytes and self._in_flight_bytes + size > self.window_bytes else size
+
+    @property
+    def next_is_droppable(self) -> bool:
+        """Whether the next chunk is one of a droppable transfer; False if there is none."""
+        return bool(self._unsent) and self._unsent[0].droppable
+
     def next_chunk(self) -> Sequence[Buffer] | None:
         """Return the next chunk and count it as sent; None if there is none, or the window is full."""
-        if not self._unsent:
+        size = self.next_size
+        if not size:
             return None
         queued = self._unsent[0]
-        size = queued.sizes[queued.sent]
-        if self._in_flight_bytes and self._in_flight_bytes + size > self.window_bytes:
-            return None
         chunk = queued.chunks[queued.sent]
         queued.sent += 1
         self._in_flight_bytes += size
@@ -269,33 +317,3 @@ class Outbox:
             del self._transfers[queued.transfer]
             self._held_bytes -= sum(queued.sizes)
         return [queued.transfer for queued in dropped]
-
-
-class TokenBucket:
-    """A rate that may be exceeded by one burst: who takes is told how long to wait, and has then paid.
-
-    rate_bytes_per_second: None never waits.  burst_bytes: what may go at once after a rest.  Over any time t since the
-    bucket was made, what may have gone is at most burst_bytes + rate · t, whatever the sizes of the messages.
-    """
-
-    def __init__(self, rate_bytes_per_second: float | None, burst_bytes: float) -> None:
-        if rate_bytes_per_second is not None and not rate_bytes_per_second > 0:
-            raise ConfigError(f"rate_bytes_per_second must be more than 0 (or None), got {rate_bytes_per_second}")
-        if not burst_bytes > 0:
-            raise ConfigError(f"burst_bytes must be more than 0, got {burst_bytes}")
-        self.rate_bytes_per_second, self.burst_bytes = rate_bytes_per_second, burst_bytes
-        self._tokens = float(burst_bytes)
-        self._now: float | None = None
-
-    def take(self, bytes: float, now: float) -> float:
-        """Pay for `bytes` at the time `now` (seconds, any origin); return the seconds to wait before sending them.
-
-        0 when they may go now.  They are paid for either way: wait, send, and do not take again.  A `now` that runs
-        backwards adds nothing.
-        """
-        if self.rate_bytes_per_second is None:
-            return 0.0
-        passed = 0.0 if self._now is None else max(0.0, now - self._now)
-        self._now = now if self._now is None else max(self._now, now)
-        self._tokens = min(self.burst_bytes, self._tokens + passed * self.rate_bytes_per_second) - bytes
-        return max(0.0, -self._tokens / self.rate_bytes_per_second)

@@ -1,0 +1,117 @@
+"""Send what a node has to say: control at once, granted chunks as the reserved share of its port lets them.
+
+Rule 1: one task sends, so that a lane keeps its order; who waits for the share sleeps until its time, or until there
+is control to send.  Rule 2: what waits here was granted already: the hub, which knows the share, seldom grants more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from math import inf
+
+from zmqtrain.transport.reservation import Reservation, Use
+from zmqtrain.types import Buffer, Channel, Lane
+
+__all__ = ["Sender"]
+
+CONTROL_LOOK_SECONDS = 0.002
+
+PayloadChunk = tuple[bytes, Buffer]
+
+
+class Sender:
+    """What a node has to send; used in the loop that owns its channel.
+
+    rate: bytes per second that may be sent, None: no limit.  bytes_sent: payload and heads.
+    """
+
+    def __init__(self, rate: float | None = None) -> None:
+        self.bytes_sent = 0
+        self._control: deque[bytes] = deque()
+        self._chunks: dict[Use, deque[PayloadChunk]] = {Use.DELTA: deque(), Use.SNAPSHOT: deque()}
+        self._reservation: Reservation[Use] = Reservation(rate)
+        self._wake = asyncio.Event()
+        self._open = True
+
+    @property
+    def waiting_control(self) -> tuple[bytes, ...]:
+        """The control messages that have not gone yet."""
+        return tuple(self._control)
+
+    def limit(self, rate: float | None) -> None:
+        """Send no more than `rate` bytes per second from now on; None: as much as there is."""
+        if rate != self._reservation.bucket.rate:
+            self._reservation.bucket.set_rate(rate)
+            self._wake.set()
+
+    def say(self, head: bytes) -> None:
+        """Send a control message before all else."""
+        self._control.append(head)
+        self._wake.set()
+
+    def give(self, use: Use, chunk: PayloadChunk) -> None:
+        """Send a chunk that was granted, after what waits for the same use."""
+        self._chunks[use].append(chunk)
+        self._wake.set()
+
+    def clear(self, *, control: bool) -> None:
+        """Drop the chunks that wait, and control messages too if that is said."""
+        for chunks in self._chunks.values():
+            chunks.clear()
+        if control:
+            self._control.clear()
+
+    def pause(self) -> None:
+        """Send nothing until `resume`: the channel connects anew."""
+        self._open = False
+
+    def resume(self) -> None:
+        """Send again."""
+        self._open = True
+        self._wake.set()
+
+    async def run(self, channel: Channel) -> None:
+        """Send for ever, on this channel. Raises ChannelClosed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            seconds = inf
+            if self._open and self._control:
+                head = self._control.popleft()
+                self._reservation.pay(len(head), loop.time())
+                self.bytes_sent += len(head)
+                await channel.send(Lane.CONTROL, [head])
+                continue
+            if self._open:
+                use, seconds = self._turn(loop.time())
+                if use is not None:
+                    chunk = self._chunks[use].popleft()
+                    size = len(chunk[0]) + len(chunk[1])
+                    self._reservation.sent(use, size, loop.time())
+                    self.bytes_sent += size
+                    await channel.send(Lane.BULK, chunk)
+                    continue
+            self._wake.clear()
+            timer = loop.call_later(seconds, self._wake.set) if seconds < inf else None
+            try:
+                await self._wake.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    async def sent_control(self) -> None:
+        """Wait until no control message waits."""
+        while self._control:
+            await asyncio.sleep(CONTROL_LOOK_SECONDS)
+
+    def _turn(self, now: float) -> tuple[Use | None, float]:
+        for use, chunks in self._chunks.items():
+            if chunks:
+                self._reservation.wait(use, use)
+            else:
+                self._reservation.leave(use)
+        return self._reservation.turn(self._claim, now)
+
+    def _claim(self, use: Use) -> tuple[int, float]:
+        head, frame = self._chunks[use][0]
+        return len(head) + len(frame), 0.0
