@@ -174,7 +174,7 @@ class Hub:
         if self._news:
             self._news = False
             live = [member for member in self.members.values() if member.state is MemberState.LIVE]
-            if (schedule := self.replanning.look(self.version, self.model, live)) is not None:
+            if (schedule := self.replanning.look(self.version, self.model, live, now)) is not None:
                 effects.append(Broadcast(schedule))
         if now - self._rostered >= ROSTER_SECONDS:
             self._rostered = now

@@ -2,8 +2,8 @@
 
 Rule 1: a schedule begins at a version, some versions ahead: every node comes to it at the step boundary at which it has
 applied that version, and all agree without having asked.
-Rule 2: a plan is made anew when nodes come or go, and when what was measured changes it by `CHANGE`, but not before
-`HOLD_VERSIONS` of the last one are over: versions, not seconds, for training is counted so.
+Rule 2: a plan is made anew when nodes come or go, and when what was measured asks for another one without a break,
+for `HOLD_VERSIONS` and `HOLD_SECONDS`: one that changes with every hesitation of a PC would cost more than it gains.
 Rule 3: what a plan follows from is the planner's affair; what is fixed in the settings stays.
 """
 
@@ -25,8 +25,9 @@ FIRST_EVERY, FIRST_DELAY = 8, 4
 """What holds until enough is known for a plan."""
 LEAD_VERSIONS = 4
 """So many versions ahead a schedule begins: who is told now has not applied that yet."""
-HOLD_VERSIONS = 16
-CHANGE = 0.25
+HOLD_VERSIONS, HOLD_SECONDS = 16, 5.0
+CHANGE, DELAY_CHANGE = 0.25, 2
+"""What counts as another plan: k or d by this share, d by at least so many steps."""
 MOST_STEPS = 1 << 20
 
 
@@ -96,8 +97,9 @@ class Replanning:
         self._timetable, self._planner = timetable, planner
         self._crew: frozenset[PeerId] = frozenset()
         self._from_version: Version = -1
+        self._other_since: tuple[Version, float] | None = None
 
-    def look(self, version: Version, model: ModelSpec, members: Sequence[Member]) -> Schedule | None:
+    def look(self, version: Version, model: ModelSpec, members: Sequence[Member], now: float) -> Schedule | None:
         """Return the schedule that is to be announced now, already in the timetable; None: what holds is good.
 
         version: of the hub; members: the live nodes.
@@ -110,11 +112,9 @@ class Replanning:
             return None
         every, delay = _within(plan.every, 1), _within(plan.delay, 0)
         crew = frozenset(member.peer for member in members)
-        if crew == self._crew:
-            changed = max(_change(settings.every, every), _change(settings.delay, delay))
-            if changed < CHANGE or version < self._from_version + HOLD_VERSIONS:
-                return None
-        self._crew = crew
+        if crew == self._crew and not self._holds(_is_other(settings, every, delay), version, now):
+            return None
+        self._crew, self._other_since = crew, None
         if (every, delay) == (settings.every, settings.delay):
             return None
         self.text, self._from_version = plan.text, version + LEAD_VERSIONS
@@ -122,10 +122,23 @@ class Replanning:
         self._timetable.add(schedule)
         return schedule
 
+    def _holds(self, other: bool, version: Version, now: float) -> bool:
+        """Whether another plan has been asked for, at each look, for long enough."""
+        if not other:
+            self._other_since = None
+            return False
+        if self._other_since is None:
+            self._other_since = (version, now)
+        since_version, since = self._other_since
+        return version >= since_version + HOLD_VERSIONS and now >= since + HOLD_SECONDS
+
 
 def _within(steps: int, least: int) -> int:
     return min(max(steps, least), MOST_STEPS)
 
 
-def _change(before: int, after: int) -> float:
-    return abs(after - before) / max(1, before)
+def _is_other(settings: RunSettings, every: int, delay: int) -> bool:
+    """Whether this k and d are more than a hesitation away from those that hold."""
+    if abs(every - settings.every) >= CHANGE * settings.every:
+        return every != settings.every
+    return abs(delay - settings.delay) >= max(DELAY_CHANGE, CHANGE * settings.delay)

@@ -64,10 +64,10 @@ class LoadPlanner:
         fitting = fit(load)
         every = fitting.every if self.settings.every == AUTO_EVERY else self.settings.every
         delay = fitting.delay if self.settings.delay == AUTO_DELAY else self.settings.delay
-        gbits = 8 * load.hub_rate / PAYLOAD_SHARE / self.share.share / 1e9
+        bits = 8 * load.hub_rate / PAYLOAD_SHARE / self.share.share
         text = (
-            f"{load.nodes} node{'s' * (load.nodes != 1)}, {gbits:.2g} Gb/s x {self.share.share:g}, "
-            f"{load.bytes_up / 1e6:.2g} MB up and {load.bytes_down / 1e6:.2g} MB down, "
+            f"{load.nodes} node{'s' * (load.nodes != 1)}, {_amount(bits, 'b')}/s x {self.share.share:g}, "
+            f"{_amount(load.bytes_up, 'B')} up and {_amount(load.bytes_down, 'B')} down, "
             f"step {1e3 * load.step_seconds:.3g} ms"
         )
         return Plan(every, delay, text)
@@ -105,6 +105,13 @@ class LoadPlanner:
             case AfterCount(contributions):
                 return nodes / contributions
         return 1.0
+
+
+def _amount(value: float, unit: str) -> str:
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 def _step_seconds(member: Member) -> float:
