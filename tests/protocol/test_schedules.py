@@ -134,7 +134,9 @@ def test_the_first_plan_is_announced_for_some_versions_ahead() -> None:
 def test_nothing_is_planned_before_the_run_has_parameters_or_while_too_little_is_known() -> None:
     wanted = Wanted()
     machine, _ = replanning(wanted)
-    assert machine.look(-1, MODEL, crew("a"), 0.0) is None and machine.look(0, MODEL, [], 0.0) is None and not wanted.asked
+    assert (
+        machine.look(-1, MODEL, crew("a"), 0.0) is None and machine.look(0, MODEL, [], 0.0) is None and not wanted.asked
+    )
     wanted.plan = None
     assert machine.look(0, MODEL, crew("a"), 0.0) is None and wanted.asked == 1
 

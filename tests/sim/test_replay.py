@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 from zmqtrain.cli import main
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor.records import read_records
+from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY
 from zmqtrain.sim import SimNode, simulate
 from zmqtrain.sim.replay import replay
 from zmqtrain.train.leaves import host_leaves
+from zmqtrain.transport.memory import LinkModel
 
 
 class Recorded:
@@ -65,6 +69,7 @@ RUNS = {
     "parameters of their own": {"initial": "own", "elastic": 0.5},
     "steps of several batches": {"minibatch": "fixed:batches=3", "every": 2, "delay": 1},
     "timed steps": {"minibatch": "timed:seconds=0.12,partitions=4", "every": 2, "delay": 1},
+    "k and d from what is measured": {"every": AUTO_EVERY, "delay": AUTO_DELAY, "release": "quorum", "units": 90},
     "dynamic local updates": {"local_updates": "dynamic", "release": "immediately", "units": 30},
 }
 
@@ -81,6 +86,30 @@ def test_a_run_is_replayed_to_the_same_bits(record, program, settings):
     for name, ended in run.result.nodes.items():
         assert result.nodes[name].crc == result.nodes[name].recorded_crc is not None
         assert result.nodes[name].steps == ended.statistics.steps
+
+
+def test_every_node_comes_to_other_k_and_d_at_the_version_for_which_they_were_announced(tmp_path, scenario, program):
+    narrow = LinkModel(bits_per_second=30e3)
+    nodes = [SimNode(), SimNode(slowness=1.5), SimNode(joins_at=6.0, leaves_at=14.0)]
+    run = scenario(nodes, every=AUTO_EVERY, delay=AUTO_DELAY, release="quorum", units=240)
+    run = Recorded(tmp_path, replace(run, link=narrow), program)
+    plans = [record for record in run.broker if record["kind"] == "plan"]
+    assert len({plan["every"] for plan in plans}) > 1 and any("3 nodes" in plan["text"] for plan in plans)
+    seen = set()
+    for name in run.nodes:
+        version, held = -1, None
+        for event in run.nodes[name]:
+            if event["kind"] == "application":
+                version = event["version"]
+            elif event["kind"] == "schedule":
+                held = (event["every"], event["delay"])
+            elif event["kind"] == "offer" and not event["dense"]:
+                of_plan = [plan for plan in plans if plan["from_version"] <= version]
+                wanted = (of_plan[-1]["every"], of_plan[-1]["delay"]) if of_plan else (FIRST_EVERY, FIRST_DELAY)
+                assert held == wanted, f"{name} at version {version}"
+                seen.add(wanted)
+    assert len(seen) > 1
+    assert run.replay(program).difference == ""
 
 
 def test_strict_runs_are_replayed_too(record, program):

@@ -1,0 +1,75 @@
+"""A share of a port leaves the rest of it to others: counted at the port, on the star; needs root, `ip` and `tc`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from star import Host, PortCounters, Star
+
+BITS = 1e9
+COUNTED_BYTES = 50_000_000
+BROKER = """
+import sys
+from zmqtrain.runtime.auto import link_share
+from zmqtrain.runtime.serve import serve
+from zmqtrain.settings import RunSettings
+settings = RunSettings(codec="float32", broadcast_codec="float32", every=1, delay=2, release="immediately")
+share = link_share("1gbit", float(sys.argv[1]))
+serve("tcp://*:5555", settings, share=share, ready=lambda broker: print("ready", flush=True), interrupted=lambda n: None)
+"""
+NODE = """
+import sys, threading
+import numpy as np
+from zmqtrain.runtime.node import connect
+from zmqtrain.types import LeafSpec
+name, address, share = sys.argv[1:]
+link = "" if share == "1" else "1gbit"
+leaf = np.zeros(2_000_000, np.float32)
+with connect(address, name=name, link=link, share=float(share)) as node:
+    node.join((LeafSpec("w", leaf.shape, "float32"),), [leaf])
+    print("ready", flush=True)
+    pause = threading.Event()
+    while True:
+        while node.poll() is not None:
+            pass
+        if node.next_fragment() is None or node.offer(0, [leaf], samples=1, steps=1) is None:
+            pause.wait(0.002)
+"""
+
+
+def start(star: Star, host: Host, program: str, *arguments: str) -> None:
+    process = star.popen(host, [sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline().strip() == "ready"
+
+
+def used(star: Star, host: Host) -> tuple[float, float]:
+    """Return the shares of a host's port that are used, out and in, while COUNTED_BYTES pass one way."""
+
+    def read() -> tuple[float, PortCounters]:
+        counters = star.counters(host)
+        return time.monotonic(), counters
+
+    began, before = read()
+    while True:
+        now, after = read()
+        sent, received = after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes
+        if max(sent, received) >= COUNTED_BYTES:
+            return 8 * sent / BITS / (now - began), 8 * received / BITS / (now - began)
+
+
+@pytest.mark.parametrize(("hub_share", "node_share", "narrow"), [("0.5", "1", "hub"), ("1", "0.5", 0)])
+def test_no_more_than_the_share_of_a_port_is_used_while_all_that_can_be_is_exchanged(
+    hub_share: str, node_share: str, narrow: Host
+) -> None:
+    with Star(nodes=2, bits_per_second=BITS) as star:
+        start(star, "hub", BROKER, hub_share)
+        for node in range(2):
+            start(star, node, NODE, f"pc-{node}", f"tcp://{star.hub_address}:5555", node_share if node == 0 else "1")
+        out, into = used(star, narrow)
+    assert 0.2 < max(out, into) and out <= 0.55 and into <= 0.55, (out, into)
