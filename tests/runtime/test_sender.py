@@ -12,11 +12,11 @@ from zmqtrain.runtime.sender import Sender
 from zmqtrain.transport.memory import LinkModel, memory_hub
 from zmqtrain.transport.reservation import BURST_BYTES, Use
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
-from zmqtrain.types import Lane, PeerId
+from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
 
 A = PeerId("a#1")
 LINK = LinkModel(bits_per_second=1e9)
-CHUNK = (b"head", bytes(1 << 20))
+CHUNK = (b"head", bytes(MAX_FRAME_BYTES))
 SIZE = len(CHUNK[0]) + len(CHUNK[1])
 
 
@@ -56,7 +56,7 @@ class Node:
 def test_with_half_the_share_no_more_than_half_the_link_is_used_and_nearly_all_of_that() -> None:
     async def main() -> None:
         node = Node(0.5 * 1e9 / 8)
-        for _ in range(200):
+        for _ in range(50):
             node.sender.give(Use.DELTA, CHUNK)
         await node.live(seconds=2.0)
         assert 0.95 * 0.5 * 2.5e8 <= node.bulk <= 0.5 * 2.5e8 + 2 * BURST_BYTES
@@ -67,7 +67,7 @@ def test_with_half_the_share_no_more_than_half_the_link_is_used_and_nearly_all_o
 def test_without_a_limit_the_whole_link_is_used() -> None:
     async def main() -> None:
         node = Node(None)
-        for _ in range(300):
+        for _ in range(80):
             node.sender.give(Use.DELTA, CHUNK)
         await node.live(seconds=1.0)
         assert node.bulk >= 0.97 * 1.25e8
@@ -78,7 +78,7 @@ def test_without_a_limit_the_whole_link_is_used() -> None:
 def test_control_goes_at_once_while_chunks_wait_for_the_share() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        node = Node(1e6)  # a chunk a second
+        node = Node(SIZE)  # a chunk a second
         for _ in range(5):
             node.sender.give(Use.DELTA, CHUNK)
         said: list[float] = []
@@ -92,16 +92,16 @@ def test_control_goes_at_once_while_chunks_wait_for_the_share() -> None:
         await node.live(seconds=3.0)
         heard = [at for at, lane, _ in node.arrived if lane is Lane.CONTROL]
         assert heard == pytest.approx(said, abs=SIZE * 8 / 1e9 + 1e-6)  # at most behind one chunk on the wire
-        assert node.bulk <= BURST_BYTES + 3 * 1e6
+        assert node.bulk <= BURST_BYTES + 3 * SIZE
 
     run(main())
 
 
 def test_a_delta_goes_before_a_snapshot_that_was_granted_earlier() -> None:
     async def main() -> None:
-        node = Node(1e7)
+        node = Node(10 * SIZE)
         for _ in range(3):
-            node.sender.give(Use.SNAPSHOT, (b"snapshot", bytes(1 << 20)))
+            node.sender.give(Use.SNAPSHOT, (b"snapshot", bytes(MAX_FRAME_BYTES)))
         asyncio.get_running_loop().call_later(0.05, lambda: node.sender.give(Use.DELTA, (b"d", bytes(1000))))
         await node.live(seconds=1.0)
         sizes = [size for _, _, size in node.arrived]
@@ -121,7 +121,7 @@ def test_while_the_channel_connects_anew_nothing_is_sent_and_a_limit_told_later_
         def again() -> None:
             assert node.arrived == [] and node.sender.waiting_control == (b"old",)
             node.sender.clear(control=True)
-            node.sender.limit(1e6)
+            node.sender.limit(SIZE)
             for _ in range(4):
                 node.sender.give(Use.DELTA, CHUNK)
             node.sender.resume()

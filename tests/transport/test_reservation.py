@@ -22,11 +22,11 @@ from zmqtrain.transport.reservation import (
     TokenBucket,
     Use,
 )
-from zmqtrain.types import PeerId
+from zmqtrain.types import MAX_FRAME_BYTES, PeerId
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 RATE = 1e8
-CHUNK = 1 << 20
+CHUNK = MAX_FRAME_BYTES
 SLACK = 1e-3
 """Bytes that floats lose over a test."""
 
