@@ -137,6 +137,7 @@ def test_control_is_sent_at_once_and_an_aggregate_goes_before_a_snapshot(run: Ru
         peers.traffic.follow(A, True)
         await asyncio.sleep(1.0)
         peers.snapshot(B, 10)
+        await asyncio.sleep(0.002)  # its first chunk is on its way, and the burst is used up
         before = len(peers.sent)
         released = Released(1, "float32", (0,), ((bytes(100_000),),))
         peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False))

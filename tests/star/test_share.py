@@ -19,7 +19,8 @@ from zmqtrain.runtime.serve import serve
 from zmqtrain.settings import RunSettings
 settings = RunSettings(codec="float32", broadcast_codec="float32", every=1, delay=2, release="immediately")
 share = link_share("1gbit", float(sys.argv[1]))
-serve("tcp://*:5555", settings, share=share, ready=lambda broker: print("ready", flush=True), interrupted=lambda n: None)
+ready = lambda broker: print("ready", flush=True)
+serve("tcp://*:5555", settings, share=share, ready=ready, interrupted=lambda count: None)
 """
 NODE = """
 import sys, threading
@@ -72,4 +73,4 @@ def test_no_more_than_the_share_of_a_port_is_used_while_all_that_can_be_is_excha
         for node in range(2):
             start(star, node, NODE, f"pc-{node}", f"tcp://{star.hub_address}:5555", node_share if node == 0 else "1")
         out, into = used(star, narrow)
-    assert 0.2 < max(out, into) and out <= 0.55 and into <= 0.55, (out, into)
+    assert max(out, into) > 0.2 and out <= 0.55 and into <= 0.55, (out, into)

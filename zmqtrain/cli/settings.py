@@ -232,9 +232,9 @@ class StatusConfig:
     """Show how the run at HUB stands: who is there, at what step, with what loss. Looks on; changes nothing.
 
     age: steps from an offer to the aggregate that answers it. stale: how many versions the node's last delta was
-    behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker saw it.
-    k, d: steps between two offers, and until their aggregate is applied. *: the node that scores the shared model on
-    held-out data.
+    behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker saw
+    it. k, d: steps between two offers, and until their aggregate is applied. *: the node that scores the shared model
+    on held-out data.
     """
 
     hub: Hub

@@ -38,6 +38,7 @@ from zmqtrain.types import PeerId
 
 __all__ = ["SimResult", "load_scenario_program", "simulate"]
 
+
 @dataclass(frozen=True)
 class SimResult:
     """What a simulated run came to.
