@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report
-from zmqtrain.runtime.auto import ASSUMED_BITS, LoadPlanner, link_share
+from zmqtrain.runtime.auto import ASSUMED_BITS, LoadPlanner, link_share, typical_rate
 from zmqtrain.runtime.schedule import exchange_bytes, fit, payload_rate
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.reservation import LinkShare
@@ -85,12 +85,13 @@ def test_a_release_for_each_delta_sends_as_many_aggregates_down() -> None:
     assert down == {"quorum": sizes.down, "immediately": 4 * sizes.down, "count:contributions=2": 2 * sizes.down}
 
 
-def test_a_port_of_which_nothing_is_known_is_taken_for_a_gigabit_and_the_hubs_for_the_fastest_nodes() -> None:
+def test_a_port_of_which_nothing_is_known_is_taken_for_a_gigabit_and_the_hubs_for_a_typical_nodes() -> None:
     planner = LoadPlanner(auto(), LinkShare())
     unknown = planner.load(MODEL, crew(2, link=0.0), [0.05])
     assert unknown.node_rate == unknown.hub_rate == payload_rate(ASSUMED_BITS)
     slow = planner.load(MODEL, [member("a", link=1e7), member("b", link=3e7), member("c", link=2e7)], [0.05])
-    assert (slow.node_rate, slow.hub_rate) == (2e7, 3e7)
+    assert (slow.node_rate, slow.hub_rate) == (2e7, 2e7)
+    assert typical_rate([]) == typical_rate(crew(2, link=0.0)) == 0.0
 
 
 def test_one_slow_link_decides_only_where_the_run_waits_for_its_slowest() -> None:

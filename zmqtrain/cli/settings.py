@@ -104,7 +104,7 @@ class BrokerConfig(_RunOptions):
     insecure: bool = False
     """Listen on the network without keys: whoever reaches the port can join. For a network that you trust."""
     link: str = ""
-    """The rate of this machine's port, as 1gbit, 2.5gbit or 12.5MB/s; empty: that of the fastest node."""
+    """The rate of this machine's port, as 1gbit, 2.5gbit or 12.5MB/s; empty: as that of a typical node."""
     share: float = 1.0
     """What training may use of this machine's port, each way, the rest being left to others (0.8). With 1 and no link,
     nothing is limited."""

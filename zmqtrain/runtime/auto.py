@@ -8,7 +8,7 @@ or one that lies, does not decide for all; and no number that a node says can en
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 
 import numpy as np
@@ -23,7 +23,7 @@ from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import ModelSpec
 
-__all__ = ["ASSUMED_BITS", "link_share", "LoadPlanner"]
+__all__ = ["ASSUMED_BITS", "link_share", "typical_rate", "LoadPlanner"]
 
 ASSUMED_BITS = 1e9
 """The rate of a port of which nothing is known yet: a run whose exchanges are too small to measure it hardly cares."""
@@ -42,10 +42,19 @@ def link_share(link: str, share: float) -> LinkShare:
     return LinkShare(payload_rate(parse_rate(link, "link")) if link else 0.0, share)
 
 
+def typical_rate(members: Iterable[Member]) -> float:
+    """Return the median rate of these members' ports, in bytes per second; 0: none is known.
+
+    It stands for a hub's port of which nobody has told the rate: all hang on one switch.
+    """
+    rates = [max(LEAST_RATE, member.link_rate) for member in members if member.link_rate > 0]
+    return statistics.median(rates) if rates else 0.0
+
+
 class LoadPlanner:
     """A `Planner`: fits k and d to the load of a run.
 
-    share: of the hub's own port; its rate, where it is not told, is the fastest node's.  contribution_seconds: gives
+    share: of the hub's own port; its rate, where it is not told, is a typical node's.  contribution_seconds: gives
     the CPU that the hub takes for one contribution, of late.
     """
 
@@ -80,7 +89,6 @@ class LoadPlanner:
         shares = [(LinkShare(one.link, one.share), one.measured) for one in members if one.link_rate > 0]
         rates = [max(LEAST_RATE, share.usable(measured)) for share, measured in shares]
         typical = (min(rates) if slowest_counts else statistics.median(rates)) if rates else payload_rate(ASSUMED_BITS)
-        fastest = max((max(LEAST_RATE, one.link_rate) for one in members if one.link_rate > 0), default=0.0)
         # where each node's k follows from its speed, k is that of the reference (dynamic_every)
         percentile = 100 - REFERENCE_PERCENTILE if settings.follows_speed else 50.0
         said = [member.report.exchange_seconds for member in members if member.report is not None]
@@ -91,7 +99,7 @@ class LoadPlanner:
             bytes_up=sizes.up,
             bytes_down=round(sizes.down * self._aggregates(nodes)),
             node_rate=typical,
-            hub_rate=self.share.usable(fastest or payload_rate(ASSUMED_BITS)),
+            hub_rate=self.share.usable(typical_rate(members) or payload_rate(ASSUMED_BITS)),
             fragments=settings.fragments,
             node_seconds=statistics.median(codecs) if codecs else 0.0,
             hub_seconds=nodes * self._contribution_seconds(),

@@ -60,7 +60,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
-from zmqtrain.runtime.auto import LoadPlanner
+from zmqtrain.runtime.auto import LoadPlanner, typical_rate
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
@@ -366,16 +366,14 @@ class Broker:
 
     def _see_rates(self) -> None:
         """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
-        fastest = 0.0
         for peer, member in self.hub.members.items():
             measured = self.traffic.measured(peer)
             if measured > RATE_NEWS * member.measured:
                 self.hub.measured(peer, measured)
                 self._limit(peer)
-            fastest = max(fastest, member.link_rate)
-        if self.share.limit(fastest) != self._limited:
-            self._limited = self.share.limit(fastest)
-            self.traffic.limit(self._limited)
+        if (limit := self.share.limit(typical_rate(self.hub.members.values()))) != self._limited:
+            self._limited = limit
+            self.traffic.limit(limit)
 
     def _limit(self, peer: PeerId) -> None:
         if (member := self.hub.members.get(peer)) is not None:
