@@ -24,6 +24,9 @@ from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
         (parse_rate, "100mbit", 10**8),
         (parse_rate, "1e9", 10**9),
         (parse_rate, "10Gbps", 10**10),
+        (parse_rate, "100Mb/s", 10**8),
+        (parse_rate, "12.5MB/s", 10**8),
+        (parse_rate, "125 MB", 10**9),
     ],
 )
 def test_a_quantity_is_read_as_people_write_it(read, text, value):
