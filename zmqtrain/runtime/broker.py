@@ -79,7 +79,8 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
 RATE_NEWS = 1.05
 """A link is said to be faster than it was said to be when it was seen so many times as fast."""
-CONTRIBUTIONS_MEASURED = 32
+CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
+"""What a contribution costs here is measured over so many, once the first ones are over, for which code is compiled."""
 OUTBOX_MODELS = 3
 """So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
 
@@ -158,6 +159,7 @@ class Broker:
         self._bytes_received = self._snapshots_served = 0
         self._saved_version, self._saved_at = self.hub.version, time.monotonic()
         self._contributions_before = self.hub.contributions
+        self._measured_from: tuple[int, float] | None = None
         self._limited: float | None = self.share.limit()
 
     # ------------------------------------------------------------------ living
@@ -380,9 +382,13 @@ class Broker:
             self.traffic.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
 
     def _contribution_seconds(self) -> float:
-        """The CPU of the codec thread for one contribution; 0 while the run's beginning weighs in it."""
-        here = self.hub.contributions - self._contributions_before
-        return self._aggregate_seconds / here if here >= CONTRIBUTIONS_MEASURED else 0.0
+        """The CPU of the codec thread for one contribution, all its work; 0 as long as too few were seen."""
+        count, seconds = self.hub.contributions, self._aggregate_seconds
+        if self._measured_from is None and count >= self._contributions_before + CONTRIBUTIONS_WARM:
+            self._measured_from = (count, seconds)
+        before, seconds_before = self._measured_from or (count, seconds)
+        here = count - before
+        return (seconds - seconds_before) / here if here >= CONTRIBUTIONS_MEASURED else 0.0
 
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch", covariant=True)
 
 WITHDRAWN_KEPT = 1024
+EXCHANGES_WARM = 4
 
 
 class UnitSource(Protocol[Batch]):
@@ -92,7 +93,7 @@ class PeerExchange(ABC):
         self._withdrawn: Mailbox[int] = Mailbox(WITHDRAWN_KEPT)
         self._withdrawals = 0
         self._encode_seconds = 0.0
-        self._encoded = 0
+        self._encoded, self._warm_seconds = 0, 0.0
         self._scheduled = (0, 0)
 
     # ------------------------------------------------------------------ threads and time: of who runs it
@@ -296,8 +297,10 @@ class PeerExchange(ABC):
 
     @property
     def _exchange_seconds(self) -> float:
-        """The CPU seconds that the codec takes for one exchange; 0 before the first."""
-        return (self._encode_seconds + self._inbox.decode_seconds) / self._encoded if self._encoded else 0.0
+        """The CPU seconds that the codec takes for one exchange; 0 until the first are over, that compile code."""
+        seconds = self._encode_seconds + self._inbox.decode_seconds - self._warm_seconds
+        exchanges = self._encoded - EXCHANGES_WARM
+        return seconds / exchanges if exchanges > 0 else 0.0
 
     def _hear_withdrawn(self) -> None:
         while (withdrawn := self._withdrawn.get_nowait()) is not None:
@@ -388,6 +391,8 @@ class PeerExchange(ABC):
             raise NonFiniteDelta(f"{self.name}: {error}: training has diverged here", error.leaf) from None
         self._encode_seconds += time.thread_time() - began
         self._encoded += 1
+        if self._encoded == EXCHANGES_WARM:
+            self._warm_seconds = self._encode_seconds + self._inbox.decode_seconds
         if self._events is not None:
             self._events.encoded(offer.sequence)
         score = mean_score(offer)
