@@ -63,6 +63,16 @@ def test_what_is_not_known_is_a_dash() -> None:
     assert format_number(math.nan) == format_bytes(math.nan) == format_count(math.inf) == "–"
 
 
+def test_k_and_d_and_the_rates_of_links_are_shown_where_they_are_known() -> None:
+    known = roster(TRAINING | {"link_rate": 119.5e6, "share": 0.8}, NEW, every=12, delay=5)
+    assert " · k 12, d 5 · " in roster_headline(known)
+    console = Console(file=io.StringIO(), width=100)
+    for one, shown in ((known, True), (roster(TRAINING, NEW), False)):
+        console.print(roster_table(one))
+        assert ("956 Mb/s" in console.file.getvalue()) is shown  # type: ignore[attr-defined]
+        console.file = io.StringIO()
+
+
 def test_the_headline_says_how_the_run_stands() -> None:
     text = roster_headline(roster(TRAINING, NEW))
     expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units · held-out loss 2.3456, bits per byte 3.3840"
