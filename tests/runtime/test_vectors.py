@@ -28,7 +28,8 @@ def test_memory_is_lent_again_when_the_last_view_of_it_is_gone():
     vector = vectors.take(LARGE)
     first, part = address(vector), vector[10:20]
     del vector
-    assert address(other := vectors.take(LARGE)) != first
+    other = vectors.take(LARGE)
+    assert address(other) != first
     del part
     assert address(vectors.take(LARGE + 4096)) == first  # another fragment, a block longer
     del other
