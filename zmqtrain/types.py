@@ -175,6 +175,9 @@ class Layout(Protocol):
     def leaves(self, fragment: int) -> tuple[int, ...]:
         """Return the indices of the leaves that the fragment touches."""
 
+    def spans(self, leaf_index: int, fragment: int) -> Array:
+        """Return where in the flat leaf the fragment's part of it lies: int64[pieces, 2] of (start, end), rising."""
+
     def take(self, leaf: Array, leaf_index: int, fragment: int) -> Array:
         """Return the fragment's part of one leaf, flat (numpy, jax, or traced by jax)."""
 

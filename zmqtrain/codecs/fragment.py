@@ -72,6 +72,13 @@ class Layout:
         """Return the indices of the leaves that have a block in the fragment, in order."""
         return tuple(leaf for leaf in range(len(self.spec)) if self._count(leaf, fragment))
 
+    def spans(self, leaf_index: int, fragment: int) -> NDArray[np.int64]:
+        """Return where in the flat leaf its segment lies: int64[pieces, 2] of (start, end), rising."""
+        whole, column, start, end = self._cut(leaf_index, fragment)
+        starts = np.arange(column, whole, self.fragments, dtype=np.int64) * BLOCK_VALUES
+        spans = np.stack([starts, starts + BLOCK_VALUES], axis=1)
+        return spans if start == end else np.concatenate([spans, np.array([[start, end]], np.int64)])
+
     def take(self, leaf: Array, leaf_index: int, fragment: int) -> Array:
         """Return the leaf's segment of the fragment, float32[count], from an array of the leaf's shape.
 

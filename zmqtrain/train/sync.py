@@ -17,8 +17,9 @@ import jax
 import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, ModelMismatch
+from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.minibatch import dynamic_every
-from zmqtrain.train.step import describe_model, rebase_of
+from zmqtrain.train.step import describe_model
 from zmqtrain.types import Array, Exchange, Update, Version
 
 __all__ = ["SyncStatistics", "Adoption", "DelayedSync"]
@@ -74,8 +75,10 @@ class DelayedSync:
             params, opt_state, loss = train_step(params, opt_state, batch)
             params = sync.step(params, score=loss)
 
-    params: any pytree of float arrays. The first node's founds the run; at any other node the first `step` returns the
-    run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the buffers it is given.
+    params: any pytree of float arrays, on one device or, by any sharding, on several of this PC: each keeps its own
+    part, and what `step` returns lies as what it was given. The first node's founds the run; at any other node the
+    first `step` returns the run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the
+    buffers it is given.  anchor: where the shared parameters are kept: "device" (where `params` are) or "host".
     score: of `params` on training data that was held out, where the run begins with the best (NaN: not known).
     moments: the optimizer's state as float32 arrays, for who adopts these parameters.
     Raises ModelMismatch when the run has another model.  k, d and the rest are `exchange.settings`: the broker's.
@@ -89,6 +92,7 @@ class DelayedSync:
         donate: bool = False,
         score: float = float("nan"),
         moments: Sequence[Array] = (),
+        anchor: AnchorOn = "device",
     ) -> None:
         self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
         self._tree: Any
@@ -102,14 +106,15 @@ class DelayedSync:
                     spec.path,
                 )
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
-        self._rebase = rebase_of(exchange.layout, donate, self.settings.elastic)
+        self._moves = moves_of(
+            exchange.layout, model, leaves, donate=donate, elastic=self.settings.elastic, anchor=anchor
+        )
         start = leaves if update is None or update.anchor is None else update.anchor
-        self._dtypes = [jax.numpy.dtype(spec.dtype) for spec in model]
-        self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in start]
+        self._anchor = self._moves.place(start)
         self._own = leaves if update is not None and update.keep else None
         self._adopted = update is not None and not update.keep
         self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
-        self._rebase.warm_up([a.astype(d) for a, d in zip(self._anchor, self._dtypes, strict=True)], self._anchor)
+        self._moves.warm_up(leaves, self._anchor)
         self._step = self._samples = 0
         self._unsaid = (0, 0)  # samples and steps that no offer on its way, or landed, stands for
         self._offers = self._refused = self._applied = 0
@@ -126,9 +131,8 @@ class DelayedSync:
     @property
     def params(self) -> Any:
         """A copy of the shared parameters as this node has them (the anchor), in the caller's tree and dtypes."""
-        leaves = [jax.numpy.array(leaf, dtype) for leaf, dtype in zip(self._anchor, self._dtypes, strict=True)]
         self._adopted = False
-        return jax.tree.unflatten(self._tree, leaves)
+        return jax.tree.unflatten(self._tree, self._moves.parameters(self._anchor))
 
     @property
     def start(self) -> Any:
@@ -272,7 +276,8 @@ class DelayedSync:
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._take_back_withdrawn()
-        segments = self._rebase.pending(leaves, self._anchor, fragment, whole=dense)
+        self._anchor = self._moves.settle(leaves, self._anchor)
+        segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
         samples, steps = self._unsaid
         self._said = tuple(self._scores) or self._said  # who drains has made no step since, and is as good as before
         sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, scores=self._said, dense=dense)
@@ -321,20 +326,21 @@ class DelayedSync:
         return all(self._step >= one.step + self._delay for one in offered)
 
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
+        self._anchor = self._moves.settle(leaves, self._anchor)
         if update.reset:
             assert update.anchor is not None
-            self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in update.anchor]
-            leaves = [jax.numpy.array(leaf, d) for leaf, d in zip(update.anchor, self._dtypes, strict=True)]
+            self._anchor = self._moves.place(update.anchor)
+            leaves = self._moves.parameters(self._anchor)
             self._unsaid, self._adoption = (0, 0), Adoption(update.moments)
             self._scores.clear()
             self._said = ()
         elif update.keep:
             assert update.anchor is not None
-            self._anchor = [jax.numpy.array(leaf, jax.numpy.float32) for leaf in update.anchor]
+            self._anchor = self._moves.place(update.anchor)
         elif update.anchor is not None:
-            leaves, self._anchor = self._rebase.adopt(leaves, self._anchor, update.anchor, update.own)
+            leaves, self._anchor = self._moves.adopt(leaves, self._anchor, update.anchor, update.own)
         else:
-            leaves, self._anchor = self._rebase.apply(leaves, self._anchor, update.aggregate, update.own)
+            leaves, self._anchor = self._moves.apply(leaves, self._anchor, update.aggregate, update.own)
         self._applied += 1
         for sequence in update.landed:
             if sequence in self._offered:
