@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zmqtrain import __version__
+from zmqtrain.cli.card import check_card
 from zmqtrain.cli.display import (
     Display,
     format_bytes,
@@ -75,12 +77,15 @@ def _run(config: NodeConfig) -> int:
             share=config.share,
         ) as node:
             program = load_run_program(node.settings, config.data, config.hub)
+            if config.devices == "all":
+                program = _on_all_devices(program)
+            check_card(program, node.settings, config)
             induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()
             slowed = f", with induced delays ({config.induce})" if config.induce else ""
             display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}{slowed}")
             interruption.display = display
             with display:
-                result = _train(node, program, interruption, config.pace_seconds, induced)
+                result = _train(node, program, interruption, config, induced)
             if recorder is not None:
                 _record_end(recorder, result)
     except KeyboardInterrupt:  # nothing was trained
@@ -93,21 +98,34 @@ def _run(config: NodeConfig) -> int:
 
 
 def _train(
-    node: Node, program: Program, interruption: Interruption, pace_seconds: float, induced: Induced
+    node: Node, program: Program, interruption: Interruption, config: NodeConfig, induced: Induced
 ) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
+    from zmqtrain.train.sync import DelayedSync
 
-    batches = paced(interruption.watch(node.batches(program)), pace_seconds)
+    batches = paced(interruption.watch(node.batches(program)), config.pace_seconds)
     slow = induced.compute_delays(node.name)
     node.message_delay = induced.message_delays(node.name) if induced.message_sigma else None
     try:
-        return TrainingLoop(program, node, stop=interruption, before_step=lambda: time.sleep(slow())).run(batches)
+        return TrainingLoop(
+            program,
+            node,
+            stop=interruption,
+            before_step=lambda: time.sleep(slow()),
+            make_sync=partial(DelayedSync, anchor=config.anchor),
+        ).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(
             f"{error}. The run's model was made from the program arguments (and the data) that its first node had: the "
             "same zmqtrain and the same data belong on every PC",
             error.leaf,
         ) from error
+
+
+def _on_all_devices(program: Program) -> Program:
+    from zmqtrain.train.parallel import on_all_devices  # imports jax
+
+    return on_all_devices(program)
 
 
 def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:

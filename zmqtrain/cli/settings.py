@@ -22,6 +22,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
+from zmqtrain.quantities import parse_bytes
 from zmqtrain.runtime.auto import link_share
 from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps
@@ -164,6 +165,13 @@ class NodeConfig:
     (mean:deviation:weight, in seconds), each message by |N(0, message)|."""
     codec_on: Literal["auto", "host", "device"] = "auto"
     """Where deltas are compressed (to the same bytes): auto: on the device that trains, unless that is a processor."""
+    devices: Literal["one", "all"] = "one"
+    """all: the devices of this PC (its GPUs) share each batch; its first axis is cut in as many equal parts."""
+    anchor: Literal["device", "host"] = "device"
+    """Where this node keeps the shared parameters: host frees a card of as much memory as they take in float32."""
+    card_memory: str = ""
+    """What each device has, as 6GB: a plan that cannot fit is refused before it begins; empty: what the device says
+    it has, if it does."""
     log_file: File = None
     """Write the log to this file as well."""
     record: File = None
@@ -180,6 +188,8 @@ class NodeConfig:
         link_share(self.link, self.share)
         _require("wait_seconds", self.wait_seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
+        if self.card_memory:
+            parse_bytes(self.card_memory, "card_memory")
         if self.induce:
             try:
                 induced_from_spec(self.induce)

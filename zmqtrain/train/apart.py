@@ -44,7 +44,7 @@ class Step(Protocol):
     def init(self, seed: int) -> TrainState:
         """Return fresh parameters and optimizer state."""
 
-    def compile(self, state: TrainState, batch: Any) -> None:
+    def compile(self, state: TrainState, batch: Any) -> int:
         """Have the step compiled; `state` stays as it is."""
 
     def step(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, jax.Array, int] | None:
@@ -104,7 +104,9 @@ def unpack_moments(opt_state: Any, moments: Sequence[Array]) -> Any | None:
             )
         if values.size != like.size:
             return None
-        filled.append(jax.numpy.array(values.reshape(like.shape), like.dtype))
+        values = np.array(values.reshape(like.shape), like.dtype)
+        tied = isinstance(leaf, jax.Array) and leaf.committed
+        filled.append(jax.device_put(values, leaf.sharding) if tied else jax.numpy.asarray(values))
     return jax.tree.unflatten(tree, filled) if flat.size == 0 else None
 
 
@@ -137,9 +139,11 @@ def begin(
     adoption = sync.take_adoption()
     if adoption is None:
         return sync, TrainState(sync.start, state.opt_state)
-    before, state = state, _adopt(program, settings, sync.start, adoption)
+    own = score_of(program, state.params) if settings.initial == "mean" else float("nan")
+    del state  # or a card would hold both
+    state = _adopt(program, settings, sync.start, adoption)
     if settings.initial == "mean":
-        _warn_of_barrier(exchange.name, score_of(program, before.params), score_of(program, state.params))
+        _warn_of_barrier(exchange.name, own, score_of(program, state.params))
     return sync, state
 
 

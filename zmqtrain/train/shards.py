@@ -183,7 +183,7 @@ class Shards:
         """Return where the fragment lies in the shards of a leaf; None where it is the whole leaf."""
         if self.layout.fragments == 1:
             return None
-        shards = shards_of(leaf.sharding, leaf.shape)
+        shards = _shards_of(leaf.sharding, leaf.shape)
         if (cut := self._cuts.get((index, fragment, shards))) is None:
             cut = cut_shards(leaf.shape, shards, self.layout.spans(index, fragment))
             self._cuts[index, fragment, shards] = cut
@@ -347,7 +347,7 @@ def _devices_of(sharding: Sharding) -> tuple[jax.Device, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shards_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Shard, ...]:
+def _shards_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Shard, ...]:
     """Return which part of a leaf each device holds, the devices in the order of their ids."""
     indices = sharding.devices_indices_map(shape)
     return tuple(
@@ -375,7 +375,7 @@ def _unstacked(stack: jax.Array, like: jax.Array) -> jax.Array:
 
 def _segment(stack: jax.Array, leaf: jax.Array, cut: Cut | None) -> Any:
     """Return the segment that lies in pieces on the devices of a leaf, one piece of each distinct shard."""
-    devices, shards = _devices_of(leaf.sharding), shards_of(leaf.sharding, leaf.shape)
+    devices, shards = _devices_of(leaf.sharding), _shards_of(leaf.sharding, leaf.shape)
     if len(devices) == 1:
         return stack
     pieces = {shard.device: shard.data for shard in stack.addressable_shards}
@@ -398,7 +398,7 @@ def _segment(stack: jax.Array, leaf: jax.Array, cut: Cut | None) -> Any:
 
 def _pieces_of(segment: Array, leaf: jax.Array, cut: Cut | None) -> list[Array]:
     """Return what each device of a leaf is to be sent of a segment: equal shards the same, in the same memory."""
-    shards = shards_of(leaf.sharding, leaf.shape)
+    shards = _shards_of(leaf.sharding, leaf.shape)
     if len(set(shards)) == 1:
         alike = segment.reshape(leaf.shape) if cut is None else segment.reshape(-1, cut.grain)
         return [alike] * len(shards)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
@@ -107,14 +108,27 @@ class LocalStep:
         params = self.program.init(seed)
         return TrainState(params, self._functions.optimizer.init(params))
 
-    def compile(self, state: TrainState, batch: Any) -> None:
-        """Have the step compiled, on a copy: a node that joins can then train at once. `state` stays as it is."""
-        self.step(jax.tree.map(jnp.copy, state), batch)[1].block_until_ready()
+    def compile(self, state: TrainState, batch: Any) -> int:
+        """Have the step compiled: a node that joins can then train at once. Return the bytes it works in.
+
+        state: stays as it is; shapes and dtypes alone (`jax.ShapeDtypeStruct`) will do.  The bytes are those of a
+        device while it makes a step, besides the state and the batch: activations, gradients; 0 if it does not say.
+        """
+        return _working_bytes(self._functions.one.lower(state, batch).compile())
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         """Take one batch; return the new state and the loss before it (a device scalar). `state` is used up."""
         result: tuple[TrainState, jax.Array] = self._functions.one(state, batch)
         return result
+
+
+def _shape_at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def _working_bytes(compiled: Any) -> int:
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
 class MinibatchStep:
@@ -158,14 +172,18 @@ class MinibatchStep:
         """Return fresh parameters and optimizer state."""
         return self._local.init(seed)
 
-    def compile(self, state: TrainState, batch: Any) -> None:
-        """Have the step compiled, on copies: a node that joins can then train at once. `state` stays as it is."""
+    def compile(self, state: TrainState, batch: Any) -> int:
+        """Have the step compiled: see `LocalStep.compile`. The sum of several gradients is not among its bytes."""
         if self._most_parts == 1:
-            self._local.compile(state, batch)
-            return
-        part = self._cut(batch)[0]
-        total = self._functions.next(self._functions.first(state.params, part)[0], state.params, part)[0]
-        self._functions.finish(jax.tree.map(jnp.copy, state), total, np.float32(2))[1].block_until_ready()
+            return self._local.compile(state, batch)
+        functions, part = self._functions, self._cut(batch)[0]
+        first = functions.first.lower(state.params, part).compile()
+        total = jax.eval_shape(functions.first, state.params, part)[0]
+        if any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in jax.tree.leaves(state.params)):
+            total = jax.tree.map(_shape_at, total, first.output_shardings[0])  # where the gradients will be
+        then = functions.next.lower(total, state.params, part).compile()
+        last = functions.finish.lower(state, total, np.float32(2)).compile()
+        return max(_working_bytes(compiled) for compiled in (first, then, last))
 
     def step(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, jax.Array, int] | None:
         """Take one step; return the new state, the mean loss before it (a device scalar) and how many samples it used.
