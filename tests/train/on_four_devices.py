@@ -109,11 +109,9 @@ class Played:
 
 @pytest.mark.parametrize("anchor", ["device", "host"])
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_every_move_gives_the_bits_of_one_device_and_leaves_parameters_where_they_were(
-    fragments, donate, homes, anchor
-):
-    alone = Played(fragments, donate, dict.fromkeys(SHAPES)).play()
-    ours = Played(fragments, donate, homes, anchor)
+def test_every_move_gives_the_bits_of_one_device_and_leaves_parameters_where_they_were(fragments, homes, anchor):
+    alone = Played(fragments, True, dict.fromkeys(SHAPES)).play()
+    ours = Played(fragments, True, homes, anchor)
     before = where(ours.params)
     ours.play()
     assert isinstance(alone.moves, DeviceMoves) and isinstance(
@@ -130,9 +128,9 @@ def test_every_move_gives_the_bits_of_one_device_and_leaves_parameters_where_the
 
 @pytest.mark.parametrize("anchor", ["device", "host"])
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_a_snapshot_replaces_the_anchor_and_keeps_what_is_pending(fragments, donate, homes, anchor):
-    alone = Played(fragments, donate, dict.fromkeys(SHAPES)).adopt()
-    ours = Played(fragments, donate, homes, anchor)
+def test_a_snapshot_replaces_the_anchor_and_keeps_what_is_pending(fragments, homes, anchor):
+    alone = Played(fragments, True, dict.fromkeys(SHAPES)).adopt()
+    ours = Played(fragments, True, homes, anchor)
     before = where(ours.params)
     ours.adopt()
     same_bits(ours.anchor, alone.anchor)

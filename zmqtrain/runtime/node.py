@@ -289,6 +289,10 @@ class Node(PeerExchange):
         self._settled = True
         if self.codec_on == "auto":
             coder.device = (coder.device or self._device_coder()) if _on_accelerator(offer.segments) else None
+        elif coder.device is not None and len(_devices_of(offer.segments)) > 1:
+            text = "%s cannot compress on its device: its parameters lie on several; it is done on the processor"
+            logger.warning(text, self.name)
+            coder.device = None
 
     def _warm_up(self, fragment: int) -> None:
         """Compile for one fragment, and the next ones after what has come meanwhile."""
@@ -313,10 +317,13 @@ class Node(PeerExchange):
 
 def _on_accelerator(segments: Sequence[Array]) -> bool:
     """True if these are jax arrays, all on one device that is not a processor; what is spread goes by the host."""
-    if not all(hasattr(segment, "devices") for segment in segments):
-        return False
-    devices = {device for segment in segments for device in segment.devices()}
-    return len(devices) == 1 and devices.pop().platform != "cpu"
+    devices = _devices_of(segments)
+    everything = all(hasattr(segment, "devices") for segment in segments)
+    return everything and len(devices) == 1 and devices.pop().platform != "cpu"
+
+
+def _devices_of(segments: Sequence[Array]) -> set[Any]:
+    return {device for segment in segments if hasattr(segment, "devices") for device in segment.devices()}
 
 
 def connect(

@@ -1,0 +1,22 @@
+"""A PC with several devices: files of tests that run in a process for which jax makes four of the processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+FLAG = "--xla_force_host_platform_device_count=4"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("folder", ["train", "integration"])
+def test_all_that_holds_on_four_devices_holds(folder):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{folder}/on_four_devices.py"]
+    environment = {**os.environ, "XLA_FLAGS": FLAG, "PYTHONPATH": str(PROJECT)}
+    run = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
