@@ -18,6 +18,8 @@ from zmqtrain.settings import RunSettings
 PROJECT = Path(__file__).parents[2]
 EXAMPLES = PROJECT / "docs" / "examples"
 NAMES = ("custom_loop.py", "flax_loop.py")
+FSDP = "fsdp_loop.py"
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 MARK = re.compile(r"  # zmqtrain (\d)/(\d)$")
 HERE = "tcp://127.0.0.1:0"
 SECONDS = 100.0
@@ -30,9 +32,9 @@ def two_nodes() -> RunSettings:
 
 
 @contextmanager
-def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str | Path, flags: str = "") -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-W", "error", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}  # where zmqtrain is not installed
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "XLA_FLAGS": flags}  # where zmqtrain is not installed
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -72,7 +74,7 @@ def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> N
             assert accuracy(outcome(third)) > GUESSING
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, FSDP))
 def test_joining_costs_four_lines_and_without_them_an_ordinary_script_is_left(name: str, tmp_path: Path) -> None:
     lines = (EXAMPLES / name).read_text().splitlines()
     marks = [(int(mark[1]), int(mark[2])) for line in lines if (mark := MARK.search(line))]
@@ -84,3 +86,13 @@ def test_joining_costs_four_lines_and_without_them_an_ordinary_script_is_left(na
     script.write_text(plain)
     with started(script, "--steps", "2", "--name", "alone") as process:
         assert accuracy(outcome(process)) < 100
+
+
+def test_a_pc_with_four_devices_and_one_with_one_train_one_model() -> None:
+    with BrokerThread(HERE, two_nodes()) as broker:
+        four = (EXAMPLES / FSDP, broker.address, "--steps", "200", "--name", "four")
+        one = (EXAMPLES / "custom_loop.py", broker.address, "--steps", "200", "--name", "one")
+        with started(*four, flags=FOUR_DEVICES) as first, started(*one) as second:
+            trained = [accuracy(outcome(process)) for process in (first, second)]
+        assert max(trained) > GUESSING
+        assert broker.broker.statistics().contributions >= 2

@@ -1,0 +1,71 @@
+"""A plan that cannot fit the card is refused before a parameter is made, and what would fit is said."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import pytest
+
+from zmqtrain.cli.card import check_card
+from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
+from zmqtrain.cli.settings import NodeConfig
+from zmqtrain.errors import ConfigError
+from zmqtrain.programs import load_program
+from zmqtrain.settings import RunSettings
+from zmqtrain.train import footprint
+
+
+def node(**options):
+    return NodeConfig(hub="tcp://hub:5555", **options)
+
+
+def card(megabytes):
+    """A card of which so much can be used."""
+    return f"{CARD_BYTES_OF_OTHERS / 1e6 + megabytes}MB"
+
+
+@pytest.fixture(scope="module")
+def program():
+    return load_program("image", {"width": 64})
+
+
+def test_what_fits_begins_and_says_how_much_it_takes(program, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    check_card(program, RunSettings(), node(card_memory="6GB"))
+    assert "the card: fits: " in caplog.text
+
+
+def test_what_cannot_fit_is_refused_with_what_would(program):
+    before = len(jax.live_arrays())
+    with pytest.raises(ConfigError) as caught:
+        check_card(program, RunSettings(), node(card_memory=card(1)))
+    assert len(jax.live_arrays()) <= before + 1
+    for said in ("does not fit", "In GB: parameters ", "activations", "--anchor host"):
+        assert said in str(caught.value)
+
+
+def test_an_anchor_on_the_host_makes_room(program):
+    needed = None
+    for megabytes in range(1, 60):
+        try:
+            check_card(program, RunSettings(), node(card_memory=card(megabytes), anchor="host"))
+        except ConfigError:
+            continue
+        needed = megabytes
+        break
+    assert needed is not None
+    with pytest.raises(ConfigError, match="the anchor on the host"):
+        check_card(program, RunSettings(), node(card_memory=card(needed)))
+
+
+def test_the_device_is_asked_where_the_user_does_not_say(program, monkeypatch):
+    check_card(program, RunSettings(), node())  # a processor says nothing, and nothing is measured
+    monkeypatch.setattr(footprint, "card_bytes", lambda: 1_000_000)
+    with pytest.raises(ConfigError, match=r"of which 0\.00 GB can be used"):
+        check_card(program, RunSettings(), node())
+
+
+def test_a_card_of_no_size_is_refused():
+    with pytest.raises(ConfigError, match="card_memory is written like 6GB"):
+        node(card_memory="much")
