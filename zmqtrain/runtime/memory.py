@@ -79,8 +79,8 @@ class MemoryEstimate:
             MemoryLine("aggregate and snapshot as they come", 0, sent.down + 2 * dense),
         ]
         training = sum(line.device_bytes for line in lines)
-        more = max(0, max(self._starting_bytes) - training)
-        lines.append(MemoryLine("more, while functions are compiled on copies at the start", more))
+        more = max(0, self._starting_bytes - training)
+        lines.append(MemoryLine("more, while the exchange is compiled on copies at the start", more))
         return tuple(line for line in lines if line.device_bytes or line.host_bytes)
 
     @property
@@ -130,15 +130,11 @@ class MemoryEstimate:
         return sum(_ITEM_BYTES[leaf.dtype] * leaf.values for leaf in self.model)
 
     @property
-    def _starting_bytes(self) -> tuple[int, int]:
-        """What the card holds while the step is compiled, and while the exchange is: both on copies."""
+    def _starting_bytes(self) -> int:
+        """What the card holds while the exchange is compiled on copies, or, with the anchor on the host, without."""
         parameters, dense = self._parameter_bytes, _FLOAT32_BYTES * count_values(self.model)
-        summed = dense if self.batches > 1 else 0
-        step = 2 * (parameters + self.opt_state_bytes) + parameters + summed + self.activation_bytes
-        piece = -(-dense // self.fragments)
-        anchors = 2 * dense + 3 * piece if self.anchor == "device" else piece
-        exchange = 3 * parameters + self.opt_state_bytes + anchors
-        return step, exchange
+        anchors = 2 * dense + 3 * -(-dense // self.fragments) if self.anchor == "device" else 0
+        return 2 * parameters + self.opt_state_bytes + anchors
 
     def _placed(self, what: str, place: Place, size: int) -> MemoryLine:
         return MemoryLine(what, size, 0) if place == "device" else MemoryLine(what, 0, size)
@@ -151,9 +147,10 @@ class MemoryEstimate:
         """
         again = 1 if self.in_flight > 1 else 0
         if self.anchor == "host":
-            share = -(-self._parameter_bytes // self.fragments)
-            yield MemoryLine("offered fragment", share, (1 + again) * piece)
-            yield MemoryLine("landing fragment: the step taken", piece, 2 * piece)
+            two_leaves = 2 * _FLOAT32_BYTES * max(leaf.values for leaf in self.model)
+            passing = min(piece, two_leaves)  # leaf by leaf, and one ahead
+            yield MemoryLine("offered fragment", passing, (1 + again) * piece)
+            yield MemoryLine("landing fragment: the step taken", passing, 2 * piece)
         elif self.codec_on == "host":
             yield MemoryLine("offered fragment", piece, (1 + again) * piece)
             yield MemoryLine("landing fragment: aggregate, own part, their difference", 3 * piece, 2 * piece)
