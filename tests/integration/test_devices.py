@@ -13,7 +13,7 @@ PROJECT = Path(__file__).parents[2]
 FLAG = "--xla_force_host_platform_device_count=4"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("folder", ["train", "integration"])
 def test_all_that_holds_on_four_devices_holds(folder):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{folder}/on_four_devices.py"]

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import ModelMismatch
 from zmqtrain.train.anchor import DeviceMoves, HostMoves, SpreadMoves, moves_of
-from zmqtrain.train.shards import Segment, Shards
+from zmqtrain.train.spread import SpreadLeaves
+from zmqtrain.train.stack import Segment
 from zmqtrain.train.step import describe_model
 
 DEVICES = jax.devices()
@@ -168,14 +169,14 @@ def test_no_device_ever_holds_a_whole_leaf(monkeypatch, fragments, anchor):
     homes = {"wide": FSDP["wide"], "tall": FSDP["tall"]}
     known = {id(array) for array in jax.live_arrays()}
     seen = []
-    run = Shards._run
+    run = SpreadLeaves._run
 
     def watched(self, *arguments, **more):
         made = run(self, *arguments, **more)
         seen.append(largest_share(array for array in jax.live_arrays() if id(array) not in known))
         return made
 
-    monkeypatch.setattr(Shards, "_run", watched)
+    monkeypatch.setattr(SpreadLeaves, "_run", watched)
     ours = Played(fragments, True, homes, anchor).play().adopt()
     assert len(seen) > 3 and max(seen) == 60_000 / 4
     assert largest_share(ours.params) == 60_000 / 4
@@ -184,14 +185,14 @@ def test_no_device_ever_holds_a_whole_leaf(monkeypatch, fragments, anchor):
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_what_is_compiled_speaks_to_no_other_device(monkeypatch, homes, fragments):
     compiled = []
-    calls = Shards._calls
+    calls = SpreadLeaves._calls
 
     def watched(self, *arguments, **more):
         for function, given, members in calls(self, *arguments, **more):
             compiled.append(function.lower(*given).compile().as_text())
             yield function, given, members
 
-    monkeypatch.setattr(Shards, "_calls", watched)
+    monkeypatch.setattr(SpreadLeaves, "_calls", watched)
     Played(fragments, True, homes)
     assert len(compiled) > 2
     spoken = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ConfigError, ModelMismatch
-from zmqtrain.train.shards import Shards, is_spread
+from zmqtrain.train.spread import SpreadLeaves, is_spread
 from zmqtrain.train.step import Rebase, rebase_of
 from zmqtrain.types import Array, Layout, ModelSpec
 
@@ -112,23 +112,23 @@ class _OverShards:
 
     def __init__(self, layout: Layout, model: ModelSpec, leaves: Sequence[Any], donate: bool, elastic: float) -> None:
         self.layout, self.donate, self.elastic = layout, donate, elastic
-        self._shards = Shards(layout, model)
+        self._leaves = SpreadLeaves(layout, model)
         self._dtypes = [jnp.dtype(spec.dtype) for spec in model]
-        self._homes = self._shards.homes([jnp.asarray(leaf) for leaf in leaves])
+        self._homes = self._leaves.homes([jnp.asarray(leaf) for leaf in leaves])
 
     def parameters(self, anchor: Sequence[Any]) -> Leaves:
         """See Moves."""
-        return self._shards.put([_on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
+        return self._leaves.put([_on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
 
     def _add(self, leaves: Leaves, fragment: int, segments: Sequence[Array], donate: bool) -> Leaves:
         step = dict(zip(self.layout.leaves(fragment), segments, strict=True))
-        return self._shards.add(leaves, step, fragment, donate=donate)
+        return self._leaves.add(leaves, step, fragment, donate=donate)
 
     def _adopted(self, params: Leaves, anchor: Sequence[Any], new: Sequence[Array], own: Segments) -> Leaves:
         """Return new + (params - anchor - D(u)): leaf by leaf, and by the host, where `new` is."""
         adopted: Leaves = []
         for i, (leaf, known, fresh) in enumerate(zip(params, anchor, new, strict=True)):
-            rest = self._shards.fetch(jnp.asarray(leaf))
+            rest = self._leaves.fetch(jnp.asarray(leaf))
             np.subtract(rest, _on_host(known), out=rest)
             for fragment, segments in own.items():
                 parts = dict(zip(self.layout.leaves(fragment), segments, strict=True))
@@ -137,7 +137,7 @@ class _OverShards:
             np.add(rest, np.asarray(fresh, np.float32), out=rest)
             if self.donate and isinstance(leaf, jax.Array):
                 leaf.delete()
-            adopted += self._shards.put([rest], [self._homes[i]], [self._dtypes[i]])
+            adopted += self._leaves.put([rest], [self._homes[i]], [self._dtypes[i]])
         return adopted
 
 
@@ -146,15 +146,15 @@ class SpreadMoves(_OverShards):
 
     def place(self, leaves: Sequence[Array]) -> list[Any]:
         """See Moves."""
-        return self._shards.put([_on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
+        return self._leaves.put([_on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
 
     def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
         """See Moves."""
-        homes = self._shards.homes(params)
+        homes = self._leaves.homes(params)
         moved = [i for i, (now, then) in enumerate(zip(homes, self._homes, strict=True)) if now != then]
         self._homes = homes
         for i in moved:
-            anchor[i : i + 1] = self._shards.put([self._shards.fetch(anchor[i])], [homes[i]], [jnp.float32])
+            anchor[i : i + 1] = self._leaves.put([self._leaves.fetch(anchor[i])], [homes[i]], [jnp.float32])
         return anchor
 
     def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
@@ -162,13 +162,13 @@ class SpreadMoves(_OverShards):
         for fragment in range(self.layout.fragments):
             touched = self.layout.leaves(fragment)
             for share in {1.0, self.elastic}:
-                self._shards.pending(params, anchor, fragment, share)
-            self._shards.compile_add(anchor, touched, fragment, donate=True)
-            self._shards.compile_add(params, touched, fragment, donate=self.donate)
+                self._leaves.pending(params, anchor, fragment, share)
+            self._leaves.compile_add(anchor, touched, fragment, donate=True)
+            self._leaves.compile_add(params, touched, fragment, donate=self.donate)
 
     def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
         """See Moves."""
-        return self._shards.pending(params, anchor, fragment, 1.0 if whole else self.elastic)
+        return self._leaves.pending(params, anchor, fragment, 1.0 if whole else self.elastic)
 
     def apply(self, params: Leaves, anchor: list[Any], aggregate: Segments, own: Segments) -> tuple[Leaves, list[Any]]:
         """See Moves."""
@@ -194,7 +194,7 @@ class HostMoves(_OverShards):
 
     def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
         """See Moves."""
-        self._homes = self._shards.homes([jnp.asarray(leaf) for leaf in params])
+        self._homes = self._leaves.homes([jnp.asarray(leaf) for leaf in params])
         return anchor
 
     def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
@@ -202,7 +202,7 @@ class HostMoves(_OverShards):
         for fragment in range(self.layout.fragments):
             self.pending(params, anchor, fragment)
             for i in self.layout.leaves(fragment):
-                self._shards.compile_add([jnp.asarray(leaf) for leaf in params], [i], fragment, donate=self.donate)
+                self._leaves.compile_add([jnp.asarray(leaf) for leaf in params], [i], fragment, donate=self.donate)
 
     def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
         """See Moves. The segments are numpy arrays; waits until they are here."""
@@ -224,7 +224,7 @@ class HostMoves(_OverShards):
                     self.layout.add(anchor[i], i, fragment, np.asarray(shared))
             params = [jnp.asarray(leaf) for leaf in params]
             for i, segment in zip(touched, _step(aggregate, own, fragment), strict=True):
-                params = self._shards.add(params, {i: segment}, fragment, donate=self.donate)
+                params = self._leaves.add(params, {i: segment}, fragment, donate=self.donate)
                 params[i].block_until_ready()  # or all that is sent would be on the device at once
         return params, anchor
 
@@ -234,8 +234,8 @@ class HostMoves(_OverShards):
 
     def _take(self, leaf: jax.Array, index: int, fragment: int) -> Array:
         if self.layout.fragments == 1:
-            return self._shards.fetch(jnp.asarray(leaf)).reshape(-1)
-        return self._shards.take(leaf, index, fragment)
+            return self._leaves.fetch(jnp.asarray(leaf)).reshape(-1)
+        return self._leaves.take(leaf, index, fragment)
 
 
 def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:

@@ -1,9 +1,8 @@
 """Move fragments in and out of leaves that are spread over several devices, each device its own piece.
 
-Rule 1: nothing is gathered: what is compiled here runs on each device's shard alone (`shard_map`, no collective); a
-segment becomes whole on the host only.  Rule 2: any sharding will do, and a mixture: a leaf is seen as the stack of its
-shards, without a copy, so that one compiled function moves leaves of all meshes over the same devices.
-Rule 3: what comes out has the sharding that went in, and with `donate` its memory.
+Rule 1: nothing is gathered: what is compiled here runs on each device's shard alone (`shard_map`, no collective).
+Rule 2: any sharding will do, and a mixture.  Rule 3: what comes out has the sharding that went in, with `donate` its
+memory too.  (A shard here is jax's: the part of a leaf that one device holds.)
 """
 
 from __future__ import annotations
@@ -11,30 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ModelMismatch
 from zmqtrain.train.cut import Cut, Shard, cut_shards
+from zmqtrain.train.stack import (
+    ALL_ALIKE,
+    EACH_ITS_OWN,
+    Group,
+    group_of,
+    mesh_of,
+    pieces_of,
+    segment_of,
+    shards_of,
+    stacked,
+    unstacked,
+)
 from zmqtrain.types import Array, Layout, ModelSpec
 
-__all__ = ["Home", "Segment", "Shards", "is_spread"]
+__all__ = ["Home", "SpreadLeaves", "is_spread"]
 
-Vector = NDArray[np.float32]
 Leaves = list[jax.Array]
 Segments = Mapping[int, Array]
 
-AXIS = "device"
 COMPILED_KEPT = 4096
 """So many jitted functions are kept, of all models of a process: a handful per fragment, or per leaf."""
-_EACH_ITS_OWN: PartitionSpec = PartitionSpec(AXIS)  # type: ignore[no-untyped-call]
-_ALL_ALIKE: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
 
 
 class Home(NamedTuple):
@@ -44,70 +50,7 @@ class Home(NamedTuple):
     committed: bool
 
 
-class _Group(NamedTuple):
-    """Leaves that one compiled function moves: those over the same devices, in the order of their ids."""
-
-    devices: tuple[Any, ...]
-    committed: bool
-
-    def stack(self, shards: Mapping[Any, jax.Array]) -> jax.Array:
-        """Return the shards, one per device, as one array: on each device the memory is the shard's own."""
-        arrays = [shards[device] for device in self.devices]
-        if len(arrays) == 1:
-            return arrays[0]
-        shape = arrays[0].shape
-        if shape:
-            shape = (len(arrays) * shape[0], *shape[1:])
-        sharding = NamedSharding(_mesh(self.devices), _EACH_ITS_OWN if shape else _ALL_ALIKE)
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-    def send(self, pieces: Sequence[Array]) -> Array:
-        """Return the stack of what each device is sent, from the host or another device; as it is for but one."""
-        if len(self.devices) == 1:
-            return pieces[0]
-        return self.stack(dict(zip(self.devices, jax.device_put(list(pieces), list(self.devices)), strict=True)))
-
-
-class _Piece(NamedTuple):
-    """What one device holds of a segment. where, shape: its place in the segment, seen as `Segment` sees it."""
-
-    values: jax.Array
-    where: Any
-    shape: tuple[int, ...]
-
-
-class Segment:
-    """A segment whose pieces lie on several devices: brought to the host, and joined there, whenever numpy asks.
-
-    float32[count], for `np.asarray`.  shape: as what its pieces are placed in it.
-    """
-
-    ndim = 1
-    dtype = np.dtype(np.float32)
-
-    def __init__(self, shape: tuple[int, ...], pieces: Sequence[_Piece]) -> None:
-        self.shape, self._seen_as, self._pieces = (prod(shape),), shape, tuple(pieces)
-        for piece in pieces:
-            piece.values.copy_to_host_async()
-
-    def devices(self) -> set[jax.Device]:
-        """Return the devices that hold a piece of it."""
-        return {device for piece in self._pieces for device in piece.values.devices()}
-
-    def block_until_ready(self) -> Segment:
-        """Wait until the devices have computed it."""
-        for piece in self._pieces:
-            piece.values.block_until_ready()
-        return self
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Vector:
-        joined = np.empty(self._seen_as, np.float32)
-        for values, where, shape in self._pieces:
-            joined[where] = np.asarray(values)[: prod(shape)].reshape(shape)
-        return joined.reshape(-1).astype(dtype or np.float32, copy=False)
-
-
-class Shards:
+class SpreadLeaves:
     """The leaves of one model on their devices, whose homes may differ from leaf to leaf.
 
     Raises ModelMismatch, naming the leaf, for one of which another process holds a part.
@@ -155,7 +98,7 @@ class Shards:
         `Segment`. The anchor lives where the parameters do.
         """
         touched = self.layout.leaves(fragment)
-        others = [_stacked(anchor[i], _group_of(anchor[i])) for i in touched]
+        others = [stacked(anchor[i], group_of(anchor[i])) for i in touched]
         return self._segments(_Ahead(share), [params[i] for i in touched], [others], touched, fragment)
 
     def add(self, leaves: Sequence[jax.Array], step: Segments, fragment: int, *, donate: bool) -> Leaves:
@@ -183,7 +126,7 @@ class Shards:
         """Return where the fragment lies in the shards of a leaf; None where it is the whole leaf."""
         if self.layout.fragments == 1:
             return None
-        shards = _shards_of(leaf.sharding, leaf.shape)
+        shards = shards_of(leaf.sharding, leaf.shape)
         if (cut := self._cuts.get((index, fragment, shards))) is None:
             cut = cut_shards(leaf.shape, shards, self.layout.spans(index, fragment))
             self._cuts[index, fragment, shards] = cut
@@ -199,7 +142,7 @@ class Shards:
     ) -> list[Any]:
         cuts = [self._cut(leaf, i, fragment) for leaf, i in zip(leaves, touched, strict=True)]
         stacks = self._run(kernel, leaves, others, cuts, flat=True)
-        return [_segment(stack, leaf, cut) for stack, leaf, cut in zip(stacks, leaves, cuts, strict=True)]
+        return [segment_of(stack, leaf, cut) for stack, leaf, cut in zip(stacks, leaves, cuts, strict=True)]
 
     def _meet(
         self, leaves: Sequence[jax.Array], step: Segments, fragment: int
@@ -209,7 +152,7 @@ class Shards:
         for i, segment in step.items():
             moving.append(leaves[i])
             cuts.append(self._cut(leaves[i], i, fragment))
-            pieces.append(_group_of(leaves[i]).send(_pieces_of(segment, leaves[i], cuts[-1])))
+            pieces.append(group_of(leaves[i]).send(pieces_of(segment, leaves[i], cuts[-1])))
         return moving, pieces, cuts
 
     def _run(
@@ -229,7 +172,7 @@ class Shards:
         made: dict[int, jax.Array] = {}
         for compiled, arguments, members in self._calls(kernel, leaves, others, cuts, flat=flat, donate=donate):
             made.update(zip(members, compiled(*arguments), strict=True))
-        return [made[i] if flat else _unstacked(made[i], leaf) for i, leaf in enumerate(leaves)]
+        return [made[i] if flat else unstacked(made[i], leaf) for i, leaf in enumerate(leaves)]
 
     def _calls(
         self,
@@ -242,11 +185,11 @@ class Shards:
         donate: bool = False,
     ) -> Iterator[tuple[Any, tuple[Any, ...], list[int]]]:
         """Give, for the leaves of each group of devices, the jitted function, its arguments, and which they are."""
-        groups: dict[_Group, list[int]] = {}
+        groups: dict[Group, list[int]] = {}
         for position, leaf in enumerate(leaves):
-            groups.setdefault(_group_of(leaf), []).append(position)
+            groups.setdefault(group_of(leaf), []).append(position)
         for group, members in groups.items():
-            stacks = [_stacked(leaves[position], group) for position in members]
+            stacks = [stacked(leaves[position], group) for position in members]
             behind = [[other[position] for position in members] for other in others]
             chosen = [cuts[position] for position in members]
             rows = [None if cut is None else group.send(cut.rows) for cut in chosen]
@@ -303,7 +246,7 @@ def _added(grain: int, rows: jax.Array | None, leaf: jax.Array, piece: jax.Array
 @lru_cache(maxsize=COMPILED_KEPT)
 def _jitted(
     kernel: _Kernel,
-    group: _Group,
+    group: Group,
     grains: tuple[int | None, ...],
     scalars: tuple[tuple[bool, ...], ...],
     flat: bool,
@@ -320,95 +263,10 @@ def _jitted(
 
     function: Callable[..., Any] = on_device
     if len(group.devices) > 1:
-        first, *others = [[_ALL_ALIKE if scalar else _EACH_ITS_OWN for scalar in operand] for operand in scalars]
-        rows = [None if grain is None else _EACH_ITS_OWN for grain in grains]
-        made = [_EACH_ITS_OWN] * len(first) if flat else first
+        first, *others = [[ALL_ALIKE if scalar else EACH_ITS_OWN for scalar in operand] for operand in scalars]
+        rows = [None if grain is None else EACH_ITS_OWN for grain in grains]
+        made = [EACH_ITS_OWN] * len(first) if flat else first
         function = jax.shard_map(
-            on_device, mesh=_mesh(group.devices), in_specs=(first, others, rows), out_specs=made, check_vma=False
+            on_device, mesh=mesh_of(group.devices), in_specs=(first, others, rows), out_specs=made, check_vma=False
         )
     return jax.jit(function, donate_argnums=0 if donate else ())
-
-
-# ---------------------------------------------------------------------- shards, stacks and segments
-
-
-@lru_cache(maxsize=64)
-def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    return Mesh(np.array(devices), (AXIS,))
-
-
-def _group_of(leaf: jax.Array) -> _Group:
-    return _Group(_devices_of(leaf.sharding), leaf.committed)
-
-
-@lru_cache(maxsize=1024)
-def _devices_of(sharding: Sharding) -> tuple[jax.Device, ...]:
-    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
-
-
-@lru_cache(maxsize=4096)
-def _shards_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Shard, ...]:
-    """Return which part of a leaf each device holds, the devices in the order of their ids."""
-    indices = sharding.devices_indices_map(shape)
-    return tuple(
-        tuple(part.indices(size)[:2] for part, size in zip(indices[device], shape, strict=True))
-        for device in _devices_of(sharding)
-    )
-
-
-def _slices(shard: Shard) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in shard)
-
-
-def _stacked(leaf: jax.Array, group: _Group) -> jax.Array:
-    if len(group.devices) == 1:
-        return leaf
-    return group.stack({shard.device: shard.data for shard in leaf.addressable_shards})
-
-
-def _unstacked(stack: jax.Array, like: jax.Array) -> jax.Array:
-    if not like.committed:
-        return stack
-    shards = [shard.data for shard in stack.addressable_shards]
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
-
-
-def _segment(stack: jax.Array, leaf: jax.Array, cut: Cut | None) -> Any:
-    """Return the segment that lies in pieces on the devices of a leaf, one piece of each distinct shard."""
-    devices, shards = _devices_of(leaf.sharding), _shards_of(leaf.sharding, leaf.shape)
-    if len(devices) == 1:
-        return stack
-    pieces = {shard.device: shard.data for shard in stack.addressable_shards}
-    distinct = {shard: number for number, shard in reversed([*enumerate(shards)])}
-    if len(distinct) == 1:
-        return pieces[devices[0]]
-    if cut is None:
-        shapes = {shard: tuple(end - start for start, end in shard) for shard in distinct}
-        whole = [_Piece(pieces[devices[number]], _slices(s), shapes[s]) for s, number in distinct.items()]
-        return Segment(leaf.shape, whole)
-    rows = sum(cut.places[number].size for number in distinct.values())
-    return Segment(
-        (rows, cut.grain),
-        [
-            _Piece(pieces[devices[number]], cut.places[number], (cut.places[number].size, cut.grain))
-            for number in distinct.values()
-        ],
-    )
-
-
-def _pieces_of(segment: Array, leaf: jax.Array, cut: Cut | None) -> list[Array]:
-    """Return what each device of a leaf is to be sent of a segment: equal shards the same, in the same memory."""
-    shards = _shards_of(leaf.sharding, leaf.shape)
-    if len(set(shards)) == 1:
-        alike = segment.reshape(leaf.shape) if cut is None else segment.reshape(-1, cut.grain)
-        return [alike] * len(shards)
-    values, pieces = np.asarray(segment), {}
-    for number, shard in enumerate(shards):
-        if shard in pieces:
-            continue
-        if cut is None:
-            pieces[shard] = values.reshape(leaf.shape)[_slices(shard)]
-        else:
-            pieces[shard] = np.zeros((cut.width, cut.grain), np.float32)
-            pieces[shard][: cut.places[number].size] = values.reshape(-1, cut.grain)[cut.places[number]]
-    return [pieces[shard] for shard in shards]
