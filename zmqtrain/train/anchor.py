@@ -118,7 +118,11 @@ class _OverShards:
 
     def parameters(self, anchor: Sequence[Any]) -> Leaves:
         """See Moves."""
-        return self._leaves.put([_on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
+        return self._leaves.put([self._on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
+
+    def _on_host(self, leaf: Array) -> Vector:
+        """Return a leaf on the host in float32: a copy of a jax array, whose view would stand in the way of donation."""
+        return self._leaves.fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, np.float32)
 
     def _add(self, leaves: Leaves, fragment: int, segments: Sequence[Array], donate: bool) -> Leaves:
         step = dict(zip(self.layout.leaves(fragment), segments, strict=True))
@@ -129,7 +133,7 @@ class _OverShards:
         adopted: Leaves = []
         for i, (leaf, known, fresh) in enumerate(zip(params, anchor, new, strict=True)):
             rest = self._leaves.fetch(jnp.asarray(leaf))
-            np.subtract(rest, _on_host(known), out=rest)
+            np.subtract(rest, self._on_host(known), out=rest)
             for fragment, segments in own.items():
                 parts = dict(zip(self.layout.leaves(fragment), segments, strict=True))
                 if i in parts:
@@ -146,7 +150,7 @@ class SpreadMoves(_OverShards):
 
     def place(self, leaves: Sequence[Array]) -> list[Any]:
         """See Moves."""
-        return self._leaves.put([_on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
+        return self._leaves.put([self._on_host(leaf) for leaf in leaves], self._homes, [jnp.float32] * len(leaves))
 
     def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
         """See Moves."""
@@ -190,7 +194,7 @@ class HostMoves(_OverShards):
 
     def place(self, leaves: Sequence[Array]) -> list[Any]:
         """See Moves."""
-        return [np.array(_on_host(leaf), np.float32) for leaf in leaves]
+        return [np.array(self._on_host(leaf), np.float32) for leaf in leaves]
 
     def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
         """See Moves."""
@@ -199,10 +203,11 @@ class HostMoves(_OverShards):
 
     def warm_up(self, params: Leaves, anchor: list[Any]) -> None:
         """See Moves."""
+        params = [jnp.asarray(leaf) for leaf in params]
         for fragment in range(self.layout.fragments):
             self.pending(params, anchor, fragment)
             for i in self.layout.leaves(fragment):
-                self._leaves.compile_add([jnp.asarray(leaf) for leaf in params], [i], fragment, donate=self.donate)
+                self._leaves.compile_add(params, [i], fragment, donate=self.donate)
 
     def pending(self, params: Leaves, anchor: list[Any], fragment: int, *, whole: bool = False) -> list[Array]:
         """See Moves. The segments are numpy arrays; waits until they are here."""
@@ -232,9 +237,10 @@ class HostMoves(_OverShards):
         """See Moves."""
         return self._adopted(params, anchor, new, own), self.place(new)
 
-    def _take(self, leaf: jax.Array, index: int, fragment: int) -> Array:
+    def _take(self, leaf: Array, index: int, fragment: int) -> Array:
+        leaf = jnp.asarray(leaf)
         if self.layout.fragments == 1:
-            return self._leaves.fetch(jnp.asarray(leaf)).reshape(-1)
+            return self._leaves.fetch(leaf).reshape(-1)
         return self._leaves.take(leaf, index, fragment)
 
 
@@ -245,8 +251,3 @@ def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:
     if fragment not in aggregate:
         return [-segment for segment in own[fragment]]
     return [shared - mine for shared, mine in zip(aggregate[fragment], own[fragment], strict=True)]
-
-
-def _on_host(leaf: Array) -> Vector:
-    """Return a leaf on the host in float32, maybe in memory that is not ours."""
-    return np.asarray(leaf, np.float32)
