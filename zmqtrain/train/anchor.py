@@ -121,7 +121,7 @@ class _OverShards:
         return self._leaves.put([self._on_host(leaf) for leaf in anchor], self._homes, self._dtypes)
 
     def _on_host(self, leaf: Array) -> Vector:
-        """Return a leaf on the host in float32: a copy of a jax array, whose view would stand in the way of donation."""
+        """Return a leaf on the host in float32: a copy of a jax array, for a view would defeat its donation."""
         return self._leaves.fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf, np.float32)
 
     def _add(self, leaves: Leaves, fragment: int, segments: Sequence[Array], donate: bool) -> Leaves:

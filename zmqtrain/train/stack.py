@@ -105,10 +105,12 @@ class Segment:
 
 @lru_cache(maxsize=64)
 def mesh_of(devices: tuple[jax.Device, ...]) -> Mesh:
+    """Return all these devices in a row, as the mesh of their stacks."""
     return Mesh(np.array(devices), (AXIS,))
 
 
 def group_of(leaf: jax.Array) -> Group:
+    """Return over which devices a leaf lies."""
     return Group(_devices_of(leaf.sharding), leaf.committed)
 
 
@@ -132,12 +134,14 @@ def _slices(shard: Shard) -> tuple[slice, ...]:
 
 
 def stacked(leaf: jax.Array, group: Group) -> jax.Array:
+    """Return the stack of a leaf\'s shards; the leaf itself where there is but one device."""
     if len(group.devices) == 1:
         return leaf
     return group.stack({shard.device: shard.data for shard in leaf.addressable_shards})
 
 
 def unstacked(stack: jax.Array, like: jax.Array) -> jax.Array:
+    """Return the leaf, lying as `like` does, of which this is the stack."""
     if not like.committed:
         return stack
     shards = [shard.data for shard in stack.addressable_shards]
