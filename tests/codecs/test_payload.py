@@ -17,6 +17,7 @@ from zmqtrain.codecs.payload import (
     decode_frame,
     decode_payload,
     encode_payload,
+    encode_slabs,
     initial_states,
     payload_size,
     plan_payload,
@@ -250,6 +251,32 @@ def test_states_go_on_from_payload_to_payload_and_stay_as_they_were_if_one_fails
     third = encode_payload(codecs, segments_of(counts), states)
     afresh = initial_states(codecs, counts)
     assert [encode_payload(codecs, segments_of(counts), afresh) for _ in range(3)] == [first, second, third]
+
+
+@every_codec
+def test_payloads_that_are_on_their_way_are_subtracted_as_if_they_had_been_decoded_whole(spec):
+    codecs, segments = all_of(spec, COUNTS), segments_of(COUNTS)
+    less = [encode_payload(codecs, segments_of(COUNTS, seed))[::-1] for seed in (1, 2)]
+    sent = decode_payload(codecs, less[1], COUNTS, out=decode_payload(codecs, less[0], COUNTS), add=True)
+    rest = [ours - known for ours, known in zip(segments, np.split(sent, np.cumsum(COUNTS)[:-1]), strict=True)]
+    assert encode_payload(codecs, segments, less=less) == encode_payload(codecs, rest)
+    with pytest.raises(CodecError, match="segment 1 of 2"):
+        odd = [np.ones(5, np.float32), np.ones(5, np.float64)]
+        encode_payload(all_of(spec, odd), odd, less=[encode_payload(all_of(spec, odd), segments_of([5, 5]))])
+
+
+@every_codec
+def test_slabs_may_be_made_while_they_are_encoded_each_in_the_memory_of_the_one_before(spec):
+    codecs, segments = all_of(spec, COUNTS), segments_of(COUNTS)
+    flat, spare, asked = np.concatenate(segments), np.empty(65_536, np.float32), []
+
+    def values(number, slab):
+        asked.append(number)
+        spare[: slab.values] = flat[slab.start : slab.end]
+        return spare[: slab.values]
+
+    assert encode_slabs(codecs, COUNTS, values) == encode_payload(codecs, segments)
+    assert asked == list(range(len(plan_payload(codecs, tuple(COUNTS)).slabs)))
 
 
 def test_a_segment_that_is_not_finite_is_named_by_its_index():

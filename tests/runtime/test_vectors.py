@@ -32,7 +32,6 @@ def test_memory_is_lent_again_when_the_last_view_of_it_is_gone():
     assert address(other) != first
     del part
     assert address(vectors.take(LARGE + 4096)) == first  # another fragment, a block longer
-    del other
 
 
 def test_only_the_latest_memory_is_kept_and_what_is_lent_stays_what_it_is():

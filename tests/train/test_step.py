@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +120,15 @@ def test_a_model_is_described_by_path_shape_and_dtype_in_flattening_order():
         LeafSpec("layers/0/w", (2, 3), "float32"),
     )
     assert len(describe_model(tree)) == len(jax.tree.leaves(tree))
+
+
+def test_after_the_warm_up_no_mixture_of_fragments_and_own_parts_is_compiled(caplog):
+    layout = Layout(model_of(), 3)
+    rebase = Rebase(layout, True)
+    params, anchor = on_device(leaves_of(0)), on_device(leaves_of(1))
+    rebase.warm_up(params, anchor)
+    with caplog.at_level(logging.DEBUG, "jax"), jax.log_compiles():
+        for shared, mine in (([0], []), ([], [1]), ([2], [2]), ([0, 2], [1, 2])):
+            aggregate, own = segments_of(layout, shared, 2), segments_of(layout, mine, 3)
+            params, anchor = rebase.apply(params, anchor, aggregate, own)
+    assert not [record.getMessage() for record in caplog.records if "ompiling" in record.getMessage()]
