@@ -56,6 +56,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     str: "str",
     bytes: "bin",
     tuple[int, ...]: "ints",
+    tuple[str, ...]: "strs",
     dict[str, Scalar]: "scalars",
     tuple[dict[str, Scalar], ...]: "rows",
     dict[str, float]: "scores",

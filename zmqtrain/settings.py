@@ -43,6 +43,9 @@ class RunSettings:
     """How the aggregate is coded on its way down, with the hub's own feedback: as for codec."""
     fragments: int = 1
     """Each exchange carries one of so many parts of the model, in turn."""
+    masters: int = 1
+    """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
+    of them, a fragment to each."""
     release: str = "quorum"
     """When an aggregate is due: "all", "quorum" (half of the live nodes, and a grace that follows from how late the
     others come), "immediately", "count:contributions=3", "time:seconds=0.2", "bounded:staleness=4" (the fastest node
@@ -111,7 +114,7 @@ class RunSettings:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least:g}, got {getattr(self, name)}")
 
-        for name in ("fragments", "start_nodes"):
+        for name in ("fragments", "masters", "start_nodes"):
             at_least(name, 1)
         for name in ("every", "units", "evaluate_seconds", "seed"):
             at_least(name, 0)
@@ -155,6 +158,16 @@ class RunSettings:
             raise ConfigError(
                 'initial "own" with preemption "none" never brings the nodes together: say --preemption score, or '
                 "--elastic 0.5 for nodes that keep parameters of their own for ever"
+            )
+        if self.masters > 1 and self.initial != "founder" and (self.initial, self.start_nodes) != ("best", 1):
+            raise ConfigError(
+                f'initial "{self.initial}" compares or mixes whole models, and of {self.masters} masters none has one: '
+                "say --initial founder (all begin with the parameters of the first node), or --masters 1"
+            )
+        if self.masters > 1 and self.is_planned:
+            raise ConfigError(
+                f"every and delay are numbers where the model is divided among {self.masters} masters, as each sees "
+                "its own share only: say both; `zmqtrain plan --masters` fits them"
             )
         if self.mode == "strict" and self.initial == "own":
             raise ConfigError(

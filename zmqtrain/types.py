@@ -33,6 +33,7 @@ __all__ = [
     "count_values",
     "describe_mismatch",
     "Offer",
+    "Part",
     "Update",
     "Layout",
     "ExchangeStatistics",
@@ -140,14 +141,24 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one leaf. values: float32, `start` and what follows of the flat leaf; a whole leaf is in its shape."""
+
+    leaf: int
+    start: int
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
-    """What comes back: an aggregate, or a whole anchor (a snapshot).
+    """What comes back: an aggregate, or an anchor (a snapshot). Of several masters each sends its own part of both.
 
     aggregate: per fragment the segments of D(U), to be added to the anchor and to the parameters.
     own: per fragment the segments of the sum of this node's D(u) that landed, to be taken from pending.
-    anchor: None, or every leaf of the model (a snapshot replaces the anchor; then `aggregate` is empty).
+    anchor: None, or what the anchor is from now on (a snapshot replaces it; then `aggregate` is empty): all of it, or
+    the part that the master has which sent it.
     landed: the sequences of this node's offers that `own` holds.
-    reset: drop what is pending, and go on from the anchor (the node was preempted); only with an anchor.
+    reset: drop what is pending there, and go on from the anchor (the node was preempted); only with an anchor.
     keep: go on from the own parameters, whatever the anchor is: all that they differ from it is pending.
     moments: the optimizer state that came with the anchor, as float32 values laid end to end, in one array or several.
     """
@@ -156,7 +167,7 @@ class Update:
     aggregate: Mapping[int, Sequence[Array]]
     own: Mapping[int, Sequence[Array]]
     landed: tuple[int, ...] = ()
-    anchor: Sequence[Array] | None = None
+    anchor: Sequence[Part] | None = None
     reset: bool = False
     keep: bool = False
     moments: Sequence[Array] | None = None
@@ -237,8 +248,9 @@ class Exchange(Protocol):
         """True while this node is the one that scores the shared model."""
 
     @property
-    def reachable(self) -> bool:
-        """False while there is nobody to exchange with (training goes on alone)."""
+    def unreachable(self) -> tuple[int, ...]:
+        """The masters that cannot be exchanged with now (training goes on alone, for their part of the model); where
+        there is one, it is number 0."""
 
     @property
     def name(self) -> str:
@@ -269,8 +281,9 @@ class Exchange(Protocol):
     def lend(self, leaves: Sequence[Array], moments: Sequence[Array] = ()) -> None:
         """Give what is wanted: parameters and optimizer state as they are now, as for `join`."""
 
-    def next_fragment(self) -> int | None:
-        """Return the fragment that the next offer should carry, or None when an offer would be refused now."""
+    def next_fragments(self) -> tuple[int, ...]:
+        """Return the fragments that the offers of now should carry: one for each master, none for one that would refuse
+        it now."""
 
     def offer(
         self,
@@ -296,11 +309,13 @@ class Exchange(Protocol):
     def poll(self) -> Update | None:
         """Take the next update, in version order; the caller applies it at once."""
 
-    def wait_update(self, timeout_seconds: float) -> Update:
-        """Take the next update, waiting for it; raise AggregateTimeout, naming what is waited for."""
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+        """Take the next update of the master that this offer went to, waiting for it; raise AggregateTimeout, naming
+        what is waited for."""
 
-    def everyone_drained(self) -> bool:
-        """Say that nothing is pending here; return True once no node of a run that is over has anything pending.
+    def everyone_drained(self, master: int) -> bool:
+        """Say that nothing is pending here of what a master has; return True once that is so on all nodes of a run that
+        is over.
 
         True at once while the run goes on (this node leaves early), or when there is nobody to ask.
         """

@@ -21,12 +21,15 @@ from zmqtrain.cli.broker import (
     greeting,
     node_addresses,
     read_keys,
+    shard_greeting,
 )
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, paced
 from zmqtrain.cli.settings import BrokerConfig
 from zmqtrain.errors import CheckpointError, ConfigError, DataError, HubUnreachable
+from zmqtrain.runtime import registration
+from zmqtrain.runtime.registration import public_address
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys
 
@@ -52,6 +55,26 @@ def test_importing_the_umbrella_and_the_broker_loads_no_jax() -> None:
     program = "import sys, zmqtrain.cli, zmqtrain.cli.broker, zmqtrain.cli.settings; print('jax' in sys.modules)"
     argv = [sys.executable, "-c", program]
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_first_of_several_masters_says_how_the_others_are_started() -> None:
+    here = "tcp://127.0.0.1:5555"
+    last = greeting(BrokerConfig(shard="0/4", bind=here), "run-1", -1, here, None).splitlines()[-1]
+    assert "I = 1 to 3" in last and last.endswith(f"zmqtrain-broker --shard I/4 --first {here} --insecure")
+    other = BrokerConfig(shard="2/4", first=here, bind="tcp://127.0.0.1:0")
+    said = shard_greeting(other, "run-1", 7, "tcp://127.0.0.1:6000")
+    assert "resumed at version 7: shard 2/4, which nodes reach at tcp://127.0.0.1:6000" in said and here in said
+
+
+def test_where_nodes_reach_a_master_follows_from_the_way_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"10.0.0.1": "10.0.0.7", "192.0.2.1": "10.0.0.8"}
+    monkeypatch.setattr(registration, "local_address", lambda host="192.0.2.1", port=9: ways.get(host, ""))
+    own = "tcp://127.0.0.1:6000"
+    assert public_address("tcp://*:6000", own, "tcp://10.0.0.1:5555") == "tcp://10.0.0.7:6000"
+    assert public_address("tcp://*:6000", own, "tcp://127.0.0.1:5555") == "tcp://10.0.0.8:6000"
+    assert public_address("tcp://127.0.0.1:0", own, "tcp://10.0.0.1:5555") == own
+    ways.clear()
+    assert public_address("tcp://*:6000", own, "tcp://10.0.0.1:5555") == own
 
 
 def test_an_error_of_ours_is_one_paragraph_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from zmqtrain.cli.settings import (
     BrokerConfig,
     DemoConfig,
     LocalConfig,
+    MergeConfig,
     NodeConfig,
     StatusConfig,
     check_host,
@@ -58,6 +59,20 @@ def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:
     config = broker("--config", write(tmp_path, "\n".join(lines)))
     assert config.checkpoint == Path("kept") and config.server_keys == Path("hub.key_secret")
     assert config.to_dict() == RunSettings().to_dict()
+
+
+def test_which_of_several_masters_a_broker_is_and_how_many_there_are() -> None:
+    first, other = broker("--insecure", "--shard", "0/4"), broker("--insecure", "--shard", "3/4", "--first", HUB)
+    assert (first.shard_index, first.masters, other.shard_index, other.masters) == (0, 4, 3, 4)
+    assert broker("--insecure").shard_index == 0 and broker("--insecure", "--masters", "4").to_dict() == first.to_dict()
+
+
+def test_what_is_merged_does_not_overwrite_a_file(tmp_path: Path) -> None:
+    config = read_config(MergeConfig, "zmqtrain merge", ["a", "b", "--out", str(tmp_path / "model.safetensors")])
+    assert config.parts == (Path("a"), Path("b"))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="exists: name another file"):
+        read_config(MergeConfig, "zmqtrain merge", ["a", "--out", str(tmp_path / "model.safetensors")])
 
 
 def test_a_key_of_the_file_may_be_written_as_its_flag_is(tmp_path: Path) -> None:
@@ -146,6 +161,20 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (LocalConfig, ["--program", ""], "--program text"),
         (StatusConfig, ["hub"], "tcp://HOST:PORT"),
         (DemoConfig, ["--nodes", "1"], "nodes must be at least 2"),
+        (BrokerConfig, ["--insecure", "--shard", "2"], "as 0/4 for the first of four, got '2'"),
+        (BrokerConfig, ["--insecure", "--shard", "4/4"], "of 4 masters the first is 0 and the last is 3"),
+        (BrokerConfig, ["--insecure", "--shard", "0/0"], "shard 0/0"),
+        (BrokerConfig, ["--insecure", "--shard", "0/4", "--masters", "2"], "says 4 masters, masters says 2"),
+        (BrokerConfig, ["--insecure", "--shard", "1/4"], "needs the address of the first master.*--first tcp://HOST"),
+        (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", "hub"], "tcp://HOST:PORT"),
+        (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", HUB, "--address", "me"], "tcp://HOST:PORT"),
+        (BrokerConfig, ["--insecure", "--shard", "0/4", "--first", HUB], "first is for the other masters"),
+        (BrokerConfig, ["--insecure", "--first", HUB], "first is for the other masters"),
+        (BrokerConfig, ["--insecure", "--shard", "1/4", "--first", HUB, "--every", "4"], "leave every out here"),
+        (BrokerConfig, ["--insecure", "--shard", "0/4", "--record", "file"], "leave --record out"),
+        (BrokerConfig, ["--insecure", "--shard", "0/2", "--start-nodes", "2"], "say --initial founder"),
+        (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "of 2 masters none has one"),
+        (LocalConfig, ["--masters", "0"], "masters must be at least 1"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(kind: type, argv: list[str], words: str) -> None:

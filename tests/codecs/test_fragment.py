@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout, check_model
+from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout, WholeLayout, check_model
 from zmqtrain.errors import ConfigError, ModelMismatch
 from zmqtrain.types import LeafSpec, count_values
 
@@ -29,7 +29,9 @@ def blocks_of(spec):
 def layouts(draw):
     shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5)
     spec = spec_of(draw(shapes.filter(lambda drawn: set(drawn) != {(0,)})))
-    return Layout(spec, draw(st.integers(1, min(blocks_of(spec), 9))))
+    masters = draw(st.integers(1, min(blocks_of(spec), 4)))
+    shard = (draw(st.integers(0, masters - 1)), masters)
+    return Layout(spec, draw(st.integers(1, min(blocks_of(spec) // masters, 9))), shard)
 
 
 def leaves_of(spec, start=0):
@@ -45,9 +47,10 @@ def reference(layout, leaves, fragment):
     """Rule 1 of the module, block by block."""
     segments, number = {}, 0
     for index, leaf in enumerate(leaves):
-        for start in range(0, leaf.size, B):
+        part = layout.part(index)
+        for start in range(part.start, part.stop, B):
             if number % layout.fragments == fragment:
-                segments.setdefault(index, []).append(leaf.reshape(-1)[start : start + B])
+                segments.setdefault(index, []).append(leaf.reshape(-1)[start : min(start + B, part.stop)])
             number += 1
     return {index: np.concatenate(blocks) for index, blocks in segments.items()}
 
@@ -68,20 +71,70 @@ def test_a_fragment_holds_every_nth_block_of_the_model(layout):
 
 @settings(max_examples=40, deadline=None)
 @given(layout=layouts())
-def test_all_fragments_together_are_the_model_once(layout):
-    flats = layout.split(leaves_of(layout.spec))
-    assert [flat.size for flat in flats] == [sum(layout.counts(f)) for f in range(layout.fragments)]
+def test_all_fragments_of_all_shards_together_are_the_model_once(layout):
+    leaves, flats = leaves_of(layout.spec), []
+    for shard in range(layout.shard[1]):
+        of_shard = Layout(layout.spec, layout.fragments, (shard, layout.shard[1]))
+        flats += of_shard.split(leaves)
+        assert [flat.size for flat in flats[-layout.fragments :]] == [
+            sum(of_shard.counts(fragment)) for fragment in range(layout.fragments)
+        ]
     together = np.sort(np.concatenate(flats))
     np.testing.assert_array_equal(together, np.arange(count_values(layout.spec), dtype=np.float32))
+
+
+@pytest.mark.parametrize("masters", [2, 3, 4, 7])
+@pytest.mark.parametrize("shapes", [[(100 * B + 5,)], [(30, B), (5,), (7,), (40, 1000), (9,)], [(B - 1,)] * 64])
+def test_the_shards_are_ranges_of_as_many_values_but_for_a_block(masters, shapes):
+    spec = spec_of(shapes)
+    share, ends = count_values(spec) / masters, [0] * len(spec)
+    for shard in range(masters):
+        layout = Layout(spec, 2, (shard, masters))
+        parts = [layout.part(leaf) for leaf in range(len(spec))]
+        assert abs(sum(part.stop - part.start for part in parts) - share) <= B
+        for leaf, part in enumerate(parts):
+            if part.stop > part.start:
+                assert part.start == ends[leaf] and part.start % B == 0, "from where the last one ended, at a block"
+                ends[leaf] = part.stop
+    assert ends == [leaf.values for leaf in spec]
+
+
+def test_every_shard_has_a_block_for_each_fragment_even_of_uneven_leaves():
+    spec = spec_of([(1,)] * 5 + [(20, B)])
+    for shard in range(4):
+        layout = Layout(spec, 4, (shard, 4))
+        assert all(layout.counts(fragment) for fragment in range(4))
+
+
+def test_a_node_of_several_masters_sees_their_fragments_in_a_row():
+    spec = spec_of([(5, B), (7,), (2, 5000)])
+    whole = WholeLayout(spec, 2, 3)
+    leaves = leaves_of(spec)
+    assert whole.fragments == 6 and hash(whole) == hash(WholeLayout(spec, 2, 3)) and whole == WholeLayout(spec, 2, 3)
+    for fragment in range(6):
+        layout, inside = Layout(spec, 2, (fragment // 2, 3)), fragment % 2
+        assert (whole.leaves(fragment), whole.counts(fragment)) == (layout.leaves(inside), layout.counts(inside))
+        for index in whole.leaves(fragment):
+            taken = whole.take(leaves[index], index, fragment)
+            np.testing.assert_array_equal(taken, layout.take(leaves[index], index, inside))
+            ours, theirs = (
+                one.add(leaves[index].copy(), index, f, taken) for one, f in ((whole, fragment), (layout, inside))
+            )
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(layout=layouts())
 def test_joining_what_was_split_gives_the_leaves_back(layout):
     leaves = leaves_of(layout.spec)
-    for leaf, joined in zip(leaves, layout.join(layout.split(leaves)), strict=True):
-        assert joined.shape == leaf.shape and joined.dtype == np.float32
-        np.testing.assert_array_equal(joined, leaf)
+    flats = layout.split(leaves)
+    joined = layout.join(flats)
+    for index, (leaf, ours) in enumerate(zip(leaves, joined, strict=True)):
+        wanted = leaf.reshape(-1)[layout.part(index)]
+        assert ours.shape == (leaf.shape if wanted.size == leaf.size else wanted.shape) and ours.dtype == np.float32
+        np.testing.assert_array_equal(ours.reshape(-1), wanted)
+    for ours, flat in zip(layout.split(joined), flats, strict=True):  # the parts are enough
+        np.testing.assert_array_equal(ours, flat)
 
 
 @settings(max_examples=40, deadline=None)
@@ -154,6 +207,17 @@ def test_a_leaf_that_cannot_be_trained_is_named(dtype):
 def test_fragments_that_would_be_empty_are_refused_with_the_largest_useful_number(fragments):
     with pytest.raises(ConfigError, match="fragments must be 1 to 4"):
         Layout(spec_of([(3 * B,), ()]), fragments)
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
+def test_a_shard_that_is_none_is_refused(shard):
+    with pytest.raises(ConfigError, match=r"shard .* the first is 0"):
+        Layout(spec_of([(3 * B,)]), 1, shard)
+
+
+def test_more_masters_than_blocks_are_refused_with_how_many_there_can_be():
+    with pytest.raises(ConfigError, match=r"each of 3 masters has so many.* 1 to 1, and masters at most 4"):
+        Layout(spec_of([(4 * B,)]), 2, (0, 3))
 
 
 def test_a_model_without_values_is_refused():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zmqtrain.runtime.node import Node, connect
+from zmqtrain.runtime.registration import MasterPlace
 from zmqtrain.runtime.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
@@ -120,21 +122,30 @@ def broker(settings: RunSettings, **options) -> Iterator[BrokerThread]:
 
 
 class BrokerProcess:
-    """A broker that can be killed for real."""
+    """A broker that can be killed for real; with a place, another than the first of several masters."""
 
-    def __init__(self, settings: RunSettings, checkpoint: Path | None, port: int = 0) -> None:
+    def __init__(
+        self,
+        settings: RunSettings | None,
+        checkpoint: Path | None,
+        port: int = 0,
+        place: MasterPlace | None = None,
+    ) -> None:
         program = (
             "import json, sys, logging\n"
             "from pathlib import Path\n"
+            "from zmqtrain.runtime.registration import MasterPlace\n"
             "from zmqtrain.runtime.serve import serve\n"
             "from zmqtrain.settings import RunSettings\n"
-            "settings, folder, port = json.loads(sys.argv[1])\n"
+            "settings, folder, port, place = json.loads(sys.argv[1])\n"
             "logging.basicConfig(level=logging.INFO)\n"
             "def ready(broker): print(broker.channel.address, flush=True)\n"
-            "serve(f'tcp://127.0.0.1:{port}', RunSettings(**settings), ready=ready, interrupted=lambda count: None,\n"
+            "serve(f'tcp://127.0.0.1:{port}', RunSettings(**settings) if settings else None, ready=ready,\n"
+            "      place=MasterPlace(**place) if place else None, interrupted=lambda count: None,\n"
             "      checkpoint=Path(folder) if folder else None, checkpoint_seconds=0.3)\n"
         )
-        facts = json.dumps([settings.to_dict(), str(checkpoint) if checkpoint else "", port])
+        run, where = settings and settings.to_dict(), place and asdict(place)
+        facts = json.dumps([run, str(checkpoint) if checkpoint else "", port, where])
         self.process = subprocess.Popen([sys.executable, "-c", program, facts], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from zmqtrain.transport.zmq_channel import CurveKeys
+
 SMALL = "data={text},width=8,layers=1,heads=1,context=8,batch=2,batches_per_unit=4"
 BOUND_SECONDS = 100.0
 
@@ -129,6 +131,36 @@ def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) ->
     assert result.returncode == 0, result
     assert re.search(r"^held-out loss \d", result.stdout, re.MULTILINE)
     assert "6/6 units" in result.stdout
+
+
+def test_local_runs_several_masters_whose_parts_are_merged(text: Path, tmp_path: Path) -> None:
+    options = ("--masters", "2", "--nodes", "2", "--units", "6", "--every", "4", "--delay", "2")
+    kept = ("--checkpoint", str(tmp_path / "kept"))
+    result = run("local", *options, *kept, "--program-arguments", SMALL.format(text=text))
+    assert result.returncode == 0, result
+    assert "6/6 units" in result.stdout
+    out = tmp_path / "model.safetensors"
+    first, second = (str(tmp_path / "kept" / f"shard-{shard}") for shard in range(2))
+    assert "these are missing: 1" in paragraph(run("merge", first, "--out", str(out)))
+    merged = run("merge", first, second, "--out", str(out))
+    assert merged.returncode == 0 and re.search(r"[\d,]+ values of 2 parts", merged.stdout), merged
+    assert out.exists()
+
+
+def test_two_masters_as_commands_train_with_a_node_that_knows_one_address(text: Path, tmp_path: Path) -> None:
+    program = ("--program", "text", "--program-arguments", SMALL.format(text=text), "--units", "4")
+    CurveKeys.generate().save(tmp_path, "hub")
+    keys = ("--server-keys", str(tmp_path / "hub.key_secret"))
+    with broker(*program, *keys, "--shard", "0/2") as first:
+        other = command("broker", "--bind", "tcp://127.0.0.1:0", "--shard", "1/2", "--first", first.address, *keys)
+        with started(*other) as second:
+            assert second.stdout is not None
+            assert re.match(r"run-\w+: shard 1/2, which nodes reach at tcp://127.0.0.1:\d+", second.stdout.readline())
+            node = run("node", first.address, "--server-key", str(tmp_path / "hub.key"))
+            assert node.returncode == 0, node
+            assert first.wait() == 0, first.said
+            said = second.communicate(timeout=BOUND_SECONDS)[0]
+            assert second.returncode == 0 and "ended at version" in said, said
 
 
 def test_the_nodes_of_local_do_not_outlive_it_even_if_it_is_killed(text: Path) -> None:

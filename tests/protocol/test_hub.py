@@ -140,6 +140,9 @@ def in_state(state):
     elif state in (MemberState.APART, MemberState.LENDING):
         hub = hub_of(initial="own", start_nodes=2 if state is MemberState.APART else 1)
         join(hub, "x")
+    elif state is MemberState.MASTER:
+        hub = live_hub("b", masters=2)
+        hub.receive("x", Hello("x", "master", shard=1, address="tcp://x:1"), 0.0)
     else:
         hub = live_hub("b")
         hub.receive("x", Hello("x", "observer" if state is MemberState.OBSERVER else "node"), 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -49,6 +50,9 @@ from zmqtrain.types import LeafSpec, Offer
 MODEL = (LeafSpec("w", (5000,), "float32"), LeafSpec("b", (7,), "float32"))
 """Three blocks: up to three fragments."""
 
+WIDE = (LeafSpec("w", (9, 4096), "float32"), LeafSpec("b", (7,), "float32"), LeafSpec("v", (5000,), "float32"))
+"""Twelve blocks: up to three fragments of each of four masters."""
+
 TOLERANCE = 2e-4
 """Of sums of a few hundred float32 values of the size of 1."""
 
@@ -83,17 +87,19 @@ class NumpyNode:
         self.random = np.random.default_rng(1000 + number)
         self.line = Line()
         self.peer = Peer(self.id, self.id)
-        self.coder, self.inbox = DeltaCoder(MODEL, world.settings), Inbox(lambda: None)
+        self.peer.founding = 1  # said to another master than the first: whoever comes first founds
+        self.coder = DeltaCoder(world.model, world.settings, shard=world.shard)
+        self.inbox = Inbox(lambda: None)
         self.layout = self.coder.layout
         self.jobs = deque()  # of the codec thread
-        leaves = [self.random.standard_normal(leaf.shape).astype(np.float32) for leaf in MODEL]
+        leaves = [self.random.standard_normal(leaf.shape).astype(np.float32) for leaf in world.model]
         self.params = self.layout.split(leaves)
         self.anchor = None
         self.version, self.sequence, self.transfer = -1, 0, 0
         self.applied, self.offered, self.outgoing = [], set(), {}
         self.corrupt_next = False
         self.zero()
-        self.carry_out(self.peer.join(MODEL, world.now) + self.peer.start(world.now))
+        self.carry_out(self.peer.join(world.model, world.now) + self.peer.start(world.now))
 
     def zero(self):
         self.computed = [np.zeros(flat.size) for flat in self.params]
@@ -134,10 +140,10 @@ class NumpyNode:
         own = {f: np.concatenate(parts) for f, parts in update.own.items()}
         if self.anchor is None:
             assert update.anchor is not None and not own
-            self.anchor = self.layout.split(update.anchor)
+            self.anchor = self.layout.split(self.leaves_of(update))
             self.params = [flat.copy() for flat in self.anchor]
         elif update.anchor is not None:
-            new = self.layout.split(update.anchor)
+            new = self.layout.split(self.leaves_of(update))
             pending = [p - a for p, a in zip(self.params, self.anchor, strict=True)]
             for f, u in own.items():
                 pending[f] -= u
@@ -161,6 +167,12 @@ class NumpyNode:
         for sequence in update.landed:
             assert self.world.landed_at[self.id, sequence] <= update.version, "told to have landed before it has"
         self.check_pending()
+
+    def leaves_of(self, update):
+        leaves = [np.zeros(0, np.float32) for _ in self.world.model]
+        for part in update.anchor:
+            leaves[part.leaf] = part.values
+        return leaves
 
     def check_pending(self):
         if self.anchor is not None:
@@ -257,15 +269,19 @@ class NumpyNode:
 class World:
     """The hub, its codec thread, its checkpoints, and a ledger of all that it did, in float64."""
 
-    def __init__(self, settings, folder=None):
+    def __init__(self, settings, folder=None, model=MODEL, shard=0):
         self.settings, self.folder, self.now = settings, folder, 0.0
+        self.model, self.shard = model, shard
         self.rule = release_rule_from_spec(settings.release)
-        self.hub, self.aggregator = Hub(settings, self.rule, "run-1"), Aggregator(settings)
+        self.hub, self.aggregator = self.make_hub("run-1"), Aggregator(settings, shard)
         self.nodes, self.dead, self.made = {}, {}, 0
         self.following, self.whole, self.transfer = set(), {}, 0
         self.saved, self.journal = None, []
         self.crcs, self.landed_at, self.ledger = {}, {}, {}
         self.crashed = False
+
+    def make_hub(self, run):
+        return Hub(self.settings, self.rule, run, self.now, shard=self.shard)
 
     def add_node(self):
         node = NumpyNode(self, self.made)
@@ -407,7 +423,7 @@ class World:
             journal = list(self.folder.replay(state["version"]))
         else:
             state, arrays, journal = json.loads(self.saved[0]), self.saved[1], self.journal
-        self.hub, self.aggregator = Hub(self.settings, self.rule, "", self.now), Aggregator(self.settings)
+        self.hub, self.aggregator = self.make_hub(""), Aggregator(self.settings, self.shard)
         self.hub.restore(state)
         self.aggregator.plan(self.hub.model)
         self.aggregator.restore(self.hub.version, arrays)
@@ -424,8 +440,8 @@ class World:
         self.expected = doubles(self.aggregator.parameters)
         self.sums = [np.zeros(flat.size) for flat in self.expected]
         arrays = self.aggregator.arrays()
-        if "outer.momentum/w" in arrays:
-            leaves = [arrays[f"outer.momentum/{leaf.path}"] for leaf in MODEL]
+        if any(name.startswith("outer.momentum/") for name in arrays):
+            leaves = [arrays.get(f"outer.momentum/{leaf.path}", np.zeros(0, np.float32)) for leaf in self.model]
             self.momentum = doubles(self.aggregator.layout.split(leaves))
         self.following.clear(), self.whole.clear()
         for node in self.nodes.values():
@@ -583,8 +599,8 @@ SETTINGS = st.builds(
 )
 
 
-def live_world(run, nodes, folder=None):
-    world = World(run, folder)
+def live_world(run, nodes, folder=None, **facts):
+    world = World(run, folder, **facts)
     for _ in range(nodes):
         world.add_node()
     world.settle()
@@ -605,6 +621,28 @@ def test_whatever_the_network_does_the_laws_hold(run, nodes, events):
         happen(world, event, number)
     world.drain()
     world.check_the_end()
+
+
+@pytest.mark.parametrize("masters", [2, 4])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@given(
+    run=SETTINGS,
+    nodes=st.integers(1, 3),
+    events=st.lists(st.tuples(st.sampled_from(USUAL + FAULTS), st.integers(0, 11)), min_size=20, max_size=60),
+)
+def test_the_laws_hold_at_each_of_several_masters_whatever_befalls_the_others(masters, run, nodes, events):
+    run = replace(run, masters=masters, initial="founder")
+    worlds = [live_world(run, nodes, model=WIDE, shard=shard) for shard in range(masters)]
+    for turn, (event, number) in enumerate(events):
+        for shard, world in enumerate(worlds):
+            fails = event in FAULTS and turn % masters != shard
+            happen(world, "settle" if fails else event, number)
+    for world in worlds:
+        world.drain()
+        world.check_the_end()
+    parts = [world.aggregator.arrays() for world in worlds]
+    for leaf in WIDE:
+        assert sum(part.get(f"published/{leaf.path}", np.zeros(0)).size for part in parts) == leaf.values
 
 
 CODECS = ("float32", "bf16", "int8:block=256", "ternary:block=128")

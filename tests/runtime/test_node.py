@@ -89,7 +89,7 @@ def live(node, version=0):
     hear(node, welcome())
     node._link.carry_out(node._peer.join(MODEL, 0.0))
     hear(node, Fetch(), Snapshot(1, version, ()))
-    assert node.reachable
+    assert node.unreachable == ()
 
 
 def test_who_waits_for_a_snapshot_keeps_the_units_that_it_was_dealt(node):
@@ -109,7 +109,7 @@ def test_who_loses_the_broker_forgets_the_units_that_will_be_dealt_again(node):
 def test_who_has_drained_says_so_again_when_the_broker_is_back(node):
     live(node)
     hear(node, WorkUnit((), finished=True))
-    assert not node.everyone_drained()
+    assert not node.everyone_drained(0)
     assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
     node._link.carry_out(node._peer.distrust("noise", 1.0))
     assert not said(node, WorkRequest)
@@ -207,7 +207,7 @@ def lent(leaves, transfer, version, reset, moments=()):
 def test_one_of_a_population_trains_at_once_and_offers_nothing(node):
     population(node)
     assert said(node, Fetch)[-1].score == 0.5
-    assert node.next_fragment() is None and node.waiting_for == ""
+    assert node.next_fragments() == () and node.waiting_for == ""
     node.compare(0.25)
     assert said(node, Fetch)[-1] == Fetch(-1, (), 0.25)
 
@@ -234,7 +234,7 @@ def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     population(node)
     for transfer, version, reset in [(1, -1, True), (2, -1, True), (3, -1, True), (4, 0, False)]:
         hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_moments(LEAVES)))
-    assert node.founded and node.next_fragment() is None  # the anchor is here, and not applied
+    assert node.founded and node.next_fragments() == ()  # the anchor is here, and not applied
     node._worker.submit(lambda: None)
     updates = []
     while len(updates) < 4:
@@ -242,6 +242,6 @@ def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
             updates.append(update)
     decoded(node)
     assert [(u.version, u.reset, u.keep) for u in updates] == [(-1, True, False)] * 3 + [(0, False, True)]
-    assert [float(u.anchor[0][1]) for u in updates] == [1, 2, 3, 4]
+    assert [float(u.anchor[0].values[1]) for u in updates] == [1, 2, 3, 4]
     np.testing.assert_array_equal(updates[0].moments[0], LEAVES[0])
-    assert node.next_fragment() == 0
+    assert node.next_fragments() == (0,)

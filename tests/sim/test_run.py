@@ -314,6 +314,7 @@ def test_a_scenario_that_cannot_be_is_refused():
         ({"nodes": (SimNode(),), "target_loss": 1.0}, "target_loss needs"),
         ({"nodes": (SimNode(),), "settings": RunSettings()}, "never end"),
         ({"nodes": (SimNode(),), "max_seconds": 0.0}, "max_seconds"),
+        ({"nodes": (SimNode(),), "settings": RunSettings(units=1, masters=2)}, "the simulator models one broker"),
     ):
         with pytest.raises(ConfigError, match=about):
             Scenario(**{"settings": settings, **wrong})

@@ -19,7 +19,7 @@ from zmqtrain.train.apart import begin, follow, own_seed, pack_moments, train_ap
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import LOCAL_UNITS, Update, first_local_unit
+from zmqtrain.types import LOCAL_UNITS, Part, Update, first_local_unit
 
 
 class Program:
@@ -54,7 +54,7 @@ class Program:
 class Exchange:
     """What a node hears of its hub: `update` when it joins; what it says is kept."""
 
-    clock, is_evaluator, reachable, wanted = time, False, True, False
+    clock, is_evaluator, unreachable, wanted = time, False, (), False
 
     def __init__(self, update=None, founded=False, name="pc-1", **settings):
         self.settings = RunSettings(**{"apart_steps": 6, "start_nodes": 2, **settings})
@@ -75,8 +75,8 @@ class Exchange:
     def pace(self):
         return math.nan, ()
 
-    def next_fragment(self):
-        return None
+    def next_fragments(self):
+        return ()
 
     def in_flight(self):
         return ()
@@ -105,7 +105,7 @@ def weights(params):
 
 
 def other(value=0.5):
-    return [np.full(3, value, np.float32)]
+    return [Part(0, 0, np.full(3, value, np.float32))]
 
 
 # ---------------------------------------------------------------------- whose parameters
@@ -286,8 +286,8 @@ class Landing(Exchange):
         super().__init__(None, True, every=1, delay=0, lost_seconds=0.1, heartbeat_seconds=0.05, **settings)
         self.offers = []
 
-    def next_fragment(self):
-        return 0
+    def next_fragments(self):
+        return (0,)
 
     def offer(self, fragment, segments, *, samples, steps, scores=(), dense=False):
         self.offers.append((np.concatenate([np.array(segment) for segment in segments]), dense))
@@ -298,7 +298,7 @@ class Landing(Exchange):
     def poll(self):
         return self.coming.pop(0) if self.coming else None
 
-    def everyone_drained(self):
+    def everyone_drained(self, master):
         return True
 
 

@@ -18,7 +18,7 @@ from zmqtrain.errors import AggregateTimeout, ModelMismatch
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import ExchangeStatistics, Update
+from zmqtrain.types import ExchangeStatistics, Part, Update
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ScriptedExchange:
     clock = time
     name = "pc-1"
     is_evaluator = False
-    reachable = True
+    unreachable = ()
     wanted = False
 
     def __init__(self, anchor=None, **settings):
@@ -67,10 +67,10 @@ class ScriptedExchange:
     def pace(self):
         return math.nan, ()
 
-    def next_fragment(self):
+    def next_fragments(self):
         if len(self.on_the_way) >= self.settings.offers_in_flight:
-            return None
-        return len(self.offers) % self.settings.fragments
+            return ()
+        return (len(self.offers) % self.settings.fragments,)
 
     def offer(self, fragment, segments, *, samples, steps, scores=(), dense=False):
         if self.refuse:
@@ -113,14 +113,14 @@ class ScriptedExchange:
         self.on_the_way.difference_update(update.landed)
         return update
 
-    def wait_update(self, timeout_seconds):
+    def wait_update(self, timeout_seconds, sequence):
         self.while_waiting()
         update = self.poll()
         if update is None:
             raise AggregateTimeout("waited for the others")
         return update
 
-    def everyone_drained(self):
+    def everyone_drained(self, master):
         return self.others_drained()
 
     def report(self, **figures):
@@ -139,6 +139,10 @@ def tree(value=0.0, dtype=jnp.float32):
 
 def leaves_at(value):
     return [np.full((2,), value, np.float32), np.full((2, 3), value, np.float32)]
+
+
+def parts_at(value):
+    return [Part(i, 0, leaf) for i, leaf in enumerate(leaves_at(value))]
 
 
 def value(params):
@@ -249,10 +253,10 @@ def test_a_snapshot_keeps_what_is_pending(donate):
     sync = DelayedSync(exchange, tree(), donate=donate)
     params = run(sync, tree(), 2)
     own = {0: [np.full(n, 2.0, np.float32) for n in exchange.layout.counts(0)]}
-    exchange.landing.append(Update(7, {}, own, (0,), anchor=leaves_at(50.0)))
+    exchange.landing.append(Update(7, {}, own, (0,), anchor=parts_at(50.0)))
     params = run(sync, params, 1)
     assert value(sync.params) == 50.0 and value(params) == 51.0
-    exchange.landing.append(Update(8, {}, {}, anchor=leaves_at(60.0)))
+    exchange.landing.append(Update(8, {}, {}, anchor=parts_at(60.0)))
     assert value(run(sync, params, 1)) == 62.0
 
 
@@ -260,13 +264,13 @@ def test_a_reset_drops_what_is_pending(donate):
     exchange = ScriptedExchange(every=4)
     sync = DelayedSync(exchange, tree(), donate=donate)
     params = run(sync, tree(), 3)
-    exchange.landing.append(Update(7, {}, {}, anchor=leaves_at(50.0), reset=True))
+    exchange.landing.append(Update(7, {}, {}, anchor=parts_at(50.0), reset=True))
     assert value(run(sync, params, 1)) == 50.0
     assert float(exchange.offers[0].u[0]) == 0.0
 
 
 def test_a_newcomer_gets_the_runs_parameters_at_its_first_step():
-    exchange = ScriptedExchange(anchor=leaves_at(30.0))
+    exchange = ScriptedExchange(anchor=parts_at(30.0))
     sync = DelayedSync(exchange, tree(5.0))
     params = sync.step(add(tree(5.0)))
     assert value(params) == 30.0
@@ -277,7 +281,7 @@ def test_a_newcomer_gets_the_runs_parameters_at_its_first_step():
 
 
 def test_a_newcomer_that_takes_the_parameters_before_the_loop_loses_no_step():
-    exchange = ScriptedExchange(anchor=leaves_at(30.0))
+    exchange = ScriptedExchange(anchor=parts_at(30.0))
     sync = DelayedSync(exchange, tree(5.0))
     assert value(run(sync, sync.params, 1)) == 31.0
 
@@ -468,7 +472,7 @@ def test_a_run_that_cannot_be_reached_any_more_does_not_hold_up_the_end():
     exchange = ScriptedExchange(every=100)
     sync = DelayedSync(exchange, tree())
     params = run(sync, tree(), 5)
-    exchange.refuse, exchange.reachable = 1 << 30, False
+    exchange.refuse, exchange.unreachable = 1 << 30, (0,)
     assert value(sync.finish(params)) == 5.0
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "status": "show how a run stands",
     "plan": "what a run can be set to, and what it then does: before it begins",
     "doctor": "whether this PC can train with a hub, and what to fix",
+    "merge": "make one model of the parts that several masters wrote",
     "sim": "a run on modelled computers and wires, in virtual time",
     "demo": "several nodes against one alone on real text, with a plot",
 }

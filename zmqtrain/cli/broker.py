@@ -16,23 +16,31 @@ from pathlib import Path
 from zmqtrain import __version__
 from zmqtrain.cli.display import Display, log_to_stderr
 from zmqtrain.cli.ending import leave_at_once, run_command
-from zmqtrain.cli.settings import BrokerConfig, read_config
+from zmqtrain.cli.settings import BrokerConfig, check_host, read_config
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.auto import link_share
 from zmqtrain.runtime.broker import Broker
+from zmqtrain.runtime.registration import MasterPlace
 from zmqtrain.runtime.serve import serve
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.address import is_loopback, parse_address
+from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.zmq_channel import CurveKeys
 
-__all__ = ["main", "check_program", "check_checkpoint", "describe_program", "greeting", "node_addresses", "read_keys"]
+__all__ = [
+    "main",
+    "check_program",
+    "check_checkpoint",
+    "describe_program",
+    "greeting",
+    "shard_greeting",
+    "node_addresses",
+    "read_keys",
+]
 
 PROGRAM = "zmqtrain-broker"
-ROUTED_NOWHERE = ("192.0.2.1", 9)
-"""An address that stands for the outside (RFC 5737): asking which way leads there sends nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,13 +54,18 @@ def _run(config: BrokerConfig) -> int:
     unknown = check_program(settings)
     check_checkpoint(config.checkpoint)
     keys = read_keys(config.server_keys)
+    place = _place(config, keys)
     facts = {"zmqtrain": __version__, "began": time.time()}
     recorder = None if config.record is None else BrokerRecorder(config.record, facts)
     latest: list[Roster] = []
-    display = Display(lambda: latest[-1] if latest else None, f"broker: {describe_program(settings)}")
+    what = describe_program(settings) if place is None else f"shard {config.shard}"
+    display = Display(lambda: latest[-1] if latest else None, f"broker: {what}")
 
     def ready(broker: Broker) -> None:
-        print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
+        if place is None:
+            print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
+        else:
+            print(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address), flush=True)
         if unknown:
             print(unknown, file=sys.stderr, flush=True)
         display.start()
@@ -68,7 +81,7 @@ def _run(config: BrokerConfig) -> int:
     try:
         statistics = serve(
             config.bind,
-            settings,
+            settings if place is None else None,
             keys=keys,
             checkpoint=config.checkpoint,
             checkpoint_seconds=config.checkpoint_seconds,
@@ -77,6 +90,7 @@ def _run(config: BrokerConfig) -> int:
             interrupted=interrupted,
             events=recorder,
             share=link_share(config.link, config.share),
+            place=place,
         )
     finally:
         display.close()
@@ -85,6 +99,21 @@ def _run(config: BrokerConfig) -> int:
     saved = f"; saved in {config.checkpoint}" if config.checkpoint is not None and statistics.version >= 0 else ""
     print(f"ended at version {max(0, statistics.version)}, {statistics.contributions} contributions{saved}")
     return 0
+
+
+def _place(config: BrokerConfig, keys: CurveKeys | None) -> MasterPlace | None:
+    """Return where this master belongs, None if it is the first, or the only one. Raises ConfigError."""
+    if config.shard_index == 0:
+        return None
+    check_host(config.first)
+    return MasterPlace(
+        shard=config.shard_index,
+        masters=config.masters,
+        first=config.first,
+        address=config.address,
+        server_key=keys.public if keys is not None else None,
+        wait_seconds=config.wait_seconds,
+    )
 
 
 def check_program(settings: RunSettings) -> str:
@@ -156,17 +185,8 @@ def node_addresses(bound: str, own: str) -> list[str]:
     host = parse_address(bound, "tcp://*:5555")[0]
     if host not in ("*", "0.0.0.0", "::"):
         return [own]
-    names = [socket.gethostname(), _outward_address()]
+    names = [socket.gethostname(), local_address()]
     return [f"tcp://{name}:{port}" for name in dict.fromkeys(names) if name] or [own]
-
-
-def _outward_address() -> str:
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(ROUTED_NOWHERE)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: CurveKeys | None) -> str:
@@ -186,7 +206,25 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: Curve
     begin = f"{'type' if config.program else 'connect your training loop'} {where}:  "
     ways = [way_in(address) for address in node_addresses(config.bind, own)]
     lines = [f"{run}{resumed}: training {describe_program(config)}", begin + ways[0]]
-    return "\n".join([*lines, *("or:  ".rjust(len(begin)) + way for way in ways[1:])])
+    lines += ["or:  ".rjust(len(begin)) + way for way in ways[1:]]
+    if config.masters > 1:
+        address = node_addresses(config.bind, own)[0]
+        trust = f"--server-keys {config.server_keys}" if config.server_keys else "--insecure"
+        others = "1" if config.masters == 2 else f"1 to {config.masters - 1}"
+        lines.append(
+            f"and the other masters, I = {others}, where you like:  zmqtrain-broker --shard I/{config.masters} "
+            f"--first {address} {trust}"
+        )
+    return "\n".join(lines)
+
+
+def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -> str:
+    """Return what another master than the first says first. address: where nodes will look for it."""
+    resumed = f", resumed at version {version}" if version >= 0 else ""
+    return (
+        f"{run}{resumed}: shard {config.shard}, which nodes reach at {address} (--address says otherwise)\n"
+        f"nodes join at the first master:  {config.first}"
+    )
 
 
 if __name__ == "__main__":

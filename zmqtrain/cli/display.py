@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
 
 __all__ = [
@@ -111,6 +112,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"k {roster.every}, d {roster.delay}")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
+    if missing := name_missing(roster.masters):
+        parts.append(f"without {missing}")
     line = " · ".join(parts)
     return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
 

@@ -25,12 +25,14 @@ from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.settings import LocalConfig, read_config
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.registration import MasterPlace
 from zmqtrain.runtime.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
 __all__ = ["main", "Federation", "Departure", "share_of_cores"]
 
 PROGRAM = "zmqtrain local"
+HERE = "tcp://127.0.0.1:0"
 FLUSH_SECONDS = 45.0
 LOOK_SECONDS = 0.1
 LAST_WORDS = 2000
@@ -57,7 +59,7 @@ class _Child:
 
 
 class Federation:
-    """A broker and its node processes on 127.0.0.1, from `with` to the end of the block.
+    """A broker, or several masters, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
     pace_seconds: of every node.  pin: give each node a share of the cores.  watch: called with every roster, in the
     broker's thread.  At the end of the block the nodes send what they have, then the broker saves and ends.
@@ -76,6 +78,7 @@ class Federation:
     ) -> None:
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
         self._broker: BrokerThread | None = None
+        self._others: list[BrokerThread] = []
         self._checkpoint, self._checkpoint_seconds, self._watch = checkpoint, checkpoint_seconds, watch
         self._children: list[_Child] = []
         self._members: dict[str, dict[str, int | float | str | bool]] = {}
@@ -83,18 +86,20 @@ class Federation:
 
     def __enter__(self) -> Federation:
         self._broker = BrokerThread(
-            "tcp://127.0.0.1:0",
+            HERE,
             self.settings,
-            checkpoint=self._checkpoint,
+            checkpoint=self._checkpoint_of(0),
             checkpoint_seconds=self._checkpoint_seconds,
             watch=self._watch,
         )
         try:
+            for shard in range(1, self.settings.masters):
+                self._others.append(self._start_master(shard))
             for index in range(self.nodes):
                 self._children.append(self._start_node(index))
         except BaseException:
             self.kill()
-            self._broker.stop()
+            self._stop_brokers()
             raise
         return self
 
@@ -103,7 +108,27 @@ class Federation:
             self.stop_nodes()
         finally:
             self.kill()
-            self.broker.stop()
+            self._stop_brokers()
+
+    def _checkpoint_of(self, shard: int) -> Path | None:
+        """Return the folder of one master: of several, each has one in that of the run."""
+        if self._checkpoint is None or self.settings.masters == 1:
+            return self._checkpoint
+        return self._checkpoint / f"shard-{shard}"
+
+    def _start_master(self, shard: int) -> BrokerThread:
+        return BrokerThread(
+            HERE,
+            None,
+            checkpoint=self._checkpoint_of(shard),
+            checkpoint_seconds=self._checkpoint_seconds,
+            place=MasterPlace(shard=shard, masters=self.settings.masters, first=self.broker.address),
+        )
+
+    def _stop_brokers(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for broker in (self.broker, *self._others):  # the first last
+                stack.callback(broker.stop)
 
     @property
     def broker(self) -> BrokerThread:

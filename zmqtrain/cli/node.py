@@ -35,6 +35,7 @@ from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_comma
 from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
+from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import Induced, induced_from_spec
@@ -98,7 +99,7 @@ def _run(config: NodeConfig) -> int:
 
 
 def _train(
-    node: Node, program: Program, interruption: Interruption, config: NodeConfig, induced: Induced
+    node: Node | MastersNode, program: Program, interruption: Interruption, config: NodeConfig, induced: Induced
 ) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
     from zmqtrain.train.sync import DelayedSync

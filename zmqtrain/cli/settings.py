@@ -8,6 +8,7 @@ Rule 3: what is read here is only what a program needs to start; what a program'
 from __future__ import annotations
 
 import difflib
+import re
 import socket
 import sys
 import textwrap
@@ -35,6 +36,7 @@ __all__ = [
     "NodeConfig",
     "LocalConfig",
     "StatusConfig",
+    "MergeConfig",
     "DemoConfig",
     "read_config",
     "read_server_key",
@@ -100,8 +102,19 @@ class BrokerConfig(_RunOptions):
 
     bind: str = "tcp://*:5555"
     """Where to listen: all addresses of this machine, or one of them; tcp://127.0.0.1:5555 for this machine alone."""
+    shard: str = ""
+    """For several masters: which of them this is, as "0/4" for the first, and "1/4" to "3/4" for the others, which need
+    --first and no setting of the run."""
+    first: str = ""
+    """Where the first of several masters is (tcp://HOST:PORT), if this is another: it has the settings of the run."""
+    address: str = ""
+    """For another master than the first: where nodes reach it (tcp://HOST:PORT); empty: at this machine's address on
+    the way to the first, and the port of --bind."""
+    wait_seconds: float = 30.0
+    """For another master than the first: how long to wait for its answer."""
     server_keys: File = None
-    """The hub's CURVE key pair (NAME.key_secret): the traffic is encrypted, and nodes need the public key."""
+    """The hub's CURVE key pair (NAME.key_secret): the traffic is encrypted, and nodes need the public key. All masters
+    of a run have the same."""
     insecure: bool = False
     """Listen on the network without keys: whoever reaches the port can join. For a network that you trust."""
     link: str = ""
@@ -121,9 +134,11 @@ class BrokerConfig(_RunOptions):
     """Log what is of use only to who looks for an error."""
 
     def __post_init__(self) -> None:
+        index = self._read_shard()
         super().__post_init__()
         check_rules(self)
         link_share(self.link, self.share)
+        self._check_shard(index)
         _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
         _, port = parse_address(self.bind, "tcp://*:5555")
         if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
@@ -132,6 +147,74 @@ class BrokerConfig(_RunOptions):
                 f"that you trust, say --insecure; for this machine alone, say --bind tcp://127.0.0.1:{port or 5555}; "
                 "or give the hub's keys, --server-keys FILE"
             )
+
+    @property
+    def shard_index(self) -> int:
+        """Which of several masters this is; 0: the first, or the only one."""
+        return int(self.shard.partition("/")[0] or 0)
+
+    def _read_shard(self) -> int:
+        """Take the number of masters from `shard`; return which of them this is."""
+        if not self.shard:
+            return 0
+        form = re.fullmatch(r"(\d{1,4})/(\d{1,4})", self.shard, re.ASCII)
+        if form is None:
+            raise ConfigError(
+                f"shard is which of how many masters this is, as 0/4 for the first of four, got {self.shard!r}"
+            )
+        index, masters = int(form[1]), int(form[2])
+        if not index < masters:
+            raise ConfigError(f"shard {self.shard}: of {masters} masters the first is 0 and the last is {masters - 1}")
+        if self.masters not in (1, masters):
+            raise ConfigError(f"shard {self.shard} says {masters} masters, masters says {self.masters}: leave one out")
+        object.__setattr__(self, "masters", masters)
+        return index
+
+    def _check_shard(self, index: int) -> None:
+        if self.record is not None and self.masters > 1:
+            raise ConfigError("a run of several masters cannot be recorded, nor lived again: leave --record out")
+        if index == 0:
+            for name in ("first", "address"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} is for the other masters: this is the first (--shard 1/M to M-1/M)")
+            return
+        if not self.first:
+            raise ConfigError(
+                f"shard {self.shard} needs the address of the first master, which has the settings: say --first "
+                "tcp://HOST:PORT, as that one printed it"
+            )
+        parse_address(self.first)
+        if self.address:
+            parse_address(self.address)
+        _require("wait_seconds", self.wait_seconds, 0)
+        given = [f.name for f in fields(RunSettings) if f.name != "masters" and getattr(self, f.name) != f.default]
+        if given:
+            raise ConfigError(
+                f"the settings of a run are the first master's: leave {', '.join(given)} out here, or give them where "
+                "--shard 0 is started"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Make one file of the parts of a model that several masters have written.
+
+    Each wrote its part to its --checkpoint folder when it ended; give all these folders, or the files
+    (model-I-of-M.safetensors), in any order.
+
+    Example: zmqtrain merge first/ second/ --out model.safetensors
+    """
+
+    parts: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
+    """The folders, or files."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("model.safetensors")
+    """Where to write the model: safetensors, with the leaf paths as names."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        if self.out.exists():
+            raise ConfigError(f"{self.out} exists: name another file (--out), or remove it first")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import StatusConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.runtime.node import Node, connect
 
 __all__ = ["main", "roster_as_json"]
@@ -54,7 +55,7 @@ def _run(config: StatusConfig) -> int:
     return 0
 
 
-def _first_roster(node: Node, wait_seconds: float) -> Roster:
+def _first_roster(node: Node | MastersNode, wait_seconds: float) -> Roster:
     until = time.monotonic() + wait_seconds
     while (roster := node.roster) is None:
         if time.monotonic() >= until:
@@ -67,7 +68,7 @@ def _first_roster(node: Node, wait_seconds: float) -> Roster:
     return roster
 
 
-def _watch(node: Node, title: str, as_json: bool) -> None:
+def _watch(node: Node | MastersNode, title: str, as_json: bool) -> None:
     if not as_json:
         with Display(lambda: node.roster, title):
             _wait_for_ever(node)
@@ -79,7 +80,7 @@ def _watch(node: Node, title: str, as_json: bool) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _wait_for_ever(node: Node) -> None:
+def _wait_for_ever(node: Node | MastersNode) -> None:
     while True:
         node.peek()  # raises if the broker has sent us away
         time.sleep(1.0)

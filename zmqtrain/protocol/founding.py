@@ -8,6 +8,10 @@
              from them is pending there. With `elastic` under 1 there is no population: the first node founds the run,
              and all others keep their own, their difference from it pending.
 
+Of several masters the first decides so (founder), and numbers its questions; who is asked founds the others' shards
+with that number before it answers. Another master asks nobody but who brings a number that is higher than that of what
+it has: if a founder dies half-way, the next begins anew.
+
 Rule 1: nobody is waited for who may have left: whoever goes, the next in order takes the place.
 Rule 2: at most one node is asked at a time, but for the mean.  Rule 3: arrays are the aggregator's affair.
 Sources: population-based training, Jaderberg et al. 2017 (exploit); elastic averaging, Zhang et al. 2015.
@@ -60,7 +64,7 @@ class Founding:
     """The founding of one run.
 
     members: the hub's, which are shared: a member is sent away here if its model is another.  landed: what the hub
-    remembers of a peer's publishes.  preemption: None preempts nobody.
+    remembers of a peer's publishes.  preemption: None preempts nobody.  shard: which of several masters this is.
     """
 
     def __init__(
@@ -69,8 +73,12 @@ class Founding:
         members: dict[PeerId, Member],
         landed: Callable[[PeerId], Landed],
         preemption: Preemption | None = None,
+        shard: int = 0,
     ) -> None:
         self.settings, self._members, self._landed, self._preemption = settings, members, landed, preemption
+        self._shard, self._start_nodes = shard, 1 if shard else settings.start_nodes
+        self.number = 0
+        """Of the last question, at the first of several masters; at another, of the founding that it has."""
         self.model: ModelSpec = ()
         self.founded = self.started = False
         self._population = settings.initial == "own" and settings.elastic == 1
@@ -95,6 +103,8 @@ class Founding:
         member.model = model_from_wire(fetch.model)
         if not member.model:
             return self.send_away(member, "model", "a node that joins must describe its model; this one described none")
+        if self._shard and fetch.founding > self.number:
+            return self._begin_anew(member, fetch.founding)
         if self.founded:
             member.state = MemberState.WAITING
             return self.serve_waiting()
@@ -140,6 +150,8 @@ class Founding:
 
     def go_on(self) -> list[HubEffect]:
         """Ask whom there is to ask, if nobody is being asked."""
+        if self._shard:  # the first asks
+            return []
         if self.founded or self._averaging or self._in(MemberState.FOUNDING) or self._in(MemberState.LENDING):
             return []
         if self._population:
@@ -150,7 +162,7 @@ class Founding:
             return [Average(self._averaging, self.model)]
         waiting = self._in(MemberState.WAITING)
         if self.settings.initial in ("best", "mean"):
-            self._enough |= len(waiting) >= self.settings.start_nodes
+            self._enough |= len(waiting) >= self._start_nodes
             if not self._enough:
                 return []
         if self.settings.initial == "mean":
@@ -207,7 +219,20 @@ class Founding:
 
     def _ask(self, member: Member, state: MemberState) -> list[HubEffect]:
         member.state, self.model = state, member.model
-        return [SendTo(member.peer, Fetch())]
+        if self.settings.masters == 1:
+            return [SendTo(member.peer, Fetch())]
+        self.number += not self._shard
+        return [SendTo(member.peer, Fetch(founding=self.number))]
+
+    def _begin_anew(self, founder: Member, number: int) -> list[HubEffect]:
+        """Take the parameters of whom the first has asked now; what an earlier founder gave, and nobody has trained on,
+        is of no use any more, and nor is that founder."""
+        effects: list[HubEffect] = []
+        for member in self._in(MemberState.WAITING, MemberState.FOUNDING, MemberState.LIVE):
+            effects += self.send_away(member, "founding", "another node founds the run, as the first master says")
+        self.founded = self.started = False
+        self.number = number
+        return effects + self._ask(founder, MemberState.FOUNDING)
 
     def _found(self, peer: PeerId, snapshot: Snapshot, lineage: PeerId | None = None) -> list[HubEffect]:
         self.founded = True
@@ -224,7 +249,7 @@ class Founding:
         """Send the run's parameters to all who wait for them; not before start_nodes do."""
         effects = self._send_others_away(MemberState.WAITING, self.model)
         waiting = self._in(MemberState.WAITING)
-        if not (self.started or self._population or len(waiting) >= self.settings.start_nodes):
+        if not (self.started or self._population or len(waiting) >= self._start_nodes):
             return effects
         first, self.started = not self.started, True
         for member in waiting:

@@ -14,6 +14,7 @@ from typing import Any
 from zmqtrain.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
+from zmqtrain.protocol.masters import Claim, Masters
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
     Accumulate,
@@ -72,6 +73,9 @@ class Hub:
     settings, rule: of the run.  run: its id.  version: of the last aggregate, -1 until somebody has founded the run.
     preemption: who lags in a population (initial own); None: nobody.  planner: what k and d follow from, where the
     settings leave them open (auto); None: they stay as they begin.
+    shard: which of several masters this is; all but
+    the first (0) have no data units, and are told by their nodes who has none left.  first: where the first is, if this
+    is another.
     """
 
     def __init__(
@@ -82,22 +86,26 @@ class Hub:
         now: float = 0.0,
         preemption: Preemption | None = None,
         planner: Planner | None = None,
+        shard: int = 0,
+        first: str = "",
     ) -> None:
-        self.settings, self.run = settings, run
+        self.settings, self.run, self.shard, self._first = settings, run, shard, first
         self.timetable = Timetable(settings)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
         self._news = False  # since the last look whether another plan is due
+        self.masters = Masters(settings.masters)
         self.version = -1
         self.members: dict[PeerId, Member] = {}
         self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
-        self.ledger = WorkLedger(settings.units, settings.start_nodes if settings.mode == "strict" else 0)
+        self.ledger = WorkLedger(self._units, settings.start_nodes if settings.mode == "strict" else 0)
+        self._complete = not (shard and settings.mode == "strict")
         self.samples = self.contributions = self.refused = 0
         self.scores: dict[str, float] = {}
         self.score_version = -1
         self._nodes_at_the_end = 0
         self._records = Records()
         self._probes = ProbeBudget()
-        self._founding = Founding(settings, self.members, self._records.landed, preemption)
+        self._founding = Founding(settings, self.members, self._records.landed, preemption, shard)
         self._began, self._rostered = now, now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
@@ -200,7 +208,7 @@ class Hub:
     @property
     def nodes(self) -> int:
         """How many nodes are here, in whatever state."""
-        return sum(member.state is not MemberState.OBSERVER for member in self.members.values())
+        return sum(member.is_node for member in self.members.values())
 
     @property
     def evaluator(self) -> PeerId | None:
@@ -212,7 +220,7 @@ class Hub:
         settings = self.timetable.at(self.version)
         return Roster(
             version=self.version,
-            members=tuple(self._describe(m) for m in self.members.values() if m.state is not MemberState.OBSERVER),
+            members=tuple(member.describe() for member in self.members.values() if member.is_node),
             evaluator=self.evaluator or "",
             samples=self.samples,
             contributions=self.contributions,
@@ -223,6 +231,7 @@ class Hub:
             score_version=self.score_version,
             every=settings.every,
             delay=settings.delay,
+            masters=self.masters.addresses if not self.shard else (),
         )
 
     def measured(self, peer: PeerId, rate: float) -> None:
@@ -231,41 +240,29 @@ class Hub:
         if member is not None and member.measured != rate:
             member.measured, self._news = rate, True
 
-    def _describe(self, member: Member) -> dict[str, int | float | str | bool]:
-        report = member.report
-        entry: dict[str, int | float | str | bool] = {
-            "peer": member.peer,
-            "name": member.name,
-            "state": "idle" if member.idle else member.state.value,
-            "contributions": member.contributions,
-            "staleness": member.staleness,
-            "refused": member.refused,
-        }
-        if member.link_rate:
-            entry |= {"link_rate": member.link_rate, "share": member.share}
-        if report is not None:
-            entry |= {
-                "step": report.step,
-                "samples": report.samples,
-                "samples_per_second": report.samples_per_second,
-                "loss": report.loss,
-                "age_steps": report.age_steps,
-                "bytes_sent": report.bytes_sent,
-                "bytes_received": report.bytes_received,
-                "waiting": report.waiting,
-            }
-        return entry
+    @property
+    def _units(self) -> int:
+        """How many data units this hub deals before the run is over; 0: no end."""
+        return 0 if self.shard else self.settings.units
 
     # ------------------------------------------------------------------ coming and going
 
     def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
         if not (hello.link >= 0 and isfinite(hello.link) and 0 < hello.share <= 1):
             raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
+        succeeds = None
+        if hello.role == "master":
+            why, succeeds = self._claim(sender, hello)
+            if why:
+                return [SendTo(sender, Refused("shard", why))]
         before = self.members.pop(sender, None)
         effects: list[HubEffect] = []
+        if succeeds is not None and succeeds in self.members:
+            effects += self._lose(self.members[succeeds], "another broker took its place at its address", now)
         if before is not None:  # what was on its way on the old connection will not come any more
             effects.append(Disconnect(sender, "again", f"{hello.name} connected again"))
-        state = MemberState.OBSERVER if hello.role == "observer" else MemberState.WELCOMED
+        roles = {"observer": MemberState.OBSERVER, "master": MemberState.MASTER}
+        state = roles.get(hello.role, MemberState.WELCOMED)
         member = Member(sender, hello.name[:64], state, now, now, hello.version, hello.version < 0)
         member.link, member.share = hello.link, hello.share
         if before is not None:
@@ -279,21 +276,37 @@ class Hub:
             landed=self._records.landed(sender),
             accepted=tuple(publish.sequence for peer, publish in self.rounds.pending if peer == sender),
             schedules=self.timetable.since(self.version),
+            shard=self.shard,
+            masters=(self._first,) if self.shard else self.masters.addresses,
         )
         effects.append(SendTo(sender, welcome))
         if state is MemberState.OBSERVER:
             effects.append(SendTo(sender, self.roster(now)))
+        if state is MemberState.MASTER:  # nodes may wait for it
+            effects.append(Broadcast(self.roster(now)))
         if self.ledger.lost(sender):  # units may have been on their way to it: it will ask again
             effects += self._feed_idle()
         if before is not None:
             effects += self._founding.left(before)
         return effects + self._release(now)
 
+    def _claim(self, sender: PeerId, hello: Hello) -> tuple[str, PeerId | None]:
+        """Register the master of a shard; see `Masters.claim`."""
+        if self.shard:
+            return f"this broker has shard {self.shard}: register with the first, at {self._first}", None
+        return self.masters.claim(sender, Claim(hello.shard, hello.address[:MAX_WORDS]))
+
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         if member.state is MemberState.LIVE:
             member.known_version = fetch.version
             return [Serve(member.peer, member.known_version, self._records.landed(member.peer))]
-        return self._founding.fetched(member, fetch)
+        if self.shard and fetch.founding > self._founding.number and self.version > 0:
+            text = (
+                f"shard {self.shard} of {self.run} is trained already, up to version {self.version}, and the first "
+                "master begins anew: restart that with its checkpoint, or all masters without"
+            )
+            return self._founding.send_away(member, "founding", text)
+        return self._begun(self._founding.fetched(member, fetch))
 
     def _on_snapshot(self, member: Member, snapshot: Snapshot, now: float) -> list[HubEffect]:
         if member.open:  # a second one would found the run again
@@ -310,15 +323,16 @@ class Hub:
         return self._founding.unrelated(text)
 
     def _begun(self, effects: list[HubEffect]) -> list[HubEffect]:
-        if self._founding.founded:
-            self.version = max(self.version, 0)
+        self.version = max(self.version, 0) if self._founding.founded else -1
         return effects
 
     def preempt(self, peer: PeerId, reason: str) -> list[HubEffect]:
         """Have a live node drop what it has pending and start again from the shared parameters.
 
-        Raises LocalProtocolError if it is not live.
+        Raises LocalProtocolError if it is not live, and where there are several masters.
         """
+        if self.settings.masters > 1:
+            raise LocalProtocolError(f"{peer} cannot be preempted by one of several masters: it would drop all it has")
         member = self.members.get(peer)
         if member is None or member.state is not MemberState.LIVE:
             state = "not here" if member is None else member.state.value
@@ -335,6 +349,9 @@ class Hub:
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
         if member.state is MemberState.OBSERVER:
             return [Disconnect(member.peer, "observer", text)]
+        if member.state is MemberState.MASTER:
+            self.masters.forget(member.peer)
+            return [Disconnect(member.peer, "master", text), Broadcast(self.roster(now))]
         if self.ledger.lost(member.peer):
             effects += self._feed_idle()
         effects += self._founding.left(member)
@@ -389,6 +406,8 @@ class Hub:
         if waiting >= max(MOST_WAITING, self.timetable.at(self.version).offers_in_flight):
             text = f"{waiting} publishes of this node have not landed; no node that keeps to the settings has so many"
             return [self._refuse(member, publish, "waiting", text)]
+        if self.shard:
+            member.idle = False  # it trains again
         self._records.hear(member.peer, publish.sequence)
         member.open[publish.transfer] = publish
         return [Expect(member.peer, publish)]
@@ -400,7 +419,9 @@ class Hub:
 
     def _release(self, now: float) -> list[HubEffect]:
         effects: list[HubEffect] = []
-        while taken := self.rounds.take(self.live, now):
+        if not self._complete:  # the first began with so many at once; here they come one after another
+            self._complete = len(self._training()) >= self.settings.start_nodes
+        while self._complete and (taken := self.rounds.take(self.live, now)):
             if self.rounds.rule.one_each:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
@@ -445,6 +466,8 @@ class Hub:
     def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
         self.ledger.done(member.peer, request.done)
         member.idle = False
+        if self.shard:
+            return self._on_idle(member, request, now)
         if self.ledger.finished and request.idle and request.want == 0:
             member.drained = True
             return [*self._release(now), *self._end_when_drained()]
@@ -459,10 +482,18 @@ class Hub:
         member.idle = request.idle and self._lane(member.peer) is None
         return self._release(now)
 
+    def _on_idle(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
+        """A node says to another master than the first that it waits for data units, or that all it had has landed."""
+        member.drained = request.idle and request.want == 0
+        if member.drained:
+            self._nodes_at_the_end = max(self._nodes_at_the_end, len(self._training()))
+        member.idle = request.idle and not member.drained and self._lane(member.peer) is None
+        return [*self._release(now), *self._end_when_drained()]
+
     def _end_when_drained(self) -> list[HubEffect]:
         """Let everybody go once nothing is pending anywhere: all end with the same parameters."""
         live = [member for member in self.members.values() if member.state is MemberState.LIVE]
-        if not self.ledger.finished or not all(member.drained for member in live):
+        if not (self.ledger.finished or self.shard) or not all(member.drained for member in live):
             return []
         return [SendTo(member.peer, WorkUnit((), finished=True, end_version=self.version)) for member in live]
 
@@ -489,6 +520,8 @@ class Hub:
         """Return what a checkpoint must hold besides the arrays."""
         return {
             "run": self.run,
+            "shard": self.shard,
+            "founding": self._founding.number,
             "version": self.version,
             "settings": self.settings.to_dict(),
             "model": [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in self.model],
@@ -505,11 +538,12 @@ class Hub:
         """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""
         try:
             self.run, self.version = str(state["run"]), int(state["version"])
+            self._founding.number = int(state.get("founding", 0))
             model = model_from_wire(
                 tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
             )
             self.ledger = WorkLedger.from_state(state["ledger"])
-            self.ledger.total = self.settings.units
+            self.ledger.total = self._units
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])

@@ -20,6 +20,7 @@ from zmqtrain.protocol.messages import (
     Publish,
     Relay,
     Report,
+    Scalar,
     Snapshot,
     WorkRequest,
 )
@@ -32,6 +33,7 @@ class MemberState(Enum):
     """Where a peer stands with the hub."""
 
     OBSERVER = "observing"
+    MASTER = "serving a shard"
     WELCOMED = "welcomed"
     WAITING = "waiting for its snapshot"
     FOUNDING = "founding the run"
@@ -40,7 +42,7 @@ class MemberState(Enum):
     LIVE = "live"
 
 
-_NODES = frozenset(MemberState) - {MemberState.OBSERVER}
+_NODES = frozenset(MemberState) - {MemberState.OBSERVER, MemberState.MASTER}
 ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Hello: frozenset(MemberState),
     Heartbeat: frozenset(MemberState),
@@ -92,6 +94,36 @@ class Member:
     def link_rate(self) -> float:
         """The rate of its port in bytes per second, as it said or as it was seen; 0: not known."""
         return self.link or self.measured
+
+    @property
+    def is_node(self) -> bool:
+        """Whether this is a node of the run, which trains or will."""
+        return self.state in _NODES
+
+    def describe(self) -> dict[str, Scalar]:
+        """Return what a Roster says of this member."""
+        entry: dict[str, Scalar] = {
+            "peer": self.peer,
+            "name": self.name,
+            "state": "idle" if self.idle else self.state.value,
+            "contributions": self.contributions,
+            "staleness": self.staleness,
+            "refused": self.refused,
+        }
+        if self.link_rate:
+            entry |= {"link_rate": self.link_rate, "share": self.share}
+        if self.report is not None:
+            entry |= {
+                "step": self.report.step,
+                "samples": self.report.samples,
+                "samples_per_second": self.report.samples_per_second,
+                "loss": self.report.loss,
+                "age_steps": self.report.age_steps,
+                "bytes_sent": self.report.bytes_sent,
+                "bytes_received": self.report.bytes_received,
+                "waiting": self.report.waiting,
+            }
+        return entry
 
     @property
     def rank(self) -> tuple[bool, float, PeerId]:

@@ -83,8 +83,9 @@ def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing). role: "node" or "observer".
+    """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
 
+    role: "node", "observer", or "master": of a `shard`, which nodes reach at `address`.
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
     use of it.
     """
@@ -95,6 +96,8 @@ class Hello:
     version: int = -1
     link: float = 0.0
     share: float = 1.0
+    shard: int = -1
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class Welcome:
 
     landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
     schedules: (from_version, every, delay), as in Schedule: the one that holds, and the next one if there is one.
+    shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
+    knows; another says where the first is.
     """
 
     run: str
@@ -112,6 +117,8 @@ class Welcome:
     landed: tuple[tuple[int, int], ...] = ()
     accepted: tuple[int, ...] = ()
     schedules: tuple[tuple[int, int, int], ...] = ()
+    shard: int = 0
+    masters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +174,7 @@ class Report:
 class Roster:
     """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
 
-    every, delay: k and d at `version`.
+    every, delay: k and d at `version`.  masters: as in Welcome.
     """
 
     version: int
@@ -182,6 +189,7 @@ class Roster:
     score_version: int
     every: int = 0
     delay: int = 0
+    masters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +206,14 @@ class Fetch:
     """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to node: send your parameters.
 
     score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart says it again and
-    again, without its model.
+    again, without its model.  founding: the number that the first of several masters gives when it asks; with it the
+    node founds the others' shards before it answers.
     """
 
     version: int = -1
     model: tuple[WireLeaf, ...] = ()
     score: float = math.nan
+    founding: int = 0
 
 
 @dataclass(frozen=True, slots=True)

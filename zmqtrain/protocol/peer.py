@@ -11,6 +11,7 @@ import math
 from enum import Enum
 
 from zmqtrain.errors import LocalProtocolError
+from zmqtrain.protocol.masters import RUN_OVER, Claim
 from zmqtrain.protocol.messages import (
     Aggregate,
     Deliver,
@@ -78,13 +79,25 @@ class Peer:
     """A node's state machine.
 
     peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share: as in Hello.
+    claim: be the master of a shard, who registers with the first and then watches.  founding: the number with which a
+    node founds the shards of several masters: as the first said it, and, at the others, as it is said to them.
+    over: the first has said so to a master.
     version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
     is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
     timetable: which k and d hold when, from Welcome on.
     """
 
-    def __init__(self, peer: PeerId, name: str, observer: bool = False, link: float = 0.0, share: float = 1.0) -> None:
+    def __init__(
+        self,
+        peer: PeerId,
+        name: str,
+        observer: bool = False,
+        link: float = 0.0,
+        share: float = 1.0,
+        claim: Claim | None = None,
+    ) -> None:
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
+        self.observer, self.claim = observer or claim is not None, claim
         self.timetable: Timetable | None = None
         self.state = PeerState.CONNECTING
         self.run = ""
@@ -93,6 +106,9 @@ class Peer:
         self.model: ModelSpec = ()
         self.run_model: ModelSpec = ()
         self.roster: Roster | None = None
+        self.shard = self.founding = 0
+        self.masters: tuple[str, ...] = ()
+        self.over = False
         self.round_trip_seconds: float | None = None
         self.in_flight: set[int] = set()
         self.confirmed = False
@@ -190,11 +206,13 @@ class Peer:
                 self.round_trip_seconds = now - sent
                 return self._withdraw_unheard(sent, heard)
             case Roster():
-                self.roster = message
+                self.roster, self.masters = message, message.masters or self.masters
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
             case Refused():
                 return self._on_refused(message, now)
+            case Goodbye(reason) if reason == RUN_OVER and self.claim is not None:
+                self.over, self.state = True, PeerState.CLOSED
             case Goodbye(reason) if self.state is not PeerState.CONNECTING:
                 text = f"the broker said goodbye: {reason}" if reason else "the broker said goodbye"
                 return self._lose_hub("goodbye", text, now, now + HELLO_SECONDS)
@@ -203,7 +221,7 @@ class Peer:
                     case Welcome():
                         return self._on_welcome(message, now)
                     case Fetch():
-                        self.state = PEER_TRANSITIONS[self.state, Fetch]
+                        self.state, self.founding = PEER_TRANSITIONS[self.state, Fetch], message.founding
                         return [Serve(HUB, -1)]
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
@@ -259,6 +277,9 @@ class Peer:
 
     def _hello(self, now: float) -> list[PeerEffect]:
         self._hello_at = now + HELLO_SECONDS
+        if self.claim is not None:
+            claim = self.claim
+            return [Send(Hello(self.name, "master", self.run, self.version, shard=claim.shard, address=claim.address))]
         role = "observer" if self.observer else "node"
         return [Send(Hello(self.name, role, self.run, self.version, self.link, self.share))]
 
@@ -282,6 +303,7 @@ class Peer:
         for from_version, every, delay in welcome.schedules:
             self.timetable.add(Schedule(every, delay, from_version))
         self.run_model, self._run_version = model_from_wire(welcome.model), welcome.version
+        self.shard, self.masters = welcome.shard, welcome.masters
         self.state = PeerState.WELCOMED
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
@@ -306,7 +328,8 @@ class Peer:
         self._reset |= any(one.reset for one in self._open.values() if isinstance(one, Snapshot) and one.version >= 0)
         self._open.clear()
         known = -1 if self._reset or self._missing else self.version
-        return [Send(Fetch(known, model_to_wire(self.model), self.score))]
+        founding = self.founding if self.shard else 0  # the first gives the number, and needs not be told it
+        return [Send(Fetch(known, model_to_wire(self.model), self.score, founding))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         self._behind_since = None

@@ -79,11 +79,11 @@ class Released:
 class Aggregator:
     """The arrays of the hub: parameters, published, the running sum and the outer optimizer's state.
 
-    `version` is -1 until `found` or `restore`.
+    shard: which of several masters' parts of the model these are.  `version` is -1 until `found` or `restore`.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: RunSettings, shard: int = 0) -> None:
+        self.settings, self.shard = settings, shard
         self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.outer = outer_from_spec(settings.outer)
         self.aggregation = aggregation_from_spec(settings.aggregate)
@@ -114,7 +114,7 @@ class Aggregator:
             raise ModelMismatch(
                 f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
             )
-        self.layout = Layout(model, self.settings.fragments)
+        self.layout = Layout(model, self.settings.fragments, (self.shard, self.settings.masters))
 
     def publish_bound(self, publish: Publish) -> int:
         """Return the bytes that a publish must have, and its most."""
@@ -165,7 +165,7 @@ class Aggregator:
         ]
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
-        self.version = version
+        self.version, self._snapshot = version, (-1, ())
         kept = self.staleness.versions + 1 if self.staleness.versions else 0
         self._history = [deque(maxlen=kept) for _ in flats]
         self._keep_history(range(len(flats)))
@@ -340,7 +340,8 @@ class Aggregator:
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
-        "<outer state>/<path>"."""
+        "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
+        nothing of, nothing."""
         named = {"parameters": self.parameters, "published": self.published}
         for key in self._outer_state[0]:
             named[f"outer.{key}"] = [state[key] for state in self._outer_state]
@@ -348,6 +349,7 @@ class Aggregator:
             f"{name}/{leaf.path}": array
             for name, flats in named.items()
             for leaf, array in zip(self.layout.spec, self.layout.join(flats), strict=True)
+            if array.size or not leaf.values
         }
 
     def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
@@ -355,9 +357,12 @@ class Aggregator:
 
         def flats(name: str) -> list[Vector]:
             leaves = []
-            for leaf in self.layout.spec:
-                array = arrays.get(f"{name}/{leaf.path}")
-                if array is None or array.shape != leaf.shape or array.dtype != np.float32:
+            for index, leaf in enumerate(self.layout.spec):
+                part = self.layout.part(index)
+                size = part.stop - part.start
+                shape = leaf.shape if size == leaf.values else (size,)
+                array = arrays.get(f"{name}/{leaf.path}", np.zeros(0, np.float32))
+                if array.shape != shape or array.dtype != np.float32:
                     raise CheckpointError(f"the checkpoint has no {name} of {leaf}")
                 leaves.append(array)
             return self.layout.split(leaves)

@@ -31,6 +31,7 @@ from zmqtrain.errors import (
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import (
     Accumulate,
     Announcement,
@@ -65,6 +66,7 @@ from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
+from zmqtrain.runtime.registration import Registration
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.settings import RunSettings
@@ -116,6 +118,8 @@ class Broker:
     settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.
     watch: called in the broker's loop with every roster.  events: who is told what happens here, None for nobody.
     share: what training may use of this machine's port; None: all there is.
+    registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
+    the first's.
     Raises ConfigError, CheckpointError.
     """
 
@@ -128,10 +132,12 @@ class Broker:
         watch: Callable[[Roster], None] | None = None,
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
+        registration: Registration | None = None,
     ) -> None:
+        self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
         self.checkpoint_seconds = checkpoint_seconds
-        run = f"run-{secrets.token_hex(4)}"
+        run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
         self.share = share or LinkShare()
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
@@ -141,8 +147,10 @@ class Broker:
             time.monotonic(),
             None if rule is None else Laggards(rule),
             LoadPlanner(self.settings, self.share, self._contribution_seconds),
+            shard,
+            registration.place.first if registration is not None else "",
         )
-        self.aggregator = Aggregator(self.settings)
+        self.aggregator = Aggregator(self.settings, shard)
         self.keeper = Keeper(checkpoint, self._job_failed)
         self.keeper.resume(self.hub, self.aggregator)
         self.traffic = Traffic(channel, self._queue_bytes, self._lost)
@@ -161,6 +169,7 @@ class Broker:
         self._contributions_before = self.hub.contributions
         self._measured_from: tuple[int, float] | None = None
         self._limited: float | None = self.share.limit()
+        self._over_at = time.monotonic()
 
     # ------------------------------------------------------------------ living
 
@@ -178,10 +187,7 @@ class Broker:
                     text = "granted chunks, and none came for longer than they take on a slow link"
                     self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
                 self._save_when_due()
-                if self.hub.ledger.finished and not self.hub.nodes:
-                    logger.info(
-                        "all %d data units are done and every node has left: the run is over", self.hub.ledger.total
-                    )
+                if self._is_over():
                     break
                 if receiving.done():
                     receiving.result()
@@ -189,8 +195,9 @@ class Broker:
                     await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
         finally:
             receiving.cancel()
+            reason = RUN_OVER if self.hub.ledger.finished and not self.hub.nodes else "the broker was stopped"
             for peer in list(self.hub.members):
-                self.traffic.send(peer, Goodbye("the broker was stopped"))
+                self.traffic.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
             # the codec thread finishes what it has; its results are of no use any more, and must move the hub no more
             self._closing = True
@@ -202,6 +209,33 @@ class Broker:
                 self._tell_end()
         if self._failure is not None:
             raise self._failure
+
+    def _is_over(self) -> bool:
+        """Whether this broker's run has come to its end, and nobody is left here."""
+        if self._registration is not None:
+            return self._is_over_at_first(self._registration)
+        if self.hub.ledger.finished and not self.hub.nodes:
+            logger.info("all %d data units are done and every node has left: the run is over", self.hub.ledger.total)
+            return True
+        return False
+
+    def _is_over_at_first(self, registration: Registration) -> bool:
+        if registration.failure is not None:
+            raise registration.failure
+        registration.remind()
+        now = time.monotonic()
+        if not registration.over:
+            self._over_at = now
+        late = now - self._over_at > self.settings.lost_seconds
+        if registration.over and (late or not self.hub.nodes):
+            logger.info("the first master says that the run is over")
+            return True
+        return False
+
+    @property
+    def public_address(self) -> str:
+        """Where nodes look for this broker, if the first of several masters tells them; else its channel's address."""
+        return self._registration.address if self._registration is not None else self.channel.address
 
     def stop(self) -> None:
         """End `run` soon; call it in the broker's loop."""
@@ -419,9 +453,11 @@ class Broker:
         level = {"goodbye": logging.INFO, "observer": logging.DEBUG}.get(reason, logging.WARNING)
         if reason == "again":
             logger.info("%s", text)
+        elif reason == "master":
+            logger.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
         else:
             logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
-        if self._events is not None and reason != "observer":
+        if self._events is not None and reason not in ("observer", "master"):
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self.traffic.forget(peer)
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same

@@ -26,7 +26,14 @@ from safetensors.numpy import save_file
 from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.aggregator import Released
 
-__all__ = ["JournalRecord", "CheckpointFolder", "export_model", "describe_difference"]
+__all__ = [
+    "JournalRecord",
+    "CheckpointFolder",
+    "export_model",
+    "model_arrays",
+    "write_arrays",
+    "describe_difference",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +45,17 @@ JournalRecord = tuple[Released, tuple[tuple[str, int], ...], int]
 
 def export_model(path: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:
     """Write the shared parameters as one safetensors file with the leaf paths as names, atomically."""
+    write_arrays(path, model_arrays(arrays), {})
+
+
+def model_arrays(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """Return the shared parameters among a checkpoint's arrays, by leaf path."""
     prefix = "parameters/"
-    _write(path, {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}, {})
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _write(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata: dict[str, str]) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata: dict[str, str]) -> None:
+    """Write a safetensors file atomically: beside its place, synced, and renamed. Raises CheckpointError."""
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     if "state" in metadata:
         metadata = metadata | {"crc": str(_checksum(metadata["state"], arrays))}
@@ -81,7 +94,7 @@ class CheckpointFolder:
     def save(self, version: int, state: dict[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> Path:
         """Write one checkpoint and drop what it makes superfluous. Raises CheckpointError."""
         path = self.folder / f"checkpoint-{version:012d}.safetensors"
-        _write(path, arrays, {"state": json.dumps(state, sort_keys=True)})
+        write_arrays(path, arrays, {"state": json.dumps(state, sort_keys=True)})
         self._set_aside(version)
         checkpoints = self._checkpoints()
         for old in checkpoints[: -self.keep]:

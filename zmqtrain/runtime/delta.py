@@ -27,7 +27,7 @@ from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.moments import decode_moments, split_snapshot
 from zmqtrain.runtime.vectors import Vectors
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, Update
 
 __all__ = [
     "DENSE",
@@ -124,12 +124,12 @@ class DeltaCoder:
     """Encode offers and decode what comes back, for one model under one run's settings.
 
     device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
-    and stays: so do the states of the codecs.
+    and stays: so do the states of the codecs.  shard: which of several masters' parts of the model is exchanged here.
     """
 
-    def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None) -> None:
+    def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None, shard: int = 0) -> None:
         self.model = model
-        self.layout = Layout(model, settings.fragments)
+        self.layout = Layout(model, settings.fragments, (shard, settings.masters))
         self.coding = coding_from_spec(settings.codec)
         self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.device = device
@@ -215,14 +215,16 @@ class DeltaCoder:
     def decode_snapshot(
         self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool, keep: bool = False
     ) -> Update:
-        """Decode a snapshot: the whole anchor, and an optimizer's state if it came too. Raises CodecError."""
+        """Decode a snapshot: the anchor, and an optimizer's state if it came too. Raises CodecError."""
         parameters, state = split_snapshot(snapshot, frames)
         flats = decode_snapshot(self.layout, parameters)
+        parts = enumerate(self.layout.join(flats))
+        anchor = [Part(leaf, self.layout.part(leaf).start, values) for leaf, values in parts if values.size]
         moments = [decode_moments(state)] if state else None
         own = {} if reset else self._own(landed)
         if reset:
             self.unacked.clear()
-        return Update(snapshot.version, {}, own, tuple(landed), self.layout.join(flats), reset, keep, moments)
+        return Update(snapshot.version, {}, own, tuple(landed), anchor, reset, keep, moments)
 
     def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:
         own: dict[int, list[Encoded]] = {}

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.errors import LocalProtocolError, NonFiniteDelta, ZmqTrainError
-from zmqtrain.protocol.messages import Aggregate, Deliver, Message, PeerEffect, WorkUnit
+from zmqtrain.protocol.messages import Aggregate, Deliver, Message, PeerEffect, WorkRequest, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import DeltaCoder, Encoded, encode_snapshot, mean_score
 from zmqtrain.runtime.events import NodeEvents
@@ -86,6 +86,8 @@ class PeerExchange(ABC):
         self._coder: DeltaCoder | None = None
         self._founding: tuple[Sequence[Any], Sequence[Any]] = ((), ())
         self._asked = False
+        self.answers_later = False
+        """Whether the hub that asks for parameters to found the run is answered by `lend`, not at once."""
         # of the training thread
         self._offers = Offers()
         # of the other two
@@ -144,16 +146,26 @@ class PeerExchange(ABC):
 
         Raises ModelMismatch, JoinRefused, NonFiniteDelta.
         """
+        self.begin_join(model, leaves, score=score, moments=moments)
+        self._wait_to_join(self.has_joined)
+        return self.end_join()
+
+    def begin_join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+    ) -> None:
+        """Ask to join, without waiting: the first third of `join`."""
         self._coder, self._founding = self._make_coder(model), (leaves, moments)
         if self._events is not None:
             self._events.joining(self._peer.peer, self._peer.run, self.settings, self.founded)
         self._in_network(lambda: self._link.carry_out(self._peer.join(model, self.clock.monotonic(), score)))
-        self._wait_to_join(
-            lambda: (
-                self._peer.state is PeerState.APART
-                or (self._link.live and (len(self._inbox) > 0 or self._peer.confirmed))
-            )
-        )
+
+    def has_joined(self) -> bool:
+        """Return whether the hub's answer is here."""
+        apart = self._peer.state is PeerState.APART
+        return apart or (self._link.live and (len(self._inbox) > 0 or self._peer.confirmed))
+
+    def end_join(self) -> Update | None:
+        """Return what `join` does; once `has_joined`."""
         self._founding = ((), ())
         if self._peer.state is PeerState.APART:
             return None
@@ -190,19 +202,20 @@ class PeerExchange(ABC):
         return self._coder.layout
 
     @property
-    def reachable(self) -> bool:
+    def unreachable(self) -> tuple[int, ...]:
         """See Exchange."""
-        return self._link.live
+        return () if self._link.live else (0,)
 
     # ------------------------------------------------------------------ exchange (training thread)
 
-    def next_fragment(self) -> int | None:
+    def next_fragments(self) -> tuple[int, ...]:
         """See Exchange; decided by `Offers.next_fragment`."""
         self._hear_withdrawn()
         timetable = self._peer.timetable
         if timetable is None:
-            return None
-        return self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
+            return ()
+        fragment = self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
+        return () if fragment is None else (fragment,)
 
     def offer(
         self,
@@ -216,7 +229,7 @@ class PeerExchange(ABC):
     ) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
         self._raise_failure()
-        if self.next_fragment() is None:
+        if not self.next_fragments():
             return None
         offer = self._offers.draft(fragment, segments, samples=samples, steps=steps, scores=scores, dense=dense)
         base = self._offers.version
@@ -263,7 +276,24 @@ class PeerExchange(ABC):
             yield from batches_of(unit)
             self._units.done(unit)
 
-    def everyone_drained(self) -> bool:
+    @property
+    def data_ended(self) -> bool:
+        """Whether the run has no more data units."""
+        return self._units.finished
+
+    def end_data(self) -> None:
+        """Take note that the run has no more data units, where this hub does not deal any."""
+        self._units.finish()
+
+    def when_idle(self, told: Callable[[], None]) -> None:
+        """Call this in the training thread, now and then, while that waits for data units."""
+        self._units.idle = told
+
+    def say_idle(self) -> None:
+        """Say to a hub that deals no data units that this node waits for some, and offers nothing meanwhile."""
+        self._in_network(lambda: self._link.send(WorkRequest((), 1, True)) if self._link.live else None)
+
+    def everyone_drained(self, master: int) -> bool:
         """See Exchange."""
         if not self._link.live or not self._units.drain():
             return True
@@ -347,8 +377,9 @@ class PeerExchange(ABC):
 
     def on_founding(self) -> None:
         """See Listener."""
-        if self._peer.state is PeerState.APART:  # what it holds changes with every step: the training thread answers
+        if self._peer.state is PeerState.APART or self.answers_later:  # what it holds may change with every step
             self._asked = True
+            self._notify()
         else:
             leaves, moments = self._founding
             self._in_codec(lambda: self._encode_founding(leaves, moments))

@@ -16,7 +16,8 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Reduce
 from zmqtrain.runtime.aggregator import Aggregator, Released
-from zmqtrain.runtime.checkpoint import CheckpointFolder, describe_difference, export_model
+from zmqtrain.runtime.checkpoint import CheckpointFolder, describe_difference
+from zmqtrain.runtime.parts import export_part
 
 __all__ = ["FREE_SETTINGS", "Keeper"]
 
@@ -46,6 +47,19 @@ class Keeper:
         if self._folder is None or loaded is None:
             return
         state, arrays = loaded
+        if state.get("shard", 0) != hub.shard:
+            raise ConfigError(
+                f"the checkpoint in {self._folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
+                f"{hub.shard}: every master needs a --checkpoint folder of its own"
+            )
+        if hub.shard and state["run"] != hub.run:
+            if state["version"] <= 0 and not any(self._folder.replay(0)):
+                logger.warning("%s was founded, and never begun: its checkpoint is of no use any more", state["run"])
+                return
+            raise ConfigError(
+                f"the checkpoint in {self._folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
+                "that with its own checkpoint of this run, or give another --checkpoint folder"
+            )
         # in strict mode the data lie in as many lanes as nodes began the run
         free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
         difference = describe_difference(state.get("settings", {}), hub.settings.to_dict(), free)
@@ -115,8 +129,8 @@ class Keeper:
             elif aggregator.version >= 0:
                 arrays = aggregator.arrays()
                 path = self._folder.save(aggregator.version, state, arrays)
-                model = self._folder.folder / "model.safetensors"
-                export_model(model, arrays)
+                layout, version = aggregator.layout, aggregator.version
+                model = export_part(self._folder.folder, arrays, layout, state["run"], version)
                 logger.info("saved %s, and the model alone as %s", path, model)
         finally:
             self._folder.close()

@@ -80,7 +80,8 @@ class HubLink:
     """The network thread of one node.
 
     open_channel: makes the channel, in the thread's loop; address: for messages.  share: what training may use of this
-    machine's port: the hub, which is told, keeps to it on the way down, and both do on the way up.
+    machine's port: the hub, which is told, keeps to it on the way down, and both do on the way up.  meanwhile: what
+    goes on without a hub, for messages too.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class HubLink:
         address: str,
         listener: Listener,
         share: LinkShare | None = None,
+        meanwhile: str = "Training goes on alone",
     ) -> None:
+        self._meanwhile = meanwhile
         self.peer, self.address, self.listener = peer, address, listener
         self.share = share or LinkShare()
         self.bytes_received = self.publishes = 0
@@ -217,7 +220,7 @@ class HubLink:
             self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
             return
         if self.trouble[0] != reason:  # said once, not with every attempt
-            logger.warning("%s: %s. Training goes on alone; trying again.", self.peer.name, text.rstrip("."))
+            logger.warning("%s: %s. %s; trying again.", self.peer.name, text.rstrip("."), self._meanwhile)
         self.trouble = (reason, text)
         self._sender.clear(control=True)
         if self._reconnecting is None:

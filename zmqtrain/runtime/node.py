@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from zmqtrain.errors import (
@@ -35,6 +36,7 @@ from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.exchange import PeerExchange
 from zmqtrain.runtime.link import HubLink
 from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
@@ -65,7 +67,8 @@ class Node(PeerExchange):
 
     open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
     codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
-    nobody.  share: what training may use of this machine's port; None: all there is.  Use `connect` for the usual one.
+    nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
+    of several masters, if this is its line to another.  Use `connect` for the usual one.
     """
 
     _link: HubLink
@@ -80,10 +83,14 @@ class Node(PeerExchange):
         codec_on: CodecOn = "auto",
         events: NodeEvents | None = None,
         share: LinkShare | None = None,
+        first: Node | None = None,
     ) -> None:
         share = share or LinkShare()
         machine = Peer(peer, name, observer, share.rate, share.share)
         super().__init__(name, machine, threading.Condition, events)
+        self._is_first = first is None
+        if first is not None:  # it says the same of the training
+            self._progress = first._progress
         self.address, self.peer_id, self.codec_on = address, peer, codec_on
         self.message_delay: Callable[[], float] | None = None
         """For experiments: draws by how many seconds a delta is sent late."""
@@ -135,7 +142,9 @@ class Node(PeerExchange):
         """What this node is waiting for, in a few words; "" for nothing."""
         match self._peer.state:
             case PeerState.CONNECTING:
-                return "the broker"
+                return "the broker" if self._is_first else f"the master at {self.address}"
+            case PeerState.SYNCING if not self._is_first:
+                return f"the parameters of shard {self.shard}, from {self.address}"
             case PeerState.SYNCING:
                 return "the run's parameters" if self._peer.run_model else "the nodes that the run starts with"
             case PeerState.LIVE if self._units.waiting:
@@ -163,6 +172,25 @@ class Node(PeerExchange):
         return self._peer.run
 
     @property
+    def shard(self) -> int:
+        """Which of several masters this node speaks with here."""
+        return self._peer.shard
+
+    @property
+    def masters(self) -> tuple[str, ...]:
+        """By shard the address of its master, as the first master last said."""
+        return self._peer.masters
+
+    @property
+    def founding(self) -> int:
+        """The number with which several masters' shards are founded; see `Peer`."""
+        return self._peer.founding
+
+    @founding.setter
+    def founding(self, number: int) -> None:
+        self._peer.founding = number
+
+    @property
     def device_coder(self) -> OnDevice | None:
         """What compresses on the device, and counts the bytes that leave it; None where the processor does."""
         return None if self._coder is None else self._coder.device
@@ -173,7 +201,7 @@ class Node(PeerExchange):
         roster = self._peer.roster
         return roster is not None and roster.evaluator == self.peer_id
 
-    def wait_update(self, timeout_seconds: float) -> Update:
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
         """See Exchange."""
         until = time.monotonic() + timeout_seconds
         while not self._wait(lambda: len(self._inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))):
@@ -241,7 +269,8 @@ class Node(PeerExchange):
     def make_report(self) -> Report:
         """See Listener."""
         link = self._link
-        return self._progress.report(link.bytes_sent, link.bytes_received, self.waiting_for, self._exchange_seconds)
+        report = self._progress.report(link.bytes_sent, link.bytes_received, self.waiting_for, self._exchange_seconds)
+        return report if self._is_first else replace(report, scores=None, score_version=-1)
 
     # ------------------------------------------------------------------ threads
 
@@ -257,7 +286,7 @@ class Node(PeerExchange):
     # ------------------------------------------------------------------ codec thread
 
     def _make_coder(self, model: ModelSpec) -> DeltaCoder:
-        return DeltaCoder(model, self.settings, self._device_coder())
+        return DeltaCoder(model, self.settings, self._device_coder(), self.shard)
 
     def _encode(self, offer: Offer, base: Version) -> None:
         if not self._settled:
@@ -337,8 +366,10 @@ def connect(
     events: NodeEvents | None = None,
     link: str = "",
     share: float = 1.0,
-) -> Node:
+) -> Node | MastersNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
+
+    Of several masters it is the first whose address is needed; the node that is returned speaks with all of them.
 
     A script that ends without closing its node says goodbye all the same.
 
@@ -347,8 +378,8 @@ def connect(
     events: who is told what happens here, as a `NodeRecorder`.
     link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
     each way; the rest is left to others. With no link and the whole share nothing is limited.
-    Raises ConfigError for an address that is none and for another choice, HubUnreachable when no broker answers,
-    JoinRefused.
+    Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
+    HubUnreachable when no broker answers, JoinRefused.
     """
     name = name or socket.gethostname().partition(".")[0] or "node"
     if not name.isprintable() or len(name) > 64 or "#" in name:
@@ -358,14 +389,38 @@ def connect(
     given = link_share(link, share)
     peer = PeerId(f"{name}#{secrets.token_hex(4)}")
 
-    def open_channel() -> Channel:
-        return DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
+    def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
+        return lambda: DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
-    node = Node(open_channel, peer, name, address, observer, codec_on, events, given)
+    node = Node(open_channel(address, peer), peer, name, address, observer, codec_on, events, given)
     atexit.register(node.close)
     try:
-        node.wait_welcome(timeout_seconds)
+        settings = node.wait_welcome(timeout_seconds)
+        if node.shard and not observer:
+            raise ConfigError(
+                f"the broker at {address} has shard {node.shard} of {settings.masters} of its run's model: join at the "
+                f"first master, {', '.join(node.masters)}"
+            )
+        if settings.masters > 1 and events is not None:
+            raise ConfigError(
+                "what happens at a node of several masters cannot be recorded, nor lived again: leave --record out"
+            )
+        if settings.masters > 1 and (link or share < 1) and not observer:
+            raise ConfigError(
+                "a node of several masters keeps no share of its link free, as each master paces its own part only: "
+                "leave --link and --share out here; the masters may have theirs"
+            )
     except BaseException:
         node.close()
         raise
-    return node
+    if settings.masters == 1 or observer:
+        return node
+
+    def open_line(address: str) -> Node:
+        # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
+        line = PeerId(f"{name}#{secrets.token_hex(4)}")
+        return Node(open_channel(address, line), line, name, address, codec_on=codec_on, first=node)
+
+    several = MastersNode(node, open_line, timeout_seconds)
+    atexit.register(several.close)
+    return several

@@ -17,6 +17,7 @@ from types import TracebackType
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import Broker, BrokerStatistics
 from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.registration import MasterPlace, Registration, public_address
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.reservation import LinkShare
@@ -30,7 +31,7 @@ STOP_SECONDS = 90.0
 
 def serve(
     address: str,
-    settings: RunSettings,
+    settings: RunSettings | None,
     *,
     keys: CurveKeys | None = None,
     checkpoint: Path | None = None,
@@ -40,28 +41,45 @@ def serve(
     interrupted: Callable[[int], None] | None = None,
     events: BrokerEvents | None = None,
     share: LinkShare | None = None,
+    place: MasterPlace | None = None,
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
+    settings: of the run; None with a place.  place: what belongs to this broker if it is not the first of its run's
+    masters; it takes the settings from the first.
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
     interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
     thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
     share: what training may use of this machine's port; None: all there is.
-    Raises ConfigError, AddressInUse, CheckpointError, and whatever ended the broker.
+    Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and whatever ended the broker.
     """
 
     async def live() -> BrokerStatistics:
-        canonical(settings)  # refused before anybody can connect
+        if settings is not None:
+            canonical(settings)  # refused before anybody can connect
         channel = RouterChannel.bind(address, keys=keys)
+        registration = None
         try:
-            broker = Broker(channel, settings, checkpoint, checkpoint_seconds, watch, events, share)
+            if place is not None:
+                public = place.address or public_address(address, channel.address, place.first)
+                registration = Registration(place, public)
+                await registration.welcomed()
+            run = registration.settings if registration is not None else settings
+            assert run is not None, "a broker has settings, or a first master that gives them"
+            broker = Broker(channel, run, checkpoint, checkpoint_seconds, watch, events, share, registration)
         except BaseException:
+            if registration is not None:
+                registration.close()
             await channel.close(0.0)
             raise
         if interrupted is not None:
             _stop_at_signals(broker, interrupted)
         ready(broker)
-        await broker.run()
+        try:
+            await broker.run()
+        finally:
+            if registration is not None:
+                await asyncio.to_thread(registration.close)
         if watch is not None:
             watch(broker.hub.roster(time.monotonic()))  # how the run ended
         return broker.statistics()
@@ -85,20 +103,21 @@ def _stop_at_signals(broker: Broker, interrupted: Callable[[int], None]) -> None
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    watch: called in the broker's thread with every roster.  events, share: as for `serve`.
+    watch: called in the broker's thread with every roster.  events, share, place: as for `serve`.
     Raises what `serve` raises before the broker listens.
     """
 
     def __init__(
         self,
         address: str,
-        settings: RunSettings,
+        settings: RunSettings | None,
         *,
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] = lambda roster: None,
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
+        place: MasterPlace | None = None,
     ) -> None:
         self.roster: Roster | None = None
         self.failure: BaseException | None = None
@@ -118,6 +137,7 @@ class BrokerThread:
                     watch=self._see,
                     events=events,
                     share=share,
+                    place=place,
                 )
             except BaseException as error:
                 self.failure = error

@@ -23,7 +23,8 @@ class UnitQueue:
     """The data units dealt to one node.
 
     ask: tells the network thread that `request` has something to say.  live: whether a broker is there to deal.
-    changed: what the training thread waits on, None for one of its own.
+    changed: what the training thread waits on, None for one of its own.  idle: called in the training thread, now and
+    then, while that waits for a unit.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class UnitQueue:
         self.end_version = -1
         """The last version of a run whose nodes have all drained, -1 until then."""
         self._changed = threading.Condition() if changed is None else changed
+        self.idle: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ training thread
 
@@ -58,6 +60,7 @@ class UnitQueue:
                     return None
                 self._idle = True
             self._ask()
+            self.idle()
             with self._changed:
                 self._changed.wait_for(lambda: self._units or self._finished or not self._live(), ASK_AGAIN_SECONDS)
                 self._idle = False
@@ -80,6 +83,15 @@ class UnitQueue:
         if not said:
             self._ask()
         return True
+
+    @property
+    def finished(self) -> bool:
+        """True once the run has no more units."""
+        return self._finished
+
+    def finish(self) -> None:
+        """The run has no more units, as another than this broker has said."""
+        self._finished = True
 
     @property
     def drained(self) -> bool:

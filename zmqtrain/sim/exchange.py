@@ -103,7 +103,7 @@ class SimExchange(PeerExchange):
 
     # ------------------------------------------------------------------ exchange (training thread)
 
-    def wait_update(self, timeout_seconds: float) -> Update:
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
         """See Exchange."""
         if not self._wait(lambda: len(self._inbox) > 0, timeout_seconds):
             raise AggregateTimeout(

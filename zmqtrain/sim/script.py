@@ -68,7 +68,7 @@ class ScriptedExchange:
         self.name, self.script, self.settings = script.name, script, hub.settings
         self.clock: Clock = scheduler
         self.is_evaluator = self.wanted = False
-        self.reachable = True
+        self.unreachable: tuple[int, ...] = ()
         self.founded = script.peer not in hub.founders
         self._scheduler, self._hub = scheduler, hub
         self._coder: DeltaCoder | None = None
@@ -157,10 +157,10 @@ class ScriptedExchange:
 
     # ------------------------------------------------------------------ exchange
 
-    def next_fragment(self) -> int | None:
+    def next_fragments(self) -> tuple[int, ...]:
         """See Exchange: the fragment that was offered at this step."""
         event = self._due("offer")
-        return None if event is None else int(event["fragment"])
+        return () if event is None else (int(event["fragment"]),)
 
     def offer(
         self,
@@ -219,7 +219,7 @@ class ScriptedExchange:
         event = self._due("application")
         return None if event is None else self._take(event)
 
-    def wait_update(self, timeout_seconds: float) -> Update:
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
         """See Exchange."""
         update = self.poll()
         if update is None:
@@ -227,7 +227,7 @@ class ScriptedExchange:
             raise AggregateTimeout(f"{self.name} applied nothing here")
         return update
 
-    def everyone_drained(self) -> bool:
+    def everyone_drained(self, master: int) -> bool:
         """See Exchange: once nothing more is applied."""
         return self._due("application") is None
 

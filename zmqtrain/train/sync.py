@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ import numpy as np
 from zmqtrain.errors import AggregateTimeout, ModelMismatch
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.minibatch import dynamic_every
+from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.step import describe_model
 from zmqtrain.types import Array, Exchange, Update, Version
 
@@ -37,7 +39,8 @@ SCORES_KEPT = 256
 
 @dataclass(frozen=True)
 class SyncStatistics:
-    """Running figures of one node. age_steps: median, offer to application; held_seconds: of the training thread."""
+    """Running figures of one node. offers, offers_refused: of several masters each counts; age_steps: median, offer to
+    application; held_seconds: of the training thread."""
 
     steps: int
     offers: int
@@ -60,11 +63,30 @@ class Adoption(NamedTuple):
 
 
 class _Offered(NamedTuple):
-    """An offer on its way: the step at which it was made, and the samples and steps it stands for."""
+    """An offer on its way: the step at which it was made, the master that it went to, and what it stands for."""
 
     step: int
+    master: int
     samples: int
     steps: int
+
+
+class _Drain:
+    """What is to be sent uncompressed to one master at the end. fragments: that have not landed; sequence: of the
+    offer that holds the first of them; tried_at: when that was taken, or its master last within reach."""
+
+    def __init__(self, fragments: Iterable[int], now: float) -> None:
+        self.fragments, self.tried_at = deque(fragments), now
+        self.sequence: int | None = None
+
+
+class _Unsaid:
+    """The samples, the steps and their scores that no offer to one master, on its way or landed, stands for."""
+
+    def __init__(self) -> None:
+        self.samples = self.steps = 0
+        self.scores: list[Any] = []
+        self.said: tuple[Any, ...] = ()
 
 
 class DelayedSync:
@@ -106,24 +128,23 @@ class DelayedSync:
                     spec.path,
                 )
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
+        self._model = model
         self._moves = moves_of(
             exchange.layout, model, leaves, donate=donate, elastic=self.settings.elastic, anchor=anchor
         )
-        start = leaves if update is None or update.anchor is None else update.anchor
+        start = leaves if update is None or update.anchor is None else whole_leaves(model, update.anchor)
         self._anchor = self._moves.place(start)
         self._own = leaves if update is not None and update.keep else None
         self._adopted = update is not None and not update.keep
         self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
         self._step = self._samples = 0
-        self._unsaid = (0, 0)  # samples and steps that no offer on its way, or landed, stands for
+        self._unsaid = [_Unsaid() for _ in range(self.settings.masters)]
         self._offers = self._refused = self._applied = 0
         self._offered: dict[int, _Offered] = {}
         self._ages: list[int] = []
         self._held_seconds = 0.0
         self._score_before: Any = None
-        self._scores: list[Any] = []
-        self._said: tuple[Any, ...] = ()
         self._planned_at = 0
         self._schedule = self._every, self._delay = self._read_schedule()
         self._offer_at = self._every
@@ -180,9 +201,10 @@ class DelayedSync:
         began = time.perf_counter()
         self._step += 1
         self._samples += samples
-        self._unsaid = (self._unsaid[0] + samples, self._unsaid[1] + 1)
+        for unsaid in self._unsaid:
+            unsaid.samples, unsaid.steps = unsaid.samples + samples, unsaid.steps + 1
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
-            params, self._unsaid = self.params, (0, 0)
+            params, self._unsaid = self.params, [_Unsaid() for _ in self._unsaid]
         self._own = None
         leaves = self._apply_due(self._flatten(params))
         if self.settings.is_planned and self._read_schedule() != self._schedule:
@@ -190,7 +212,8 @@ class DelayedSync:
         if self.exchange.wanted:
             self.exchange.lend(_to_host(leaves), moments())
         if score is not None:
-            self._scores.append(score)
+            for unsaid in self._unsaid:
+                unsaid.scores.append(score)
         if self._step >= self._offer_at:
             leaves = self._offer(leaves)
             self._plan(self._step)
@@ -213,15 +236,16 @@ class DelayedSync:
         reached for `lost_seconds`: what has not landed by then stays in the returned parameters alone.
         """
         until = self._clock.monotonic() + timeout_seconds
-        leaves = self._await_landing(self._flatten(params), until)
+        leaves = self._flatten(params)
         # who never made a step has nothing to drain, unless it has kept parameters of its own; and an empty round would
         # only move the outer momentum on
         begun = self.exchange.founded and (self._step or self._own is not None)
-        for fragment in range(self.exchange.layout.fragments if begun else 0):
-            leaves = self._drain(leaves, fragment, until)
-        while not self.exchange.everyone_drained() and self._clock.monotonic() < until:
+        each, masters = self.settings.fragments if begun else 0, range(self.settings.masters)
+        leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
+        while not all([self.exchange.everyone_drained(m) for m in masters]) and self._clock.monotonic() < until:
             self._clock.sleep(LANDING_LOOK_SECONDS)
-            leaves = self._await_landing(leaves, until)
+            leaves = self._take_all(leaves, set())
+        leaves = self._take_all(leaves, set())
         result: Params = jax.tree.unflatten(self._tree, leaves)
         return result
 
@@ -268,32 +292,37 @@ class DelayedSync:
         self._planned_at, self._offer_at = begin, begin + self._every
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
-        fragment = self.exchange.next_fragment()
-        if fragment is None or self._offer_fragment(leaves, fragment) is None:
-            self._refused += 1
-            return leaves
-        return self._apply_due(leaves) if self._delay == 0 else leaves
+        """Offer one fragment to each master."""
+        fragments = self.exchange.next_fragments()
+        taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
+        self._refused += len(self._unsaid) - taken
+        return self._apply_due(leaves) if taken and self._delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._take_back_withdrawn()
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
-        samples, steps = self._unsaid
-        self._said = tuple(self._scores) or self._said  # who drains has made no step since, and is as good as before
-        sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, scores=self._said, dense=dense)
+        master = fragment // self.settings.fragments
+        unsaid = self._unsaid[master]
+        samples, steps = unsaid.samples, unsaid.steps
+        unsaid.said = tuple(unsaid.scores) or unsaid.said  # who drains has made no step since, and is as good as before
+        sequence = self.exchange.offer(
+            fragment, segments, samples=samples, steps=steps, scores=unsaid.said, dense=dense
+        )
         if sequence is not None:
             self._offers += 1
-            self._offered[sequence] = _Offered(self._step, samples, steps)
-            self._unsaid = (0, 0)
-            self._scores.clear()
-        del self._scores[:-SCORES_KEPT]
+            self._offered[sequence] = _Offered(self._step, master, samples, steps)
+            unsaid.samples = unsaid.steps = 0
+            unsaid.scores.clear()
+        del unsaid.scores[:-SCORES_KEPT]
         return sequence
 
     def _take_back_withdrawn(self) -> None:
         """What a withdrawn offer stood for is still pending: the next offer stands for it too."""
         for sequence in self._offered.keys() - set(self.exchange.in_flight()):
             withdrawn = self._offered.pop(sequence)
-            self._unsaid = (self._unsaid[0] + withdrawn.samples, self._unsaid[1] + withdrawn.steps)
+            unsaid = self._unsaid[withdrawn.master]
+            unsaid.samples, unsaid.steps = unsaid.samples + withdrawn.samples, unsaid.steps + withdrawn.steps
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
         while (update := self.exchange.peek()) is not None and self._is_due(update):
@@ -309,17 +338,19 @@ class DelayedSync:
         """
         strict, until = self.settings.mode == "strict", self._clock.monotonic() + STRICT_WAIT_SECONDS
         look_seconds = STRICT_LOOK_SECONDS if strict else self.settings.lost_seconds
-        while any(
-            self._step >= self._offered[s].step + self._delay for s in self.exchange.in_flight() if s in self._offered
-        ):
-            if not strict and not self.exchange.reachable:
-                break
+        while due := [s for s in self.exchange.in_flight() if self._is_awaited(s, strict)]:
             try:
-                leaves = self._apply(leaves, self.exchange.wait_update(look_seconds))
+                leaves = self._apply(leaves, self.exchange.wait_update(look_seconds, due[0]))
             except AggregateTimeout as error:
                 if strict and self._clock.monotonic() >= until:
                     raise AggregateTimeout(f"nothing came for {STRICT_WAIT_SECONDS:g} s. {error}") from None
         return leaves
+
+    def _is_awaited(self, sequence: int, strict: bool) -> bool:
+        offered = self._offered.get(sequence)
+        if offered is None or self._step < offered.step + self._delay:
+            return False
+        return strict or offered.master not in self.exchange.unreachable
 
     def _is_due(self, update: Update) -> bool:
         offered = [self._offered[sequence] for sequence in update.landed if sequence in self._offered]
@@ -329,16 +360,15 @@ class DelayedSync:
         self._anchor = self._moves.settle(leaves, self._anchor)
         if update.reset:
             assert update.anchor is not None
-            self._anchor = self._moves.place(update.anchor)
+            self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
             leaves = self._moves.parameters(self._anchor)
-            self._unsaid, self._adoption = (0, 0), Adoption(update.moments)
-            self._scores.clear()
-            self._said = ()
+            self._unsaid, self._adoption = [_Unsaid() for _ in self._unsaid], Adoption(update.moments)
         elif update.keep:
             assert update.anchor is not None
-            self._anchor = self._moves.place(update.anchor)
+            self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
         elif update.anchor is not None:
-            leaves, self._anchor = self._moves.adopt(leaves, self._anchor, update.anchor, update.own)
+            new = whole_leaves(self._model, update.anchor, self._anchor)
+            leaves, self._anchor = self._moves.adopt(leaves, self._anchor, new, update.own)
         else:
             leaves, self._anchor = self._moves.apply(leaves, self._anchor, update.aggregate, update.own)
         self._applied += 1
@@ -348,32 +378,46 @@ class DelayedSync:
         del self._ages[:-AGES_KEPT]
         return leaves
 
-    def _drain(self, leaves: list[Any], fragment: int, until: float) -> list[Any]:
-        taken_at = self._clock.monotonic()
-        while True:
-            sequence = self._offer_fragment(leaves, fragment, dense=True)
-            leaves = self._await_landing(leaves, until)
-            now = self._clock.monotonic()
-            if sequence is not None:
-                taken_at = now
-                if sequence not in self._offered:
-                    return leaves
-            if now >= until or now >= taken_at + self.settings.lost_seconds:
-                return leaves
-            if sequence is None:
-                self._clock.sleep(LANDING_LOOK_SECONDS)
+    def _drain(self, leaves: list[Any], fragments: Sequence[Iterable[int]], until: float) -> list[Any]:
+        """Let land what is on its way to each master, then what is pending of its fragments, sent uncompressed.
 
-    def _await_landing(self, leaves: list[Any], until: float) -> list[Any]:
-        reached_at = self._clock.monotonic()
-        while True:
-            while (update := self.exchange.poll()) is not None:
-                leaves = self._apply(leaves, update)
-            now = self._clock.monotonic()
-            reached_at = now if self.exchange.reachable else reached_at
-            gone = now - reached_at >= self.settings.lost_seconds
-            if not self.exchange.in_flight() or now >= until or gone:
-                return leaves
-            self._clock.sleep(min(LANDING_LOOK_SECONDS, until - now))
+        All masters at once: a round may wait for all nodes, and who waited for one master would be missed at another.
+        """
+        drains = [_Drain(of_master, self._clock.monotonic()) for of_master in fragments]
+        left, landed = dict(enumerate(drains)), set[int]()
+        while left:
+            leaves = self._take_all(leaves, landed)
+            now, unreachable = self._clock.monotonic(), self.exchange.unreachable
+            on_their_way = {self._offered[s].master for s in self.exchange.in_flight() if s in self._offered}
+            for master, drain in list(left.items()):
+                if master not in on_their_way:
+                    self._go_on(drain, leaves, landed, now)
+                elif master not in unreachable:
+                    drain.tried_at = now
+                if not (drain.fragments or master in on_their_way):
+                    self.exchange.everyone_drained(master)
+                    del left[master]
+                elif now >= until or now - drain.tried_at >= self.settings.lost_seconds:
+                    del left[master]
+            if left:
+                self._clock.sleep(min(LANDING_LOOK_SECONDS, max(0.0, until - now)))
+        return leaves
+
+    def _go_on(self, drain: _Drain, leaves: list[Any], landed: set[int], now: float) -> None:
+        """Nothing is on its way to a drain's master: offer what has not landed yet."""
+        if drain.sequence in landed:
+            drain.fragments.popleft()
+        drain.sequence = None
+        if drain.fragments:
+            drain.sequence = self._offer_fragment(leaves, drain.fragments[0], dense=True)
+            drain.tried_at = drain.tried_at if drain.sequence is None else now
+
+    def _take_all(self, leaves: list[Any], landed: set[int]) -> list[Any]:
+        """Apply all that has come; take note of what of this node landed in it."""
+        while (update := self.exchange.poll()) is not None:
+            leaves = self._apply(leaves, update)
+            landed.update(update.landed)
+        return leaves
 
 
 def _to_host(leaves: Sequence[Any]) -> list[Any]:

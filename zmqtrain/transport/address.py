@@ -8,10 +8,14 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
+import socket
 
 from zmqtrain.errors import AddressInUse, ConfigError
 
-__all__ = ["bind_error", "connectable_host", "is_loopback", "parse_address"]
+__all__ = ["bind_error", "connectable_host", "is_loopback", "local_address", "parse_address"]
+
+ROUTED_NOWHERE = ("192.0.2.1", 9)
+"""An address that stands for the outside (RFC 5737): asking which way leads there sends nothing."""
 
 
 def parse_address(address: str, example: str = "tcp://192.168.1.10:5555") -> tuple[str, int]:
@@ -34,6 +38,16 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def local_address(host: str = ROUTED_NOWHERE[0], port: int = ROUTED_NOWHERE[1]) -> str:
+    """Return the number of the interface by which this machine reaches a host (the outside); "" if it does not know."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def connectable_host(host: str) -> str:

@@ -1,0 +1,289 @@
+"""Runs of several masters over real sockets: one address to join, masters and founders that die, and wrong use."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
+from safetensors.numpy import load_file
+
+from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.monitor.recorder import NodeRecorder
+from zmqtrain.runtime.node import Node, connect
+from zmqtrain.runtime.parts import merge_parts
+from zmqtrain.runtime.registration import MasterPlace
+from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.settings import RunSettings
+
+QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "masters": 2}
+
+
+def place_of(first, shard, masters, **facts):
+    return MasterPlace(shard=shard, masters=masters, first=first, wait_seconds=20.0, **facts)
+
+
+def other(first, shard, masters, bind="tcp://127.0.0.1:0", **options):
+    """Another master than the first, in a thread."""
+    return BrokerThread(bind, None, place=place_of(first, shard, masters), **options)
+
+
+@contextlib.contextmanager
+def run_of(settings, folder=None):
+    """All masters of a run, each a thread; gives the brokers, the first first."""
+    with contextlib.ExitStack() as stack:
+        brokers = [stack.enter_context(broker(settings, checkpoint=folder and folder / "0"))]
+        for shard in range(1, settings.masters):
+            kept = {"checkpoint": folder and folder / str(shard)}
+            brokers.append(stack.enter_context(other(brokers[0].address, shard, settings.masters, **kept)))
+        yield brokers
+
+
+def wide(seed=0):
+    """The tiny model, and a leaf of eight blocks beside it: a shard border lies in its midst."""
+    return parameters(seed) | {"wide": jnp.zeros((8, 4096)) + seed}
+
+
+def shared(trainer):
+    return trainer.sync is not None and trainer.sync.statistics().aggregates_applied > 4
+
+
+def version_at(trainer, shard):
+    return trainer.node._lines[shard].statistics().version
+
+
+def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_address(tmp_path):
+    settings = RunSettings(every=4, delay=2, units=60, masters=2, fragments=2)
+    with run_of(settings, tmp_path) as (first, second):
+        trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
+        trainers[0].wait_until(lambda: shared(trainers[0]))
+        trainers.append(Trainer(first.address, "pc-3", params=wide(1)))
+        params = [trainer.join() for trainer in trainers]
+    for one in params[1:]:
+        for name in one:
+            np.testing.assert_allclose(one[name], params[0][name], atol=1e-6)
+    held_out = next(batches(10**6))
+    assert loss(params[0], held_out) < loss(parameters(), held_out) / 2
+    assert trainers[2].losses[0] < trainers[0].losses[0]
+    for one in (first, second):
+        assert one.broker.statistics().contributions > 3 and one.broker.statistics().refused == 0
+        assert not one.running  # the end of the run is theirs too
+    merge_parts([tmp_path / "1", tmp_path / "0"], tmp_path / "model.safetensors")
+    model = load_file(tmp_path / "model.safetensors")
+    for name in params[0]:
+        np.testing.assert_allclose(model[name], params[0][name], atol=1e-6)
+
+
+def strict(masters, fragments, **settings):
+    run = RunSettings(
+        mode="strict", release="all", every=4, delay=2, fragments=fragments, start_nodes=3, units=12, masters=masters,
+        initial="founder", **settings,
+    )  # fmt: skip
+    with run_of(run) as (first, *_):
+        trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2", "pc-3")]
+        return [trainer.join() for trainer in trainers]
+
+
+@pytest.mark.parametrize("codec", ["float32", "ternary"])
+def test_strict_runs_of_one_and_of_several_masters_end_with_the_same_bits(codec):
+    one, two = (strict(masters, 1, codec=codec, broadcast_codec=codec) for masters in (1, 2))
+    for mine, theirs in zip(one, two, strict=True):
+        for name in mine:
+            assert mine[name].tobytes() == theirs[name].tobytes(), name
+
+
+@pytest.mark.parametrize("release", ["all", "bounded:staleness=1"])
+def test_under_rules_that_wait_a_run_of_several_masters_comes_to_its_end(release):
+    settings = RunSettings(every=4, delay=2, units=13, masters=3, release=release)
+    with run_of(settings) as (first, *_):
+        trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2", "pc-3")]
+        params = [trainer.join() for trainer in trainers]
+    for one in params[1:]:
+        for name in one:
+            np.testing.assert_allclose(one[name], params[0][name], atol=1e-6)
+
+
+def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    with broker(RunSettings(**QUICK)) as first, contextlib.ExitStack() as stack:
+        place = place_of(first.address, 1, 2)
+        second = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
+        trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: shared(t) and version_at(t, 1) > 5)
+        second.kill()
+        trainers[0].wait_until(lambda: trainers[0].node.unreachable)
+        seen = [version_at(trainers[0], shard) for shard in (0, 1)]
+        trainers[0].wait_until(lambda: version_at(trainers[0], 0) > seen[0] + 10)  # the other shard goes on
+        assert version_at(trainers[0], 1) == seen[1]
+        stack.enter_context(BrokerProcess(None, tmp_path, second.port, place))
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: not t.node.unreachable and version_at(t, 1) > seen[1] + 10)
+        late = Trainer(first.address, "pc-3", params=wide(1))
+        late.wait_until(lambda: shared(late))
+        for trainer in (*trainers, late):
+            trainer.stop.set()
+        params = [trainer.join() for trainer in (*trainers, late)]
+    held_out = next(batches(10**6))
+    assert all(loss(one, held_out) < loss(parameters(), held_out) / 2 for one in params)
+    assert "Training goes on alone" in caplog.text and "federates again" in caplog.text
+
+
+def test_nodes_wait_for_the_masters_that_are_missing_and_say_which(caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    seen = threading.Event()
+    with broker(RunSettings(**QUICK), watch=lambda roster: seen.set() if roster.members else None) as first:
+        trainer = Trainer(first.address, "pc-1", params=wide())
+        assert seen.wait(20.0)
+        with connect(first.address, "look", observer=True) as look:
+            assert look.masters == ("", "")
+        assert trainer.steps == 0 and trainer.node.waiting_for == "the master of shard 1 of 2"
+        with other(first.address, 1, 2):
+            trainer.wait_until(lambda: shared(trainer))
+            trainer.stop.set()
+            trainer.join()
+
+
+def test_a_founder_that_dies_half_way_is_succeeded_by_the_next(monkeypatch):
+    gave, died = threading.Event(), threading.Event()
+    lend = Node.lend
+
+    def die(node, leaves, moments=()):  # all others have its parameters; the first has not
+        if node.name != "pc-1":
+            return lend(node, leaves, moments)
+        gave.set()
+        died.wait(30.0)
+        raise JoinRefused("it dies here")
+
+    monkeypatch.setattr(Node, "lend", die)
+    with run_of(RunSettings(**QUICK)) as (first, _):
+        doomed = Trainer(first.address, "pc-1", params=wide(1))
+        assert gave.wait(30.0)
+        heir = Trainer(first.address, "pc-2", params=wide(2))
+        died.set()
+        with pytest.raises(JoinRefused, match="it dies here"):
+            doomed.join()
+        heir.wait_until(lambda: shared(heir))
+        late = Trainer(first.address, "pc-3", params=wide(3))
+        late.wait_until(lambda: shared(late))
+        for trainer in (heir, late):
+            trainer.stop.set()
+        params = [trainer.join() for trainer in (heir, late)]
+    for one in params:  # the loss has no gradient there: all of it is the founder's still
+        np.testing.assert_allclose(one["wide"], 2.0, atol=1e-5)
+
+
+def test_a_shard_has_one_master_and_who_comes_second_is_told_where_it_is():
+    with run_of(RunSettings(**QUICK)) as (first, second):
+        with pytest.raises(JoinRefused, match=rf"shard 1/2 has a master already, at {second.address}: stop that one"):
+            other(first.address, 1, 2)
+        with connect(first.address, "look", observer=True) as look:
+            assert look.masters == ("", second.address)
+    assert first.failure is None and second.failure is None
+
+
+def test_what_is_no_place_among_the_masters_is_refused_with_what_to_say_instead():
+    with run_of(RunSettings(**QUICK)) as (first, second):
+        with pytest.raises(JoinRefused, match=r"shard 2/2: the first has shard 0, the others have 1 to 1"):
+            other(first.address, 2, 2)
+        with pytest.raises(JoinRefused, match=rf"has shard 1: register with the first, at {first.address}"):
+            other(second.address, 1, 2)
+        with pytest.raises(ConfigError, match=rf"has shard 1 of 2 .* join at the first master, {first.address}"):
+            connect(second.address, "pc-1")
+    with broker(RunSettings()) as alone, pytest.raises(JoinRefused, match="this broker has the whole model"):
+        other(alone.address, 1, 2)
+
+
+def test_what_happens_at_a_node_of_several_masters_is_not_recorded(tmp_path):
+    with run_of(RunSettings(**QUICK)) as (first, _):
+        recorder = NodeRecorder(tmp_path / "record", {})
+        with pytest.raises(ConfigError, match="leave --record out"):
+            connect(first.address, "pc-1", events=recorder)
+        recorder.close()
+
+
+def test_a_place_of_another_number_of_masters_is_refused():
+    with (
+        broker(RunSettings(**QUICK | {"masters": 3})) as first,
+        pytest.raises(ConfigError, match="--shard 1/3, not /2"),
+    ):
+        other(first.address, 1, 2)
+
+
+def test_a_first_that_does_not_answer_is_an_error_that_says_what_to_start():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    place = MasterPlace(shard=1, masters=4, first=address, wait_seconds=0.2)
+    with pytest.raises(HubUnreachable, match="zmqtrain-broker --shard 0/4"):
+        BrokerThread("tcp://127.0.0.1:0", None, place=place)
+
+
+def test_a_model_of_fewer_blocks_than_all_masters_have_fragments_is_refused_at_the_node():
+    with run_of(RunSettings(**QUICK | {"fragments": 2})) as (first, _):
+        trainer = Trainer(first.address, "pc-1")  # two leaves of a block each
+        with pytest.raises(ConfigError, match="fragments must be 1 to 1, and masters at most 2"):
+            trainer.join()
+
+
+def test_a_checkpoint_of_another_shard_is_not_resumed(tmp_path):
+    with run_of(RunSettings(**QUICK), tmp_path) as (first, _):
+        trainer = Trainer(first.address, "pc-1", params=wide())
+        trainer.wait_until(lambda: shared(trainer))
+        trainer.stop.set()
+        trainer.join()
+    with broker(RunSettings(**QUICK), checkpoint=tmp_path / "0") as first:
+        with pytest.raises(ConfigError, match="is of shard 0, this broker has shard 1"):
+            other(first.address, 1, 2, checkpoint=tmp_path / "0")
+        with other(first.address, 1, 2, checkpoint=tmp_path / "1") as second:
+            assert second.broker.hub.run == first.broker.hub.run and second.broker.hub.version > 0
+    with (
+        broker(RunSettings(**QUICK)) as first,
+        pytest.raises(ConfigError, match=r"is of run-\w+, the first master runs run-"),
+    ):
+        other(first.address, 1, 2, checkpoint=tmp_path / "1")
+
+
+def test_a_master_serves_on_while_the_first_is_away_and_registers_again(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    settings = RunSettings(**QUICK)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(BrokerProcess(settings, tmp_path))
+        stack.enter_context(other(first.address, 1, 2))
+        trainer = Trainer(first.address, "pc-1", params=wide())
+        trainer.wait_until(lambda: shared(trainer))
+        first.kill()
+        trainer.wait_until(lambda: trainer.node.unreachable)
+        seen = version_at(trainer, 1)
+        trainer.wait_until(lambda: version_at(trainer, 1) > seen + 10)
+        stack.enter_context(BrokerProcess(settings, tmp_path, first.port))
+        trainer.wait_until(lambda: not trainer.node.unreachable)
+        late = Trainer(first.address, "pc-2", params=wide(1))
+        late.wait_until(lambda: shared(late))
+        for one in (trainer, late):
+            one.stop.set()
+            one.join()
+    assert "Its shard is served on" in caplog.text and "is registered again with the first" in caplog.text
+
+
+def test_training_goes_on_without_a_break_when_one_of_the_masters_stops():
+    with broker(RunSettings(**QUICK)) as first:
+        with other(first.address, 1, 2):
+            trainer = Trainer(first.address, "pc-1", params=wide())
+            trainer.wait_until(lambda: shared(trainer))
+        steps = trainer.steps
+        trainer.wait_until(lambda: trainer.steps > steps + 20)
+        trainer.stop.set()
+        trainer.join()
+
+
+def test_a_registration_that_ends_frees_its_shard():
+    with broker(RunSettings(**QUICK)) as first:
+        for _ in range(2):
+            with other(first.address, 1, 2) as master:
+                assert master.broker.hub.shard == 1
