@@ -395,7 +395,7 @@ class _Node:
         for _ in range(EXCHANGES_TIMED):
             began, applied = time.perf_counter(), self.applied
             while self.applied < applied + self.case.fragments:
-                if self.exchange.next_fragment() is None and self.exchange.peek() is None:
+                if not self.exchange.next_fragments() and self.exchange.peek() is None:
                     time.sleep(POLL_SECONDS)
                 else:
                     self.params = self.sync.step(self.params, score=self.loss)

@@ -257,8 +257,9 @@ class _Node:
     def turn(self) -> None:
         """Offer and take what can be offered and taken now; wait a moment if there was nothing."""
         done = False
-        while (fragment := self.exchange.next_fragment()) is not None:
-            self.exchange.offer(fragment, self.deltas[fragment], samples=1, steps=1)
+        while fragments := self.exchange.next_fragments():
+            for fragment in fragments:
+                self.exchange.offer(fragment, self.deltas[fragment], samples=1, steps=1)
             done = True
         while (update := self.exchange.poll()) is not None:
             self.fragments += len(update.aggregate)

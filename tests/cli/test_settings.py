@@ -175,6 +175,7 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (BrokerConfig, ["--insecure", "--shard", "0/2", "--start-nodes", "2"], "say --initial founder"),
         (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "of 2 masters none has one"),
         (LocalConfig, ["--masters", "0"], "masters must be at least 1"),
+        (LocalConfig, ["--masters", "2", "--every", "auto"], "every and delay are numbers"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(kind: type, argv: list[str], words: str) -> None:

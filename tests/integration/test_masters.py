@@ -199,12 +199,14 @@ def test_what_is_no_place_among_the_masters_is_refused_with_what_to_say_instead(
         other(alone.address, 1, 2)
 
 
-def test_what_happens_at_a_node_of_several_masters_is_not_recorded(tmp_path):
+def test_a_node_of_several_masters_is_not_recorded_and_keeps_no_share_of_its_link_free(tmp_path):
     with run_of(RunSettings(**QUICK)) as (first, _):
         recorder = NodeRecorder(tmp_path / "record", {})
         with pytest.raises(ConfigError, match="leave --record out"):
             connect(first.address, "pc-1", events=recorder)
         recorder.close()
+        with pytest.raises(ConfigError, match="leave --link and --share out here"):
+            connect(first.address, "pc-1", share=0.5)
 
 
 def test_a_place_of_another_number_of_masters_is_refused():

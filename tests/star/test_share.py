@@ -37,7 +37,7 @@ with connect(address, name=name, link=link, share=float(share)) as node:
     while True:
         while node.poll() is not None:
             pass
-        if node.next_fragment() is None or node.offer(0, [leaf], samples=1, steps=1) is None:
+        if not node.next_fragments() or node.offer(0, [leaf], samples=1, steps=1) is None:
             pause.wait(0.002)
 """
 
