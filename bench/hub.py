@@ -73,6 +73,8 @@ class Case:
             "release": "all",
             "outer": "sgd:rate=1",
             "start_nodes": self.nodes,
+            "masters": self.masters,
+            "initial": "founder",
             "evaluate_seconds": 0.0,
             "heartbeat_seconds": HEARTBEAT_SECONDS,
         }
@@ -217,11 +219,14 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
 
 def _be_broker(case: Case, shard: int, addresses: str) -> None:
     """Be one broker; answer `figures` with its statistics and its CPU seconds by thread."""
+    from zmqtrain.runtime.registration import MasterPlace
     from zmqtrain.runtime.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
-    told = commands()
-    with BrokerThread(f"tcp://*:{PORT}", RunSettings.from_dict(case.settings)) as broker:
+    told, (first, own) = commands(), json.loads(addresses)
+    place = MasterPlace(shard=shard, masters=case.masters, first=first, address=own) if shard else None
+    settings = None if place else RunSettings.from_dict(case.settings)
+    with BrokerThread(f"tcp://*:{PORT}", settings, place=place) as broker:
         say({"listens": broker.address})
         while True:
             told.get()

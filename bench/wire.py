@@ -24,8 +24,8 @@ __all__ = ["ROWS", "Bar", "main"]
 
 Row = dict[str, Any]
 
-SMALL = efficiency.Case(params=25_000_000, fragments=4, every=2, delay=8, steps=240)
-LARGE = efficiency.Case(params=100_000_000, fragments=8, every=3, delay=18, steps=400)
+SMALL = efficiency.Case(params=25_000_000, fragments=1, every=8, delay=12, steps=240)
+LARGE = efficiency.Case(params=100_000_000, fragments=2, every=14, delay=34, steps=240)
 
 ROWS: dict[str, efficiency.Case | hub.Case] = {
     "25M": SMALL,
@@ -35,7 +35,7 @@ ROWS: dict[str, efficiency.Case | hub.Case] = {
     "100M, N=2": replace(LARGE, nodes=2),
     "1M, 2,000 exchanges": efficiency.Case(params=1_000_000, every=1, delay=2, steps=2200),
     "dense, one hub": hub.Case(),
-    "dense, 4 masters": hub.Case(masters=4, fragments=2, in_flight=1),
+    "dense, 4 masters": hub.Case(masters=4, fragments=8, in_flight=4),
 }
 """By name: what is measured. Each is one run of `efficiency.py` or `hub.py` on a star of its own."""
 

@@ -57,6 +57,8 @@ class Layout:
     """Per leaf the number of its first block."""
     _range: tuple[int, int] = field(init=False, repr=False, compare=False)
     """The blocks of the shard: from, to."""
+    _known: dict[int, dict[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """By fragment, once it was asked for: what `_held` returns."""
 
     def __post_init__(self) -> None:
         check_model(self.spec)
@@ -103,11 +105,11 @@ class Layout:
 
     def counts(self, fragment: int) -> tuple[int, ...]:
         """Return how many values of each of `leaves(fragment)` the fragment holds; none is 0."""
-        return tuple(self._count(leaf, fragment) for leaf in self.leaves(fragment))
+        return tuple(self._held(fragment).values())
 
     def leaves(self, fragment: int) -> tuple[int, ...]:
         """Return the indices of the leaves that have a block in the fragment, in order."""
-        return tuple(leaf for leaf in range(len(self.spec)) if self._count(leaf, fragment))
+        return tuple(self._held(fragment))
 
     def part(self, leaf: int) -> slice:
         """Return which of the flat leaf's values are the shard's: one piece, which may be empty or all."""
@@ -180,6 +182,13 @@ class Layout:
         whole = (part.stop - part.start) // BLOCK_VALUES
         column = (fragment + self._range[0] - max(self._first[leaf], self._range[0])) % self.fragments
         return whole, column, whole % self.fragments == column
+
+    def _held(self, fragment: int) -> dict[int, int]:
+        """Return, by leaf, how many values of it the fragment holds, if any: counted once (every exchange asks)."""
+        if fragment not in self._known:
+            counts = ((leaf, self._count(leaf, fragment)) for leaf in range(len(self.spec)))
+            self._known[fragment] = {leaf: count for leaf, count in counts if count}
+        return self._known[fragment]
 
     def _count(self, leaf: int, fragment: int) -> int:
         whole, column, mine = self._cut(leaf, fragment)
