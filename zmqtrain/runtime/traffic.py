@@ -38,7 +38,8 @@ __all__ = ["GRANT_SECONDS", "Traffic"]
 
 GRANT_WINDOW_BYTES = 6 << 20
 """What is on its way toward the hub's port in all: one full chunk and a half, or several small ones, so that the port
-is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends nearly alone."""
+is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends almost alone.
+"""
 GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
 """A node that is granted chunks and sends none for so long, and the time they take at that rate, is sent away: what it
 holds of the window is others'."""
