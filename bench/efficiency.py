@@ -27,7 +27,8 @@ exchange_over_limit: exchange_ms / limit_ms.
 encode_ms, decode_ms, hub_ms: CPU time of a node's codec thread, and of the broker's for one aggregate.
 node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's training thread; sockets: ZeroMQ's; other:
 XLA's.
-node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning.
+node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
+node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 """
 
@@ -262,6 +263,7 @@ def _row(
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],
         "node_rss_mb": mean(lambda n: n["rss_bytes"]) / 1e6,
         "node_rss_growth": mean(lambda n: n["rss_bytes"] / (n["rss_bytes"] - n["grown_bytes"])),
+        "node_rss_late_growth": mean(lambda n: n["rss_bytes"] / n["rss_half_bytes"]),
         "hub_rss_mb": broker["rss_bytes"] / 1e6,
         "hub_rss_growth": broker["rss_bytes"] / (broker["rss_bytes"] - broker["grown_bytes"]),
     }
@@ -382,11 +384,18 @@ class _Node:
         while time.monotonic() < start:
             self.step()
         before = self.figures()
+        while time.monotonic() < (start + end) / 2:
+            self.step()
+        half = resident_bytes()
         while time.monotonic() < end:
             self.step()
         after = self.figures()
-        age = {"age_steps": self.sync.statistics().age_steps, "rss_bytes": after["grown_bytes"]}
-        return difference(before, after) | age
+        at_the_end = {
+            "age_steps": self.sync.statistics().age_steps,
+            "rss_bytes": after["grown_bytes"],
+            "rss_half_bytes": half,
+        }
+        return difference(before, after) | at_the_end
 
     def exchanges(self, start: float) -> dict[str, Any]:
         """Exchange as fast as can be, with nothing else to do; return the seconds that each whole model took."""

@@ -24,8 +24,10 @@ __all__ = ["ROWS", "Bar", "main"]
 
 Row = dict[str, Any]
 
-SMALL = efficiency.Case(params=25_000_000, fragments=1, every=8, delay=12, steps=240)
-LARGE = efficiency.Case(params=100_000_000, fragments=2, every=14, delay=34, steps=240)
+RULE = "quorum:share=1"
+"""A round may wait for its last nodes as long as an interval: on two busy cores nodes of one speed drift apart."""
+SMALL = efficiency.Case(params=25_000_000, fragments=1, every=7, delay=12, steps=240, release=RULE)
+LARGE = efficiency.Case(params=100_000_000, fragments=2, every=14, delay=36, steps=240, release=RULE)
 
 ROWS: dict[str, efficiency.Case | hub.Case] = {
     "25M": SMALL,
@@ -76,15 +78,15 @@ def _bars() -> list[Bar]:
             Bar(f"{size}: node CPU, ns per parameter", rows, _of("node_cpu_ns_per_param"), node),
             Bar(f"{size}: hub CPU, ns per parameter", rows, _of("hub_cpu_ns_per_param"), of_hub),
             Bar(f"{size}: training thread held, ms", rows, lambda row: row["held_ms"] * row["fragments"], held),
-            Bar(f"{size}: memory of a node, end / begin", (size,), _of("node_rss_growth"), 1.02),
         ]
+    soak = ("1M, 2,000 exchanges",)
     bars += [
         Bar("dense, one hub: exchange / limit", ("dense, one hub",), _of("exchange_over_limit"), 1.10),
         Bar("transport CPU, s per GB", ("dense, one hub",), _of("transport_cpu_s_per_gb"), 1.0),
         Bar("heartbeat p99 under bulk, ms", ("dense, one hub",), _of("heartbeat_p99_ms"), 10.0),
         Bar("dense, 4 masters: exchange / ring's limit", ("dense, 4 masters",), _of("exchange_over_limit"), 1.2),
-        Bar("2,000 exchanges: memory of a node, end / begin", ("1M, 2,000 exchanges",), _of("node_rss_growth"), 1.02),
-        Bar("2,000 exchanges: memory of the hub, end / begin", ("1M, 2,000 exchanges",), _of("hub_rss_growth"), 1.02),
+        Bar("2,000 exchanges: memory of a node, end / middle", soak, _of("node_rss_late_growth"), 1.01),
+        Bar("2,000 exchanges: memory of the hub, end / begin", soak, _of("hub_rss_growth"), 1.02),
     ]
     return bars
 
