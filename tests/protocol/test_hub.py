@@ -348,6 +348,22 @@ def test_the_roster_tells_what_each_node_last_reported():
     assert hub.roster(7.0).seconds == 7.0 and hub.roster(7.0).samples == 8
 
 
+@pytest.mark.parametrize(
+    "told", [{"waiting": "x" * 201}, {"scores": {str(n): 0.0 for n in range(33)}}, {"scores": {"x" * 65: 0.0}}]
+)
+def test_a_report_that_would_not_fit_a_roster_is_refused(told):
+    with pytest.raises(RemoteProtocolError, match="a Report of that length"):
+        live_hub("a").receive("a", replace(SAMPLES[Report], **told), 0.0)
+
+
+@pytest.mark.parametrize("told", [{"link": 1.7e308}, {"link": -1.0}, {"link": float("nan")}, {"share": 0.0}])
+def test_a_hello_of_an_impossible_link_is_refused(told):
+    hub = live_hub("a")
+    with pytest.raises(RemoteProtocolError, match="a Hello with a link"):
+        hub.receive("b", replace(Hello("b"), **told), 0.0)
+    assert set(hub.members) == {"a"}
+
+
 def test_the_score_of_an_older_version_does_not_replace_a_newer_one():
     hub = live_hub("a")
     hub.version = 4

@@ -141,9 +141,10 @@ def test_a_publish_whose_bytes_were_changed_is_refused_before_any_of_it_counts()
         aggregator.check_snapshot(announced(frames), frames)
 
 
-def test_a_sum_that_overflows_is_not_used():
+@pytest.mark.parametrize("contributions", [2, 1], ids=["the sum overflows", "its outer step would"])
+def test_a_sum_that_overflows_is_not_used(contributions):
     aggregator = founded()
-    for _ in range(2):
+    for _ in range(contributions):
         huge = [np.full(count, 3e38, np.float32) for count in aggregator.layout.counts(0)]
         frames = encode_payload(codecs_of(aggregator, "float32", 0), huge)
         aggregator.accumulate("a", Publish(1, 1, 0, 0, "float32", (), 8, 8, 0.5), frames)

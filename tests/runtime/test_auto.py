@@ -94,6 +94,12 @@ def test_a_port_of_which_nothing_is_known_is_taken_for_a_gigabit_and_the_hubs_fo
     assert typical_rate([]) == typical_rate(crew(2, link=0.0)) == 0.0
 
 
+def test_who_does_not_train_says_nothing_of_the_hubs_port() -> None:
+    stranger = member("stranger", link=1.0)
+    stranger.state = MemberState.OBSERVER
+    assert typical_rate([stranger]) == 0.0 and typical_rate([stranger, *crew(1, link=2e7)]) == 2e7
+
+
 def test_one_slow_link_decides_only_where_the_run_waits_for_its_slowest() -> None:
     members = [*crew(3), member("slow", link=1e6)]
     assert planned(members) == planned([*crew(3), member("as fast as the others")])

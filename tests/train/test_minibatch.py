@@ -309,6 +309,8 @@ def test_compiling_changes_nothing_and_leaves_nothing_to_compile(text, caplog):
         (0.0, [10.0, 20.0], 32),
         (10.0, [], 32),
         (10.0, [float("nan")], 32),
+        (10.0, [10.0, 1e300], 32),
+        (10.0, [10.0, 10.0, 10.0, 1e300], 32),
     ],
 )
 def test_a_slower_node_makes_fewer_steps_and_an_unknown_rate_changes_nothing(own, rates, expected):

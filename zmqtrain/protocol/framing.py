@@ -28,7 +28,7 @@ __all__ = [
     "Assembler",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEAD_BYTES = 1 << 20
 
 Check = Callable[[Any], Any]

@@ -8,7 +8,6 @@ Rule 3: effects are carried out in the order in which they come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 from zmqtrain.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
@@ -60,6 +59,10 @@ __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 ROSTER_SECONDS = 1.0
 MAX_WORDS, MAX_SCORES = 200, 32
 """What one Report may hold: the Roster holds those of all nodes, and is one head."""
+MAX_NAME = 64
+"""Characters of a score's name, likewise."""
+MAX_LINK = 1e12
+"""Bytes per second that a node may say its port has: what is made of these must stay a number."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 MOST_WAITING = 64
@@ -248,7 +251,7 @@ class Hub:
     # ------------------------------------------------------------------ coming and going
 
     def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
-        if not (hello.link >= 0 and isfinite(hello.link) and 0 < hello.share <= 1):
+        if not (0 <= hello.link <= MAX_LINK and 0 < hello.share <= 1):
             raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
         succeeds = None
         if hello.role == "master":
@@ -361,7 +364,8 @@ class Hub:
         return [SendTo(member.peer, Heartbeat(heartbeat.sent, self._records.heard(member.peer)))]
 
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
-        if len(report.waiting) > MAX_WORDS or len(report.scores or ()) > MAX_SCORES:
+        names = report.scores or {}
+        if len(report.waiting) > MAX_WORDS or len(names) > MAX_SCORES or any(len(name) > MAX_NAME for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         member.report, self._news = report, True
         if report.scores and self.score_version <= report.score_version <= self.version:

@@ -58,6 +58,8 @@ MOST_VALUES = 1 << 33
 
 SCORES_KEPT = 16
 """The shared model's score is the median of so many of its nodes' latest ones."""
+LARGEST_SUM = 1e30
+"""A sum that holds a larger value is left out of the parameters: the outer step of it might be no float32."""
 ROUNDING = 1e-6
 """What the shares of the federation that have come, sums of 1/N, may be off by."""
 
@@ -201,7 +203,7 @@ class Aggregator:
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
         if self.holds:
             self._combine(reduce.contributions)
-        overflowed = tuple(fragment for fragment in reduce.fragments if not _is_finite(self._sums[fragment]))
+        overflowed = tuple(fragment for fragment in reduce.fragments if not _can_be_stepped(self._sums[fragment]))
         for fragment in overflowed:
             self._sums[fragment].fill(0)
         frames = tuple(
@@ -375,8 +377,10 @@ class Aggregator:
                 state[key][:] = flat
 
 
-def _is_finite(flat: Vector) -> bool:
-    return all(np.isfinite(flat[start : start + SLAB_VALUES]).all() for start in range(0, flat.size, SLAB_VALUES))
+def _can_be_stepped(flat: Vector) -> bool:
+    """Return whether an outer step of this sum stays finite: far from what a float32 holds (NaN is not)."""
+    pieces = (flat[start : start + SLAB_VALUES] for start in range(0, flat.size, SLAB_VALUES))
+    return all(piece.max() < LARGEST_SUM and piece.min() > -LARGEST_SUM for piece in pieces)
 
 
 def _norm(u: Vector) -> float:

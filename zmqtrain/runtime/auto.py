@@ -13,7 +13,7 @@ from math import isfinite
 
 import numpy as np
 
-from zmqtrain.protocol.members import Member
+from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.rounds import AfterCount, Immediately, release_rule_from_spec
 from zmqtrain.protocol.schedules import Plan
 from zmqtrain.quantities import parse_rate
@@ -43,11 +43,12 @@ def link_share(link: str, share: float) -> LinkShare:
 
 
 def typical_rate(members: Iterable[Member]) -> float:
-    """Return the median rate of these members' ports, in bytes per second; 0: none is known.
+    """Return the median rate of the ports of those who train, in bytes per second; 0: none is known.
 
     It stands for a hub's port of which nobody has told the rate: all hang on one switch.
     """
-    rates = [max(LEAST_RATE, member.link_rate) for member in members if member.link_rate > 0]
+    live = (member for member in members if member.state is MemberState.LIVE)
+    rates = [max(LEAST_RATE, member.link_rate) for member in live if member.link_rate > 0]
     return statistics.median(rates) if rates else 0.0
 
 

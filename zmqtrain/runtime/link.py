@@ -102,6 +102,7 @@ class HubLink:
         """Why there is no hub now, as (code, sentence); empty when all is well."""
         self._open_channel = open_channel
         self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
+        self._published: dict[int, int] = {}  # by sequence: the transfer, as long as it is outgoing
         self._assembler = Assembler(ASSEMBLED_BYTES)
         self._transfer = 0
         self._founding = False
@@ -180,6 +181,7 @@ class HubLink:
                     self._founding = True
                     self.listener.on_founding()
                 case Withdraw(sequence, reason, text):
+                    self._outgoing.pop(self._published.pop(sequence, -1), None)
                     self.listener.on_withdrawn(sequence, reason, text)
                 case Disconnect(_, reason, text):
                     self._disconnect(reason, text)
@@ -191,6 +193,7 @@ class HubLink:
             return
         transfer, sizes = self._stage(Use.DELTA, encoded.frames)
         self.publishes += 1
+        self._published = {s: t for s, t in self._published.items() if t in self._outgoing} | {offer.sequence: transfer}
         codec, samples, steps = encoded.codec, offer.samples, offer.steps
         publish = Publish(
             transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score, offer.dense

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from math import inf
 
-from zmqtrain.transport.reservation import Reservation, Use
+from zmqtrain.transport.reservation import Reservation, TokenBucket, Use
 from zmqtrain.types import Buffer, Channel, Lane
 
 __all__ = ["Sender"]
@@ -61,6 +61,7 @@ class Sender:
             chunks.clear()
         if control:
             self._control.clear()
+            self._reservation.bucket = TokenBucket(self._reservation.bucket.rate)  # the hub begins anew, too
 
     def pause(self) -> None:
         """Send nothing until `resume`: the channel connects anew."""

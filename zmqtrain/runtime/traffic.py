@@ -132,7 +132,9 @@ class Traffic:
         message: list[Buffer] = [encode_message(probed), PADDING[:size]]
         with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
             self._channel.send(peer, Lane.BULK, message)
-            self.bytes_sent += sum(len(frame) for frame in message)
+            moved = sum(len(frame) for frame in message)
+            self.bytes_sent += moved
+            self._sending.pay(moved, time.monotonic())
 
     def send_snapshot(
         self,
@@ -209,8 +211,13 @@ class Traffic:
         self._send_on()
 
     def _line_up(self, peer: PeerId) -> None:
-        """Let the peer wait for its turn, if there is something that its window lets through."""
-        line = self._lines.get(peer)
+        """Let the peer wait for its turn, if there is something that its window lets through.
+
+        An announcement does not wait: who knows what is on its way does not ask for it again.
+        """
+        while (line := self._lines.get(peer)) is not None and line.outbox.next_is_head:
+            if not self._send_chunk(peer, line):
+                return
         if line is not None and line.outbox.next_size:
             self._sending.wait(peer, Use.DELTA if line.outbox.next_is_droppable else Use.SNAPSHOT)
         else:
@@ -227,27 +234,32 @@ class Traffic:
             peer, seconds = self._sending.turn(self._claim, now)
             if peer is None:
                 return self._again(self._send_on, seconds)
-            line = self._lines[peer]
-            chunk = line.outbox.next_chunk()
-            assert chunk is not None, "only who has a chunk waits for a turn"
-            try:
-                self._channel.send(peer, Lane.BULK, chunk)
-            except ChannelFull:
-                line.outbox.put_back()
-                self._sending.leave(peer)  # until it acknowledges something
-                continue
-            except PeerLost:
-                self._sending.leave(peer)
-                self._lost(peer, "its connection is gone")
-                continue
-            except ChannelClosed:
-                return
-            size = sum(len(frame) for frame in chunk)
-            self.bytes_sent += size
-            self._sending.sent(peer, size, now)
-            line.bucket.pay(size, now)
-            line.down.begun(now)
-            self._line_up(peer)
+            if self._send_chunk(peer, self._lines[peer]):
+                self._line_up(peer)
+
+    def _send_chunk(self, peer: PeerId, line: _Line) -> bool:
+        """Send the peer's next chunk; False if it cannot be: then it waits for no turn."""
+        chunk, now = line.outbox.next_chunk(), time.monotonic()
+        assert chunk is not None, "only who has a chunk waits for a turn"
+        try:
+            self._channel.send(peer, Lane.BULK, chunk)
+        except ChannelFull:
+            line.outbox.put_back()
+            self._sending.leave(peer)  # until it acknowledges something
+            return False
+        except PeerLost:
+            self._sending.leave(peer)
+            self._lost(peer, "its connection is gone")
+            return False
+        except ChannelClosed:
+            self._sending.leave(peer)
+            return False
+        size = sum(len(frame) for frame in chunk)
+        self.bytes_sent += size
+        self._sending.sent(peer, size, now)
+        line.bucket.pay(size, now)
+        line.down.begun(now)
+        return True
 
     def _again(self, what: Callable[[], None], seconds: float) -> None:
         """Do something again in so many seconds, and at no other time; inf: not at all."""

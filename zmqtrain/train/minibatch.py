@@ -7,6 +7,7 @@ Source: Anytime Minibatch, Ferdinand et al. 2019; Async-Timed, Al-Lawati et al.,
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -25,6 +26,7 @@ FAMILIES: dict[str, dict[str, Number]] = {
 """Each member of the family and the defaults of its arguments."""
 
 REFERENCE_PERCENTILE = 90.0
+IMPROBABLE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,9 @@ def dynamic_every(every: int, own: float, rates: Sequence[float]) -> int:
 
     own, rates: steps (or samples) per second, of this node and of all live ones. The reference is their 90th
     percentile, not the fastest: one exceptional node does not shrink the k of all others (it makes more steps itself).
-    A rate that is NaN, infinite or not positive is not known yet, and does not count; where the own one is not, or
-    none is, k stays `every`.  Raises ConfigError if every < 1.
+    A rate that is NaN, infinite or not positive is not known yet, and does not count, nor does an improbable one, of
+    more than 100 times the median; where the own one is not known, or none is, k stays `every`.  Raises ConfigError if
+    every < 1.
     Source: dynamic local updates, Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling, sec. 5 (there
     relative to the fastest).
     """
@@ -97,4 +100,6 @@ def dynamic_every(every: int, own: float, rates: Sequence[float]) -> int:
     known = [rate for rate in rates if isfinite(rate) and rate > 0]
     if not known or not (isfinite(own) and own > 0):
         return every
+    most = IMPROBABLE * statistics.median_low(known)
+    known = [rate for rate in known if rate <= most]
     return max(1, round(every * own / float(np.percentile(known, REFERENCE_PERCENTILE))))

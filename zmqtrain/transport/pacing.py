@@ -270,6 +270,11 @@ class Outbox:
         """Whether the next chunk is one of a droppable transfer; False if there is none."""
         return bool(self._unsent) and self._unsent[0].droppable
 
+    @property
+    def next_is_head(self) -> bool:
+        """Whether the next chunk announces a transfer, and fits the window; False if there is none."""
+        return bool(self.next_size) and len(self._unsent[0].chunks[self._unsent[0].sent]) == 1
+
     def next_chunk(self) -> Sequence[Buffer] | None:
         """Return the next chunk and count it as sent; None if there is none, or the window is full."""
         size = self.next_size
