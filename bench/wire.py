@@ -24,10 +24,8 @@ __all__ = ["ROWS", "Bar", "main"]
 
 Row = dict[str, Any]
 
-RULE = "quorum:share=1"
-"""A round may wait for its last nodes as long as an interval: on two busy cores nodes of one speed drift apart."""
-SMALL = efficiency.Case(params=25_000_000, fragments=1, every=7, delay=12, steps=240, release=RULE)
-LARGE = efficiency.Case(params=100_000_000, fragments=2, every=14, delay=36, steps=240, release=RULE)
+SMALL = efficiency.Case(params=25_000_000, fragments=1, every=8, delay=12, steps=240)
+LARGE = efficiency.Case(params=100_000_000, fragments=2, every=14, delay=34, steps=240)
 
 ROWS: dict[str, efficiency.Case | hub.Case] = {
     "25M": SMALL,
