@@ -62,7 +62,7 @@ def test_an_anchor_on_the_host_makes_room(program):
 def test_the_device_is_asked_where_the_user_does_not_say(program, monkeypatch):
     check_card(program, RunSettings(), node())  # a processor says nothing, and nothing is measured
     monkeypatch.setattr(footprint, "card_bytes", lambda: 1_000_000)
-    with pytest.raises(ConfigError, match=r"of which 0\.00 GB can be used"):
+    with pytest.raises(ConfigError, match=r"of which 1\.0 MB can be used"):
         check_card(program, RunSettings(), node())
 
 

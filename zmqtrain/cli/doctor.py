@@ -24,6 +24,7 @@ from zmqtrain.cli.settings import read_config, read_server_key
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.runtime.probe import LinkFigures, RoundTrips, measure_link
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.address import parse_address
 
 __all__ = ["DoctorConfig", "Finding", "main", "judge_way", "judge_link", "judge_machine"]
@@ -163,6 +164,11 @@ def judge_way(address: str, way: WayToHub) -> Iterator[Finding]:
             yield Finding("cable", OK, text)
 
 
+def _schedule_of(settings: RunSettings) -> str:
+    every = "auto" if settings.every == AUTO_EVERY else f"{settings.every}"
+    return f"every {every}, delay {'auto' if settings.delay == AUTO_DELAY else settings.delay}"
+
+
 def judge_link(link: LinkFigures, way: WayToHub) -> Iterator[Finding]:
     """Give the findings about the hub's answers and the rates of the link."""
     settings = link.settings
@@ -171,7 +177,7 @@ def judge_link(link: LinkFigures, way: WayToHub) -> Iterator[Finding]:
         "run",
         OK,
         f"{link.run}, {'not begun' if link.version < 0 else f'version {link.version}'}, {there}: "
-        f"{settings.program or 'custom loops'}, every {settings.every}, delay {settings.delay}, {settings.codec} up, "
+        f"{settings.program or 'custom loops'}, {_schedule_of(settings)}, {settings.codec} up, "
         f"{settings.broadcast_codec} down, {settings.fragments} fragment{'s' * (settings.fragments != 1)}; protocol "
         f"version {PROTOCOL_VERSION}" + (f", {link.software}" if link.software else ""),
     )

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any, Literal
 
 from rich.console import Console
@@ -201,11 +202,11 @@ def memory_of(config: PlanConfig, plan: Plan) -> MemoryEstimate:
 
 
 def settings_line(plan: Plan) -> str:
-    """Return what to type where the broker is started."""
-    broadcast = f" --broadcast-codec {plan.broadcast_codec}"
+    """Return what to type where the (first) broker is started, besides its program and who may reach it."""
+    shard = f" --shard 0/{plan.load.masters}" if plan.load.masters > 1 else ""
     return (
-        f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {plan.codec}{broadcast} "
-        f"--fragments {plan.fragments}"
+        f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "
+        f"--broadcast-codec {quote(plan.broadcast_codec)} --fragments {plan.fragments}{shard}"
     )
 
 

@@ -241,4 +241,6 @@ def estimate(
 
 
 def _gigabytes(count: int) -> str:
+    if count < 1e8:
+        return f"{count / 1e6:.1f} MB"
     return f"{count / 1e9:.2f} GB" if count < 99.5e9 else f"{count / 1e9:.0f} GB"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.errors import (
     AggregateTimeout,
     CodecError,
@@ -286,6 +287,8 @@ class Node(PeerExchange):
     # ------------------------------------------------------------------ codec thread
 
     def _make_coder(self, model: ModelSpec) -> DeltaCoder:
+        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
+            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
         return DeltaCoder(model, self.settings, self._device_coder(), self.shard)
 
     def _encode(self, offer: Offer, base: Version) -> None:
@@ -381,6 +384,8 @@ def connect(
     Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
     HubUnreachable when no broker answers, JoinRefused.
     """
+    if not isinstance(address, str) or not address:
+        raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
     name = name or socket.gethostname().partition(".")[0] or "node"
     if not name.isprintable() or len(name) > 64 or "#" in name:
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES
 from zmqtrain.errors import ConfigError
@@ -38,6 +39,9 @@ SLOWER = 1.1
 
 MASTERS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""
+
+MOST_PARAMETERS, MOST_MASTERS, LEAST_STEP_SECONDS = 10**12, 256, 1e-5
+"""What is no mistake of who typed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,14 @@ class Wish:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ConfigError(f"share is what training may take of the link, in 0 < share <= 1, got {self.share:g}")
+        if not 1 <= self.parameters <= MOST_PARAMETERS:
+            raise ConfigError(f"a model has 1 to {MOST_PARAMETERS:.0e} parameters, not {self.parameters:g}")
+        if not 1 <= self.masters <= MOST_MASTERS:
+            raise ConfigError(f"a run has 1 to {MOST_MASTERS} masters, not {self.masters}")
+        if not LEAST_STEP_SECONDS <= self.step_seconds < inf:
+            raise ConfigError(f"a step takes at least {1e3 * LEAST_STEP_SECONDS:g} ms, not {1e3 * self.step_seconds:g}")
+        if not 0 < self.cores < inf:
+            raise ConfigError(f"a machine has some cores, not {self.cores:g}")
         if self.fragments < 0 or self.every < 0 or self.delay < 0:
             raise ConfigError("fragments, every and delay are at least 1, or 0: chosen")
         if not self.period_steps >= 1:
