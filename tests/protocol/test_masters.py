@@ -168,6 +168,27 @@ def test_a_higher_number_founds_anew_and_sends_the_former_founder_away(given):
     assert [e.peer for e in join(hub, "a#2", founding=1) if isinstance(e, Serve)] == ["a#2"], "an old number is none"
 
 
+def test_a_founder_whose_line_is_made_anew_while_it_founds_is_asked_again():
+    hub = hub_of(1)
+    join(hub, "a#1", founding=1)
+    effects = join(hub, "a#1", founding=1)
+    assert [fetch.founding for fetch in told(effects, Fetch)] == [1] and not refusals(effects)
+    assert hub.members["a#1"].state is MemberState.FOUNDING
+    give(hub, "a#1")
+    assert [e.peer for e in join(hub, "a#1", founding=1) if isinstance(e, Serve)] == ["a#1"], "it has given already"
+
+
+def test_what_was_pending_before_a_run_is_founded_anew_is_in_no_round():
+    hub = live_shard("a#1", "b#1", release="all")
+    assert not any(isinstance(e, Reduce) for e in contribute(hub, "a#1", 0))
+    join(hub, "c#1", founding=2)
+    assert not any(isinstance(e, Reduce) for e in hub.tick(0.1)) and hub.version == -1
+    give(hub, "c#1")
+    assert not any(isinstance(e, Reduce) for e in hub.tick(0.2)) and hub.version == 0
+    (reduce,) = [e for e in contribute(hub, "c#1", 0) if isinstance(e, Reduce)]
+    assert [one.peer for one in reduce.contributions] == ["c#1"]
+
+
 def test_what_is_trained_is_not_founded_anew():
     hub = live_shard("a#1")
     assert any(isinstance(e, Reduce) for e in contribute(hub, "a#1", 0))

@@ -10,7 +10,7 @@
 
 Of several masters the first decides so (founder), and numbers its questions; who is asked founds the others' shards
 with that number before it answers. Another master asks nobody but who brings a number that is higher than that of what
-it has: if a founder dies half-way, the next begins anew.
+it has (if a founder dies half-way, the next begins anew), or that very number while nobody has given what it stands for.
 
 Rule 1: nobody is waited for who may have left: whoever goes, the next in order takes the place.
 Rule 2: at most one node is asked at a time, but for the mean.  Rule 3: arrays are the aggregator's affair.
@@ -103,7 +103,7 @@ class Founding:
         member.model = model_from_wire(fetch.model)
         if not member.model:
             return self.send_away(member, "model", "a node that joins must describe its model; this one described none")
-        if self._shard and fetch.founding > self.number:
+        if self._shard and self._is_asked(fetch.founding):
             return self._begin_anew(member, fetch.founding)
         if self.founded:
             member.state = MemberState.WAITING
@@ -223,6 +223,12 @@ class Founding:
             return [SendTo(member.peer, Fetch())]
         self.number += not self._shard
         return [SendTo(member.peer, Fetch(founding=self.number))]
+
+    def _is_asked(self, number: int) -> bool:
+        """Tell, at another master than the first, whether who brings this number founds the run now: its line may have
+        been made anew while it did."""
+        again = number == self.number > 0 and not self.founded and not self._in(MemberState.FOUNDING)
+        return number > self.number or again
 
     def _begin_anew(self, founder: Member, number: int) -> list[HubEffect]:
         """Take the parameters of whom the first has asked now; what an earlier founder gave, and nobody has trained on,
