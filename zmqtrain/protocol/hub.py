@@ -326,6 +326,8 @@ class Hub:
         return self._founding.unrelated(text)
 
     def _begun(self, effects: list[HubEffect]) -> list[HubEffect]:
+        if self.version >= 0 and not self._founding.founded:  # it begins anew: what is pending is of no use any more
+            self.rounds = FragmentRounds(self.rounds.rule, self.settings.fragments)
         self.version = max(self.version, 0) if self._founding.founded else -1
         return effects
 
@@ -422,6 +424,8 @@ class Hub:
         return SendTo(member.peer, Refused(reason, text, publish.sequence))
 
     def _release(self, now: float) -> list[HubEffect]:
+        if self.version < 0:
+            return []
         effects: list[HubEffect] = []
         if not self._complete:  # the first began with so many at once; here they come one after another
             self._complete = len(self._training()) >= self.settings.start_nodes

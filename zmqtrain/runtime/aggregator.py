@@ -161,6 +161,7 @@ class Aggregator:
         self.parameters = [flat.copy() for flat in flats]
         self.published = [flat.copy() for flat in flats]
         self._sums = [np.zeros_like(flat) for flat in flats]
+        self._held.clear()
         self._states = [
             initial_states(self.broadcast_coding.of_fragment(self.layout, f), self.layout.counts(f))
             for f in range(len(flats))

@@ -369,6 +369,7 @@ class Broker:
             case Found(peer, announcement, model):
                 logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
                 frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                self._whole.clear()  # what was pending in a run that is founded anew
                 self._job(partial(self._found, frames, self.hub.state(), peer))
             case Average(snapshots):
                 gathered = [self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots]
