@@ -78,6 +78,17 @@ def test_parameters_that_were_not_given_away_are_still_there_and_the_others_are_
             assert all(leaf.is_deleted() is donate for leaf in params)
 
 
+def test_parameters_in_the_order_of_fortran_are_taken_in_that_of_c():
+    made = moves("host")
+    given = [np.asfortranarray(np.array(leaf)) for leaf in leaves_of(1)]
+    anchor = made.place(given)
+    assert all(leaf.flags.c_contiguous for leaf in anchor)
+    aggregate = segments_of(made.layout, [0, 1], 0)
+    _, anchor = made.apply(leaves_of(0), anchor, aggregate, {})
+    _, wanted = made.apply(leaves_of(0), made.place(leaves_of(1)), aggregate, {})
+    same_bits(anchor, wanted)
+
+
 def test_what_the_caller_gave_for_an_anchor_stays_its_own():
     made, given = moves("host"), [np.array(leaf) for leaf in leaves_of(1)]
     before = [leaf.copy() for leaf in given]

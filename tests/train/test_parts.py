@@ -43,6 +43,13 @@ def test_what_a_master_has_not_stays_as_it_was():
         np.testing.assert_array_equal(leaf.reshape(-1), wanted)
 
 
+def test_a_part_is_put_whole_into_leaves_in_the_order_of_fortran():
+    old, new = [np.asfortranarray(leaf) for leaf in leaves_of(0)], leaves_of(1)
+    ours = whole_leaves(MODEL, parts_of(new, 1, 2), old)
+    for one, wanted in zip(ours, whole_leaves(MODEL, parts_of(new, 1, 2), leaves_of(0)), strict=True):
+        np.testing.assert_array_equal(one, wanted)
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_masters_snapshot_keeps_what_is_pending_and_no_other_shard_moves(where):
     params, anchor, new = leaves_of(0), leaves_of(1), leaves_of(2)

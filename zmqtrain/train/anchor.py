@@ -194,7 +194,7 @@ class HostMoves(_OverShards):
 
     def place(self, leaves: Sequence[Array]) -> list[Any]:
         """See Moves."""
-        return [np.array(self._on_host(leaf), np.float32) for leaf in leaves]
+        return [np.array(self._on_host(leaf), np.float32, order="C") for leaf in leaves]
 
     def settle(self, params: Leaves, anchor: list[Any]) -> list[Any]:
         """See Moves."""

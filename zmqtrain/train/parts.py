@@ -23,7 +23,7 @@ def whole_leaves(model: ModelSpec, parts: Sequence[Part], anchor: Sequence[Any] 
     leaves = []
     for index, leaf in enumerate(model):
         whole = known[index] == leaf.values or not anchor
-        leaves.append(np.zeros(leaf.shape, np.float32) if whole else np.array(anchor[index], np.float32))
+        leaves.append(np.zeros(leaf.shape, np.float32) if whole else np.array(anchor[index], np.float32, order="C"))
     for part in parts:
         leaves[part.leaf].reshape(-1)[part.start :][: part.values.size] = part.values.reshape(-1)
     return leaves
