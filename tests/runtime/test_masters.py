@@ -18,7 +18,7 @@ from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.runtime.offers import Offers
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import ExchangeStatistics, Part, Update
+from zmqtrain.types import ExchangeStatistics, LeafSpec, Part, Update
 
 SHAPES = {"a": (3, 4096), "b": (5,), "c": (4, 4100)}
 
@@ -350,6 +350,25 @@ def test_figures_are_sums_but_for_those_of_the_first():
     figures = Federation(3, 1, 1).nodes[0].statistics()
     assert (figures.version, figures.peers, figures.bytes_sent, figures.encode_seconds) == (0, 1, 3, 1.5)
     assert (figures.publishes, figures.publishes_refused) == (9, 12)
+
+
+def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
+    run = RunSettings(masters=2, initial="founder")
+    hubs = [Hub(run, 0), Hub(run, 1)]
+    first, second = FakeLine(hubs[0], True, hubs), FakeLine(hubs[1], False, hubs)
+    looks = iter([True] * 3)
+
+    def refused(*_, **__):
+        raise JoinRefused("another node founds the run", "founding")
+
+    def look():  # the first's loss is seen after three looks more
+        first.wanted = not second.closed or next(looks, False)
+
+    second.begin_join = second.peek = refused
+    first.peek, first.wanted = look, True
+    node = MastersNode(first, lambda address: second, 1.0)
+    assert not node._found_others((LeafSpec("a", (3, 4096), "float32"),), [])
+    assert second.closed and next(looks, None) is None and node._lines == [first]
 
 
 def test_a_broker_of_another_run_at_a_masters_address_is_not_taken_for_it():

@@ -105,8 +105,10 @@ class MastersNode:
                 self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
         except JoinRefused as error:
             # another was asked: its word may be there before the loss of the first is seen here
+            self._leave_others()
             if error.reason != "founding" or not self._wait(obsolete, 2 * self.settings.lost_seconds):
                 raise
+            return False
         if obsolete():
             self._leave_others()
             return False
