@@ -107,6 +107,29 @@ def test_a_shard_that_there_is_not_is_refused(shard):
     assert reason == "shard" and "the others have 1 to 2" in text and not hub.members
 
 
+@pytest.mark.parametrize("address", ["", "somewhere", "tcp://*:5556", "tcp://one:0", "tcp://one:5556 ", "ipc://one"])
+def test_a_master_at_what_is_no_address_is_refused(address):
+    hub = hub_of()
+    ((reason, text),) = refusals(register(hub, address=address))
+    assert reason == "shard" and "--address tcp://HOST:PORT" in text and not hub.members
+    assert not refusals(register(hub, address="tcp://[fe80::1%eth0]:5556"))
+
+
+def test_a_master_of_another_run_is_refused_and_tries_again():
+    hub, settings = hub_of(), RunSettings(masters=3).to_dict()
+    peer = Peer("m#1", "master 1/3", claim=Claim(1, "tcp://one:5556"))
+    peer.start(0.0)
+    peer.receive(Welcome("run-0", 4, settings, masters=("", "", "")), 0.0)
+    peer.receive(Goodbye(), 0.0)
+    (send,) = [effect for effect in peer.tick(2.0) if isinstance(effect.message, Hello)]
+    (refusal,) = hub.receive("m#1", send.message, 2.0)
+    assert "now runs run-1, this one has a shard of run-0" in refusal.message.text and not hub.members
+    (lost,) = peer.receive(refusal.message, 2.0)
+    assert lost.reason == "run" and peer.state is PeerState.CONNECTING
+    assert peer.tick(6.0) == [] and [type(effect.message) for effect in peer.tick(7.0)] == [Hello]
+    assert not refusals(hub.receive("m#1", Hello("m", "master", "run-1", shard=1, address="tcp://one:5556"), 0.0))
+
+
 def test_a_shard_has_one_master_but_one_at_the_same_address_succeeds():
     hub = hub_of()
     register(hub)
@@ -129,7 +152,7 @@ def test_the_missing_are_named():
     assert name_missing(()) == "" and name_missing(("", "x", "y")) == ""
     assert name_missing(("", "", "y")) == "the master of shard 1 of 3"
     assert name_missing(("", "", "y", "", "")) == "the masters of shards 1, 3 and 4 of 5"
-    assert Masters(2).claim("m#1", Claim(1, "x")) == ("", None)
+    assert Masters(2).claim("m#1", Claim(1, "tcp://x:1")) == ("", None)
 
 
 # ---------------------------------------------------------------------- how a run begins
@@ -210,6 +233,22 @@ def test_in_strict_mode_no_round_closes_before_all_are_there():
     join(hub, "b#1")
     (reduce,) = [e for e in contribute(hub, "b#1", 0) if isinstance(e, Reduce)]
     assert [one.peer for one in reduce.contributions] == ["a#1", "b#1"]
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_in_strict_mode_a_restarted_master_that_had_begun_goes_on_with_fewer(journal):
+    strict = {"release": "all", "mode": "strict", "start_nodes": 2, "units": 4}
+    hub, again = live_shard("a#1", **strict), hub_of(1, **strict)
+    before = hub.state()
+    join(hub, "b#1")
+    contribute(hub, "a#1", 0)
+    contribute(hub, "b#1", 0)
+    again.restore(before if journal else hub.state())
+    if journal:
+        again.replay(1, (("a#1", 0), ("b#1", 0)), 16)
+    join(again, "a#1")
+    (reduce,) = [e for e in contribute(again, "a#1", 1, base=1) if isinstance(e, Reduce)]
+    assert reduce.version == 2
 
 
 # ---------------------------------------------------------------------- data units, and the end

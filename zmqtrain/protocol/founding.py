@@ -10,7 +10,7 @@
 
 Of several masters the first decides so (founder), and numbers its questions; who is asked founds the others' shards
 with that number before it answers. Another master asks nobody but who brings a number that is higher than that of what
-it has (if a founder dies half-way, the next begins anew), or that very number while nobody has given what it stands for.
+it has (if a founder dies half-way, the next begins anew), or that very number if its line was made anew.
 
 Rule 1: nobody is waited for who may have left: whoever goes, the next in order takes the place.
 Rule 2: at most one node is asked at a time, but for the mean.  Rule 3: arrays are the aggregator's affair.

@@ -255,6 +255,12 @@ class Hub:
             raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
         succeeds = None
         if hello.role == "master":
+            if hello.run not in ("", self.run) and not self.shard:
+                text = (
+                    f"the first master now runs {self.run}, this one has a shard of {hello.run}. Restart the first with "
+                    "the checkpoint of that run, or start this one again to join the new run"
+                )
+                return [SendTo(sender, Refused("run", text))]
             why, succeeds = self._claim(sender, hello)
             if why:
                 return [SendTo(sender, Refused("shard", why))]
@@ -563,10 +569,11 @@ class Hub:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         if self.version >= 0:
             self._founding.resume(model)
+        self._complete |= self.version > 0
 
     def replay(self, version: int, landed: tuple[tuple[str, int], ...], samples: int) -> None:
         """Take note of a release that is in the journal but not in the checkpoint."""
-        self.version = version
+        self.version, self._complete = version, True
         for peer, sequence in landed:
             self._records.land(PeerId(peer), sequence, version)
         self.samples += samples

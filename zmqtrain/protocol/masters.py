@@ -8,6 +8,7 @@ it go on trying.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ __all__ = ["RUN_OVER", "Claim", "Masters", "name_missing"]
 
 RUN_OVER = "the run is over"
 """The reason of the first's Goodbye that ends the other masters too; after any other they wait for it."""
+
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]*]+):[1-9]\d{0,4}", re.ASCII)
+"""What nodes connect to: every one of them is told it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Masters:
             return "this broker has the whole model; start it with --shard 0/M to divide that among M masters", None
         if not 1 <= shard <= last:
             return f"shard {shard}/{self.count}: the first has shard 0, the others have 1 to {last}", None
+        if not ADDRESS.fullmatch(claim.address):
+            return f"{claim.address!r} is no address at which nodes reach it: --address tcp://HOST:PORT", None
         holder, address = self._claims.get(shard, (peer, claim.address))
         if holder != peer and address != claim.address:
             text = (

@@ -70,8 +70,8 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
 }
 """The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
-Refused "unknown" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another model, to
-CLOSED; `join` from WELCOMED to SYNCING, or in a population whose run is not founded to APART; `leave` from anywhere to
+Refused "unknown" or "run" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another
+model, to CLOSED; `join` from WELCOMED to SYNCING, or in a population whose run is not founded to APART; `leave` from anywhere to
 CLOSED. A Snapshot of another node's parameters (version -1) leaves APART as it is. Other pairs are ignored."""
 
 
@@ -360,6 +360,8 @@ class Peer:
             if self.state is PeerState.CONNECTING:
                 return []
             return self._lose_hub("unknown", refused.text, now, now)
+        if refused.reason == "run":
+            return self._lose_hub("run", refused.text, now, now + REFUSED_HELLO_SECONDS)
         self.state = PeerState.CLOSED
         return [Disconnect(HUB, refused.reason, refused.text)]
 
