@@ -284,6 +284,17 @@ def test_training_goes_on_without_a_break_when_one_of_the_masters_stops():
         trainer.join()
 
 
+def test_a_master_that_comes_back_without_its_checkpoint_to_a_run_that_has_begun_is_refused():
+    with broker(RunSettings(**QUICK)) as first:
+        with other(first.address, 1, 2):
+            trainer = Trainer(first.address, "pc-1", params=wide())
+            trainer.wait_until(lambda: shared(trainer))
+        with pytest.raises(ConfigError, match=r"has begun, and shard 1 .* start it with its checkpoint"):
+            other(first.address, 1, 2)
+        trainer.stop.set()
+        trainer.join()
+
+
 def test_a_registration_that_ends_frees_its_shard():
     with broker(RunSettings(**QUICK)) as first:
         for _ in range(2):

@@ -153,6 +153,11 @@ class Broker:
         self.aggregator = Aggregator(self.settings, shard)
         self.keeper = Keeper(checkpoint, self._job_failed)
         self.keeper.resume(self.hub, self.aggregator)
+        if registration is not None and registration.founded and self.hub.version < 0:
+            raise ConfigError(
+                f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
+                "all masters without"
+            )
         self.traffic = Traffic(channel, self._queue_bytes, self._lost)
         self.traffic.limit(self.share.limit())
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)

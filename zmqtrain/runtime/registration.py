@@ -117,6 +117,11 @@ class Registration:
         return self.peer.run
 
     @property
+    def founded(self) -> bool:
+        """Whether the run has parameters, as the first says: then every master had its shard of them before."""
+        return self.peer.founded
+
+    @property
     def over(self) -> bool:
         """Whether the first has said that the run is over."""
         return self.peer.over
