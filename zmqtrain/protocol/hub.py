@@ -257,8 +257,8 @@ class Hub:
         if hello.role == "master":
             if hello.run not in ("", self.run) and not self.shard:
                 text = (
-                    f"the first master now runs {self.run}, this one has a shard of {hello.run}. Restart the first with "
-                    "the checkpoint of that run, or start this one again to join the new run"
+                    f"the first master now runs {self.run}, this one has a shard of {hello.run}. Restart the first "
+                    "with the checkpoint of that run, or start this one again to join the new run"
                 )
                 return [SendTo(sender, Refused("run", text))]
             why, succeeds = self._claim(sender, hello)
