@@ -72,7 +72,7 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
 """The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
 Refused "unknown" or "run" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another
 model, to CLOSED; `join` from WELCOMED to SYNCING, or in a population whose run is not founded to APART; `leave` from
-anywhere to CLOSED. A Snapshot of another node's parameters (version -1) leaves APART as it is. Other pairs are ignored."""
+anywhere to CLOSED. A Snapshot of another node's parameters (version -1) leaves APART as it is. Others are ignored."""
 
 
 class Peer:
