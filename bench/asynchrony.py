@@ -156,7 +156,7 @@ class Overwriting(DelayedSync):
 
     def _apply(self, leaves: list[Any], update: Any) -> list[Any]:
         super()._apply(leaves, update)
-        return [jax.numpy.array(leaf, dtype) for leaf, dtype in zip(self._anchor, self._dtypes, strict=True)]
+        return self._moves.parameters(self._anchor)
 
 
 class Mixing(DelayedSync):
