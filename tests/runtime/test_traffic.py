@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from itertools import accumulate
 from math import nan
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,9 @@ class Peers:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.traffic = seconds, Traffic(self, lambda: 0, self.lost)
         self.sent: list[tuple[float, PeerId, Message, int]] = []
-        self.arrived: dict[PeerId, int] = {}
+        self.came: list[tuple[float, PeerId, int]] = []
         self.waiting: dict[tuple[PeerId, int], list[tuple[bytes, Buffer]]] = {}
+        self._moved = asyncio.Event()
 
     def lost(self, peer: PeerId, why: str) -> None:
         raise AssertionError(f"{peer}: {why}")
@@ -42,6 +44,7 @@ class Peers:
     def send(self, peer: PeerId, lane: Lane, frames: Any) -> None:
         loop, message = asyncio.get_running_loop(), decode_message(frames[0])
         self.sent.append((loop.time(), peer, message, sum(len(frame) for frame in frames)))
+        self._moved.set()
         if lane is Lane.BULK:
             transfer = message.transfer  # type: ignore[union-attr]
             loop.call_later(self.seconds, self.traffic.acknowledged, peer, Credit(transfer, 1))
@@ -53,8 +56,16 @@ class Peers:
     def take(self, peer: PeerId, head: bytes, frame: Buffer) -> None:
         chunk = decode_message(head)
         assert isinstance(chunk, Chunk)
-        self.arrived[peer] = self.arrived.get(peer, 0) + len(frame)
+        self.came.append((asyncio.get_running_loop().time(), peer, len(frame)))
         self.traffic.take_chunk(peer, chunk, frame)
+        self._moved.set()
+
+    async def until(self, condition: Callable[[], bool]) -> float:
+        """Wait for something that is sent or comes to make this so; return the time. The loop fails where none can."""
+        while not condition():
+            self._moved.clear()
+            await self._moved.wait()
+        return asyncio.get_running_loop().time()
 
     async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
         raise NotImplementedError
@@ -72,6 +83,18 @@ class Peers:
 
     def sent_to(self, peer: PeerId | None = None) -> int:
         return sum(size for _, who, _, size in self.sent if peer in (None, who))
+
+    def arrived(self, peer: PeerId | None = None) -> int:
+        return sum(size for _, who, size in self.came if peer in (None, who))
+
+    def chunks_to(self, since: int = 0) -> list[PeerId]:
+        return [who for _, who, message, _ in self.sent[since:] if isinstance(message, Chunk)]
+
+
+def keeps_to(moves: list[tuple[float, int]], rate: float) -> bool:
+    """Whether at no time more had moved than a burst and what the rate allows until then."""
+    moved = accumulate(size for _, size in moves)
+    return all(size <= BURST_BYTES + rate * now for (now, _), size in zip(moves, moved, strict=True))
 
 
 @pytest.fixture
@@ -95,9 +118,12 @@ def test_what_the_hub_sends_keeps_to_its_share_and_nearly_fills_it(run: Run) -> 
         peers.traffic.limit(RATE)
         for peer in (A, B):
             peers.snapshot(peer, 14)
-        await asyncio.sleep(1.5)
-        assert 0.9 * RATE * 1.5 <= peers.sent_to() <= BURST_BYTES + RATE * 1.5
-        assert abs(peers.sent_to(A) - peers.sent_to(B)) <= 2 * len(FRAME)
+        now = await peers.until(lambda: len(peers.chunks_to()) == 28)
+        assert keeps_to([(at, size) for at, _, _, size in peers.sent], RATE)
+        assert peers.sent_to() >= 0.9 * RATE * now
+        for count in range(29):
+            first = peers.chunks_to()[:count]
+            assert abs(first.count(A) - first.count(B)) <= 2
 
     run(main())
 
@@ -109,10 +135,11 @@ def test_a_node_is_sent_and_granted_no_more_than_its_own_share_and_the_others_lo
         for peer in (A, B):
             peers.snapshot(peer, 14)
             peers.publish(peer, 14)
-        await asyncio.sleep(1.0)
-        for way in (peers.sent_to(A), peers.arrived[A]):
-            assert way <= BURST_BYTES + RATE / 10
-        assert peers.arrived[B] == 14 * len(FRAME) <= peers.sent_to(B)
+        whole = 14 * len(FRAME)
+        assert await peers.until(lambda: peers.arrived(B) == whole <= peers.sent_to(B)) <= 1.0
+        await peers.until(lambda: min(peers.arrived(A), peers.sent_to(A)) >= 3 * len(FRAME))
+        assert keeps_to([(at, size) for at, who, _, size in peers.sent if who == A], RATE / 10)
+        assert keeps_to([(at, size) for at, who, size in peers.came if who == A], RATE / 10)
 
     run(main())
 
@@ -123,8 +150,9 @@ def test_what_is_granted_keeps_to_the_hubs_share(run: Run) -> None:
         peers.traffic.limit(RATE)
         for peer in (A, B):
             peers.publish(peer, 14)
-        await asyncio.sleep(1.0)
-        assert 0.9 * RATE <= sum(peers.arrived.values()) <= BURST_BYTES + RATE
+        now = await peers.until(lambda: peers.arrived() == 28 * len(FRAME))
+        assert keeps_to([(at, size) for at, _, size in peers.came], RATE)
+        assert peers.arrived() >= 0.9 * RATE * now
 
     run(main())
 
@@ -135,18 +163,16 @@ def test_control_is_sent_at_once_and_an_aggregate_goes_before_a_snapshot(run: Ru
         peers.traffic.limit(RATE)
         peers.snapshot(A, 1)
         peers.traffic.follow(A, True)
-        await asyncio.sleep(1.0)
         peers.snapshot(B, 10)
-        await asyncio.sleep(0.002)  # its first chunk is on its way, and the burst is used up
+        await peers.until(lambda: B in peers.chunks_to())  # the burst is used up
         before = len(peers.sent)
         released = Released(1, "float32", (0,), ((bytes(100_000),),))
         peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False))
         peers.traffic.send(C, Heartbeat())
         at_once = [(who, type(message)) for _, who, message, _ in peers.sent[before:]]
         assert (C, Heartbeat) in at_once and (A, Chunk) not in at_once
-        await asyncio.sleep(1.0)
-        chunks = [who for _, who, message, _ in peers.sent[before:] if isinstance(message, Chunk)]
-        assert chunks[:2] == [A, B]
+        await peers.until(lambda: len(peers.chunks_to(before)) == 2)
+        assert peers.chunks_to(before) == [A, B]
 
     run(main())
 
@@ -158,8 +184,8 @@ def test_without_a_limit_all_that_the_windows_let_through_goes_at_once_and_the_l
         peers.snapshot(A, 5)
         peers.publish(B, 5)
         assert isinstance(peers.sent[0][2], Snapshot)
-        await asyncio.sleep(0.1)
-        assert peers.arrived[B] == 5 * len(FRAME) <= peers.sent_to(A)
+        whole = 5 * len(FRAME)
+        await peers.until(lambda: peers.arrived(B) == whole <= peers.sent_to(A))
         fastest = len(FRAME) / 0.01
         assert peers.traffic.measured(A) == pytest.approx(fastest, rel=0.01)
         assert peers.traffic.measured(B) == pytest.approx(fastest, rel=0.01)

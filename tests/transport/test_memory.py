@@ -73,8 +73,8 @@ def test_a_full_lane_makes_the_node_wait_and_tells_the_hub() -> None:
             await node.send(Lane.BULK, [b"x"])
             hub.send(A, Lane.BULK, [b"x"])
         third = asyncio.create_task(node.send(Lane.BULK, [b"third"]))
-        await asyncio.sleep(1)
-        assert not third.done()
+        done, _ = await asyncio.wait([third], timeout=1)
+        assert not done
         await node.send(Lane.CONTROL, [b"the other lane has room"])
         with pytest.raises(ChannelFull):
             hub.send(A, Lane.BULK, [b"x"])
