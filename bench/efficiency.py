@@ -44,6 +44,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zmqtrain.runtime.schedule import payload_rate
+
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from star import Star
@@ -59,8 +61,6 @@ cores can hardly do the work of five machines at that) and of a fragment."""
 WARM_AGGREGATES = 2
 """So many aggregates of each fragment are applied before the window begins."""
 EXCHANGES_TIMED = 12
-PAYLOAD_SHARE = 0.956
-"""What plain TCP carries of a port's rate."""
 PORT = 5555
 POLL_SECONDS = 0.0005
 
@@ -226,7 +226,7 @@ def _row(
         return float(node["steps"] * node["sleep_seconds"] / node["seconds"])
 
     carried = nodes[0]["params"] / case.fragments
-    bytes_per_second = PAYLOAD_SHARE * case.rate / 8
+    bytes_per_second = payload_rate(case.rate)
     largest = max(
         mean(lambda n: n["bytes_sent"] / n["exchanges"]), mean(lambda n: n["bytes_received"] / n["exchanges"])
     )

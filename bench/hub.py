@@ -30,14 +30,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zmqtrain.runtime.schedule import payload_rate
+
 from children import Child, ask_all, commands, difference, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from star import Host, Star
 
 __all__ = ["Case", "read_options", "measure", "main"]
 
-PAYLOAD_SHARE = 0.956
-"""What plain TCP carries of a port's rate."""
 PORT = 5555
 LEAVES = 16
 """The model has so many leaves, all of the same size."""
@@ -183,7 +183,7 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
     if not all(node["fragments"] for node in nodes):
         raise RuntimeError(f"a node got no aggregate back in {case.seconds:g} s: give more --seconds")
     models = statistics.fmean(node["fragments"] / node["seconds"] for node in nodes) / (case.fragments * case.masters)
-    limit = case.bytes_per_port / (PAYLOAD_SHARE * case.rate / 8)
+    limit = case.bytes_per_port / payload_rate(case.rate)
     moved = sum(node["bytes_sent"] + node["bytes_received"] for node in nodes) / 1e9
     trips = sorted(1e3 * trip for node in nodes for trip in node["round_trips"])
 
