@@ -49,6 +49,14 @@ def test_all_parts_in_any_order_are_the_model(folders, tmp_path):
         np.testing.assert_array_equal(model[leaf.path], array)
 
 
+def test_the_folder_of_all_masters_is_enough_and_the_versions_are_said(tmp_path, caplog):
+    for shard in range(3):
+        export(tmp_path / f"shard-{shard}", shard)
+    with caplog.at_level("INFO"):
+        assert merge_parts([tmp_path], tmp_path / "model.safetensors") == 15001
+    assert "of the versions 5 (shard 0), 5 (shard 1), 5 (shard 2)" in caplog.text
+
+
 def test_one_master_writes_the_whole_model_as_it_is(tmp_path):
     path = export(tmp_path, 0, masters=1)
     assert path.name == "model.safetensors" and load_file(path)["w"].shape == (3, 5000)

@@ -8,6 +8,7 @@ Rule 2: parts are put together only if they are all there, of one run, and say t
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from zmqtrain.runtime.checkpoint import export_model, model_arrays, write_arrays
 from zmqtrain.types import Version
 
 __all__ = ["MODEL_FILE", "part_file", "export_part", "merge_parts"]
+
+logger = logging.getLogger(__name__)
 
 MODEL_FILE = "model.safetensors"
 """The name of the file that has the shared parameters alone."""
@@ -61,6 +64,7 @@ class _Part:
     run: str
     shard: int
     masters: int
+    version: Version
     leaves: list[tuple[str, tuple[int, ...], int, int]]
     arrays: dict[str, NDArray[np.float32]]
 
@@ -80,7 +84,8 @@ def _read(path: Path) -> _Part:
             facts: dict[str, Any] = json.loads(metadata["part"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         leaves = [(str(name), tuple(shape), int(start), int(stop)) for name, shape, start, stop in facts["leaves"]]
-        return _Part(path, str(facts["run"]), int(facts["shard"]), int(facts["masters"]), leaves, arrays)
+        shard, masters, version = (int(facts[name]) for name in ("shard", "masters", "version"))
+        return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -104,10 +109,11 @@ def _find(place: Path) -> Path:
 def merge_parts(places: Sequence[Path], out: Path) -> int:
     """Write the model that these parts are together to `out`; return how many values it has.
 
-    places: per master its file, or the folder that this is in, in any order.
+    places: per master its file, or the folder that this is in, in any order; or the folder of `zmqtrain local`, which
+    has theirs.  Says of which version each part is: masters release on their own, but one that stood still is old.
     Raises CheckpointError if one is missing, there twice, of another run or model, or cannot be read.
     """
-    parts = [_read(_find(place)) for place in places]
+    parts = [_read(_find(inside)) for place in places for inside in sorted(place.glob("shard-*")) or [place]]
     if not parts:
         raise CheckpointError("no parts are given: name the --checkpoint folder of every master")
     first = parts[0]
@@ -130,7 +136,10 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
             f"of the {first.masters} shards of {first.run} these are missing: {', '.join(missing)}; name the "
             "--checkpoint folders of their masters too"
         )
-    model = _join(sorted(parts, key=lambda part: part.shard))
+    parts.sort(key=lambda part: part.shard)
+    versions = ", ".join(f"{part.version} (shard {part.shard})" for part in parts)
+    logger.info("the parts are of the versions %s", versions)
+    model = _join(parts)
     write_arrays(out, model, {})
     return sum(array.size for array in model.values())
 
