@@ -24,6 +24,8 @@ __all__ = [
     "ChannelClosed",
     "ChannelFull",
     "PeerLost",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "AggregateTimeout",
     "CheckpointError",
 ]
@@ -114,11 +116,23 @@ class ChannelFull(ZmqTrainError):
 
 
 class PeerLost(ZmqTrainError):
-    """There is no connection to `peer`."""
+    """There is no connection to `peer`; in a group of processes it had this `rank` (-1: it had none)."""
 
-    def __init__(self, peer: str, why: str = "no connection") -> None:
+    def __init__(self, peer: str, why: str = "no connection", rank: int = -1) -> None:
         super().__init__(f"{peer} is lost: {why}")
-        self.peer, self.why = peer, why
+        self.peer, self.why, self.rank = peer, why, rank
+
+
+class CollectiveMismatch(ZmqTrainError):
+    """Two ranks of a group made different calls where all must make the same: the message names both."""
+
+
+class CollectiveTimeout(ZmqTrainError):
+    """A wait for other processes ran out: `waiting_for` are their ranks, and the message says what was awaited."""
+
+    def __init__(self, message: str, waiting_for: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.waiting_for = waiting_for
 
 
 class AggregateTimeout(ZmqTrainError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -41,6 +41,8 @@ __all__ = [
     "Exchange",
     "Channel",
     "HubChannel",
+    "PortListener",
+    "Port",
 ]
 
 VERSION = "0.1.0"
@@ -367,3 +369,51 @@ class HubChannel(Protocol):
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Send what is queued for at most `linger_seconds`, then close."""
+
+
+class PortListener(Protocol):
+    """Who is told what happens at a port, in the port's own thread; it never waits."""
+
+    def on_message(self, rank: int, frames: list[Buffer]) -> None:
+        """A whole message of that rank is here. Frames are read-only, and stay as they are as long as they are held."""
+
+    def on_lost(self, rank: int, why: str) -> None:
+        """That rank is gone for good: nothing more comes from it. Told once for each."""
+
+    def on_tick(self, now: float) -> None:
+        """Time has passed (monotonic seconds): told some 20 times a second."""
+
+
+class Port(Protocol):
+    """One process's way to the other processes of its group, over sockets of their own or through the hub."""
+
+    @property
+    def rank(self) -> int:
+        """Which of the group this process is, from 0."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people call the processes, by rank; their number is the group's size."""
+
+    @property
+    def clock(self) -> Clock:
+        """The time that this port lives in."""
+
+    def start(self, listener: PortListener) -> None:
+        """Tell this listener what happens from now on, and what came before it."""
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Have the port's thread do something soon; from any thread. Calls are done in order; none after `close`."""
+
+    def send(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Queue one message, in order with all others to that rank: at most 4 frames, each at most `MAX_FRAME_BYTES`.
+
+        In the port's thread only. It never waits, and nothing is said when the rank is lost (`on_lost` says so). Frames
+        from 64 KiB on are not copied: nobody writes into them before the other side has them.
+        """
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """Send what is queued for at most `linger_seconds`, tell the others that this process leaves, end the thread.
+
+        From any thread; twice is once.
+        """
