@@ -347,8 +347,11 @@ class Channel(Protocol):
     async def receive(self) -> tuple[Lane, list[Buffer]]:
         """Return the next message of either lane, CONTROL first. Raise ChannelClosed."""
 
-    async def reconnect(self) -> None:
-        """Drop the connections and all that is queued on them, and connect anew under the same name."""
+    async def reconnect(self, address: str = "") -> None:
+        """Drop the connections and all that is queued on them, and connect anew under the same name.
+
+        address: where the hub is from now on; "": where it was.
+        """
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Send what is queued for at most `linger_seconds`, then close."""

@@ -134,6 +134,27 @@ def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, c
     assert "Training goes on alone" in caplog.text and "federates again" in caplog.text
 
 
+def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(broker(RunSettings(**QUICK)))
+        place = place_of(first.address, 1, 2)
+        second = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
+        trainer = Trainer(first.address, "pc-1", params=wide())
+        trainer.wait_until(lambda: shared(trainer))
+        second.kill()
+        trainer.wait_until(lambda: trainer.node.unreachable == (1,))
+        trainer.wait_until(lambda: trainer.node.roster.masters == ("", ""))  # the first has forgotten it too
+        back = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
+        assert back.address != second.address
+        trainer.wait_until(lambda: not trainer.node.unreachable)
+        seen = version_at(trainer, 1)
+        trainer.wait_until(lambda: version_at(trainer, 1) > seen + 3)
+        trainer.stop.set()
+        trainer.join()
+    assert f"looks for what was at {second.address} at {back.address}" in caplog.text
+
+
 def test_nodes_wait_for_the_masters_that_are_missing_and_say_which(caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     seen = threading.Event()

@@ -20,11 +20,14 @@ __all__ = ["Line"]
 class Line(Exchange, Protocol):
     """What is asked of a node at one master, besides its being an Exchange: see `zmqtrain.runtime.node.Node`."""
 
-    address: str
     peer_id: PeerId
     founding: int
     answers_later: bool
     message_delay: Callable[[], float] | None
+
+    @property
+    def address(self) -> str:
+        """Where its master is looked for."""
 
     @property
     def run(self) -> str:
@@ -75,6 +78,9 @@ class Line(Exchange, Protocol):
 
     def batches(self, source: UnitSource[Any] | Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         """Give the batches of the data units that are dealt."""
+
+    def move(self, address: str) -> None:
+        """Look for the master at this address from now on, unless it is heard where it was."""
 
     def close(self, reason: str = "") -> None:
         """Say goodbye."""

@@ -128,6 +128,10 @@ class HubLink:
                 else:
                     loop.call_soon_threadsafe(self._do, what)
 
+    def move(self, address: str) -> None:
+        """Look for the hub at this address from now on, unless it is heard where it was."""
+        self.call(lambda: self._move(address))
+
     def close(self, reason: str) -> None:
         """Say goodbye and end the thread."""
         self.call(lambda: self._leave(reason))
@@ -231,9 +235,18 @@ class HubLink:
             self._reconnecting = asyncio.ensure_future(self._reconnect())
         self.listener.on_changed()
 
+    def _move(self, address: str) -> None:
+        if address == self.address or not self.trouble[0] or self._reconnecting is not None:
+            return
+        logger.info("%s looks for what was at %s at %s from now on", self.peer.name, self.address, address)
+        self.address = address
+        self._sender.clear(control=True)
+        self._sender.pause()
+        self._reconnecting = asyncio.ensure_future(self._reconnect())
+
     async def _reconnect(self) -> None:
         try:
-            await self._channel.reconnect()
+            await self._channel.reconnect(self.address)
         finally:
             self._reconnecting = None
             self._sender.resume()

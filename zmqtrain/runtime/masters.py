@@ -4,7 +4,7 @@ Rule 1: the first master has the settings, the data units, the roster and the ru
 it.  Rule 2: fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
 Rule 3: the run begins at the first LAST: who is asked to found it founds the others before it answers, and whoever else
 joins the others only when it takes part at the first. So where the first has parameters, all have, and of one node.
-Rule 4: a master that is lost costs its shard's exchange until it is back, and nothing else.
+Rule 4: a master that is lost costs its shard's exchange until it is back, at whatever address, and nothing else.
 """
 
 from __future__ import annotations
@@ -336,6 +336,7 @@ class MastersNode:
 
     def peek(self) -> Update | None:
         """See Exchange: of the masters' next updates one that lands nothing of this node, or what it offered first."""
+        self._follow_moved()
         waiting = [
             (max(update.landed, default=-1), shard, update)
             for shard, line in enumerate(self._lines)
@@ -347,6 +348,12 @@ class MastersNode:
         if self._next is None or self._next[1] is not update:
             self._next = (shard, update, self._here(shard, update))
         return self._next[2]
+
+    def _follow_moved(self) -> None:
+        """Have the lines of masters that came back elsewhere look there: the first says where they are."""
+        for shard, line in enumerate(self._others, 1):
+            if line.unreachable and self._address(shard) not in ("", line.address):
+                line.move(self._address(shard))
 
     def poll(self) -> Update | None:
         """See Exchange."""

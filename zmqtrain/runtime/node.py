@@ -92,7 +92,7 @@ class Node(PeerExchange):
         self._is_first = first is None
         if first is not None:  # it says the same of the training
             self._progress = first._progress
-        self.address, self.peer_id, self.codec_on = address, peer, codec_on
+        self.peer_id, self.codec_on = peer, codec_on
         self.message_delay: Callable[[], float] | None = None
         """For experiments: draws by how many seconds a delta is sent late."""
         self._closed = self._settled = False
@@ -104,6 +104,15 @@ class Node(PeerExchange):
         except ZmqTrainError:
             self.close()
             raise
+
+    @property
+    def address(self) -> str:
+        """Where the broker is looked for."""
+        return self._link.address
+
+    def move(self, address: str) -> None:
+        """Look for the broker at this address from now on, unless it is heard where it was."""
+        self._link.move(address)
 
     # ------------------------------------------------------------------ joining (training thread)
 

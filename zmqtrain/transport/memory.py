@@ -220,8 +220,11 @@ class MemoryChannel:
             await self._incoming.wait()
         raise ChannelClosed(f"the channel of {self.peer} is closed")
 
-    async def reconnect(self) -> None:
-        """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer."""
+    async def reconnect(self, address: str = "") -> None:
+        """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer.
+
+        address: has no meaning here, where there is one hub.
+        """
         if self._closed:
             raise ChannelClosed(f"the channel of {self.peer} is closed")
         self._attempt += 1

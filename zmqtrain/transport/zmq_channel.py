@@ -405,7 +405,6 @@ class DealerChannel:
             keys = keys or CurveKeys.generate()
 
         def configure(socket: zmq.SyncSocket) -> None:
-            socket.ipv6 = ":" in host
             if keys is not None and server_key is not None:
                 socket.curve_serverkey = server_key
                 socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -419,6 +418,7 @@ class DealerChannel:
             socket.routing_id = _LANE_BYTES[lane] + self.peer.encode()
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)
+            socket.ipv6 = ":" in parse_address(self.address)[0]
             try:
                 socket.connect(self.address)
             except zmq.ZMQError as error:
@@ -475,12 +475,13 @@ class DealerChannel:
             else:
                 await self._incoming.wait()
 
-    async def reconnect(self) -> None:
+    async def reconnect(self, address: str = "") -> None:
         """Drop both connections and all that is queued on them, and connect anew under the same name.
 
-        Raise ChannelClosed.
+        address: where the hub is from now on; "": where it was.  Raise ChannelClosed.
         """
         self._check_open()
+        self.address = address or self.address
         self._attempt += 1
         self._close_ports(0.0)
         self._open()
