@@ -33,6 +33,12 @@ def test_a_quantity_is_read_as_people_write_it(read, text, value):
     assert read(text) == value
 
 
+def test_an_amount_of_memory_without_a_unit_is_not_taken_for_bytes():
+    with pytest.raises(ConfigError, match=r"memory is written like 6GB, .* not '6': that would be 6 bytes; 6GB"):
+        parse_bytes("6", "memory")
+    assert parse_bytes("6000000000") == parse_bytes("6e9") == parse_bytes("6GB")
+
+
 @pytest.mark.parametrize("read", [parse_count, parse_bytes, parse_rate])
 @pytest.mark.parametrize("text", ["", "fast", "-1", "0", "1 2", "1e999", "nan", "1xb", "1gbi"])
 def test_what_is_no_quantity_is_refused_with_how_it_is_written(read, text):

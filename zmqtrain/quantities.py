@@ -1,6 +1,7 @@
 """Read the quantities that people type: "100M" parameters, "6GB" of memory, a link of "1gbit".
 
-Rule 1: prefixes are powers of 1000, as links and cards are sold.  Rule 2: a text that cannot be read is a ConfigError
+Rule 1: prefixes are powers of 1000, as links and cards are sold; memory has a unit, for a 6 is a card's gigabytes
+to who types it.  Rule 2: a text that cannot be read is a ConfigError
 that shows how it is written.
 """
 
@@ -23,8 +24,13 @@ def parse_count(text: str, name: str = "a count") -> int:
 
 
 def parse_bytes(text: str, name: str = "an amount of memory") -> int:
-    """Return the bytes of "6GB", "512 MB" or "2e9". Raises ConfigError, naming what it is, unless it is 1 or more."""
-    return _read(text, rf"{_NUMBER}([kmgt]?)b?", f"{name} is written like 6GB, 512MB or 2e9, not {text!r}")
+    """Return the bytes of "6GB", "512 MB" or "2e9". Raises ConfigError, naming what it is, unless it is 1 or more, and
+    for a number under a million that has no unit."""
+    wrong = f"{name} is written like 6GB, 512MB or 2e9, not {text!r}"
+    value = _read(text, rf"{_NUMBER}([kmgt]?)b?", wrong)
+    if value < 10**6 and not re.search("[kmgtb]", text.lower()):
+        raise ConfigError(f"{wrong}: that would be {text.strip()} bytes; {text.strip()}GB?")
+    return value
 
 
 def parse_rate(text: str, name: str = "a link's rate") -> int:

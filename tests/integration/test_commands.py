@@ -155,7 +155,9 @@ def test_two_masters_as_commands_train_with_a_node_that_knows_one_address(text: 
         other = command("broker", "--bind", "tcp://127.0.0.1:0", "--shard", "1/2", "--first", first.address, *keys)
         with started(*other) as second:
             assert second.stdout is not None
-            assert re.match(r"run-\w+: shard 1/2, which nodes reach at tcp://127.0.0.1:\d+", second.stdout.readline())
+            said = re.match(r"run-\w+: shard 1/2, which nodes reach at (tcp://127.0.0.1:\d+)", second.stdout.readline())
+            status = run("status", first.address, "--server-key", str(tmp_path / "hub.key"))
+            assert said and f"shard 1 is at {said[1]}\n" in status.stdout
             node = run("node", first.address, "--server-key", str(tmp_path / "hub.key"))
             assert node.returncode == 0, node
             assert first.wait() == 0, first.said

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import numpy as np
 import pytest
 
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -245,3 +246,11 @@ def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     assert [float(u.anchor[0].values[1]) for u in updates] == [1, 2, 3, 4]
     np.testing.assert_array_equal(updates[0].moments[0], LEAVES[0])
     assert node.next_fragments() == (0,)
+
+
+def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.setattr("zmqtrain.runtime.node.SAY_WAITING_SECONDS", 0.01)
+    with pytest.raises(HubUnreachable, match=r"no broker answers at tcp://hub:5555 \(waited 0.02 s\)"):
+        node.wait_welcome(0.02)
+    assert "nobody answers yet at tcp://hub:5555; trying for" in caplog.text

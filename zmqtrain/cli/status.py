@@ -50,6 +50,10 @@ def _run(config: StatusConfig) -> int:
         else:
             console, headline = Console(highlight=False), roster_headline(roster, "\n")
             console.print(f"{title}\n{headline}", markup=False)
+            for shard, address in enumerate(roster.masters):
+                if shard:
+                    where = address or "no address: its master is not here"
+                    console.print(f"shard {shard} is at {where}", markup=False)
             if roster.members:
                 console.print(roster_table(roster))
     return 0

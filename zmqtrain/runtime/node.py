@@ -57,6 +57,7 @@ __all__ = ["CodecOn", "Node", "connect"]
 
 logger = logging.getLogger(__name__)
 
+SAY_WAITING_SECONDS = 2.0
 SAY_AGAIN_SECONDS = 5.0
 
 CodecOn = Literal["auto", "host", "device"]
@@ -118,7 +119,7 @@ class Node(PeerExchange):
 
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
-        if not self._wait(lambda: self._peer.settings is not None, timeout_seconds):
+        if not self._welcomed(timeout_seconds):
             port = self.address.rpartition(":")[2]
             raise HubUnreachable(
                 f"no broker answers at {self.address} (waited {timeout_seconds:g} s). Start one on the hub with "
@@ -128,6 +129,19 @@ class Node(PeerExchange):
             )
         assert self._peer.settings is not None
         return self._peer.settings
+
+    def _welcomed(self, timeout_seconds: float) -> bool:
+        """Wait for the broker's Welcome; say so when it takes long enough for somebody to wonder."""
+
+        def welcomed() -> bool:
+            return self._peer.settings is not None
+
+        soon = min(SAY_WAITING_SECONDS, timeout_seconds)
+        if self._wait(welcomed, soon):
+            return True
+        if (rest := timeout_seconds - soon) > 0:
+            logger.info("nobody answers yet at %s; trying for %.0f s more", self.address, rest)
+        return self._wait(welcomed, rest)
 
     def join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
