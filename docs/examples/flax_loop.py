@@ -63,7 +63,7 @@ def train_step(model, optimizer, images, kinds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555")
-    parser.add_argument("--steps", type=int, default=300, help="of this process (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="of this process (default %(default)s)")
     parser.add_argument("--name", default="shapes", help="what to call this process")
     options = parser.parse_args()
 
@@ -74,7 +74,7 @@ def main():
     for step in range(1, options.steps + 1):
         loss = train_step(model, optimizer, *draw_batch(generator, BATCH))
         nnx.update(model, sync.step(nnx.state(model, nnx.Param), score=loss, samples=BATCH))  # zmqtrain 3/4
-        if step % 100 == 0:
+        if step % 500 == 0:
             print(f"{options.name}: step {step}, loss {loss:.4f}", flush=True)
     nnx.update(model, sync.finish(nnx.state(model, nnx.Param)))  # zmqtrain 4/4
 

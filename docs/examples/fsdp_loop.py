@@ -81,7 +81,7 @@ def make_train_step(params, opt_state):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555")
-    parser.add_argument("--steps", type=int, default=300, help="of this process (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="of this process (default %(default)s)")
     parser.add_argument("--name", default="spiral", help="what to call this process")
     options = parser.parse_args()
 
@@ -95,7 +95,7 @@ def main():
     for step in range(1, options.steps + 1):
         params, opt_state, loss = train_step(params, opt_state, *draw_batch(generator, BATCH))
         params = sync.step(params, score=loss, samples=BATCH)  # zmqtrain 3/4
-        if step % 100 == 0:
+        if step % 500 == 0:
             print(f"{options.name}: step {step}, loss {loss:.4f}", flush=True)
     params = sync.finish(params)  # zmqtrain 4/4
 
