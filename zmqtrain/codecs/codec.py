@@ -37,6 +37,7 @@ __all__ = [
     "needs_between",
     "needs_finite",
     "needs_slab",
+    "plain",
     "read_buffers",
 ]
 
@@ -169,6 +170,11 @@ def needs_slab(x: Array, codec: str) -> None:
     if getattr(x, "dtype", None) != np.float32 or len(x.shape) != 1 or x.shape[0] < 1:
         kind = f"{x.dtype}[{','.join(map(str, x.shape))}]" if hasattr(x, "dtype") else type(x).__name__
         raise CodecError(f"{codec} encodes float32[n] with n >= 1, not {kind}")
+
+
+def plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return x itself if it is contiguous and aligned, as almost always, and a copy that is if not."""
+    return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, requirements=["C", "A"])
 
 
 def needs_finite(largest_bits: int, count: int) -> None:

@@ -28,6 +28,11 @@ LARGE_SLAB = 16_384
 REACH_BLOCK = 16
 """How many values `reach` looks at together."""
 
+AHEAD_VALUES = 4096
+"""How far ahead of where it works a loop asks for memory: what a processor foresees of it ends with every block."""
+
+_LINE_VALUES = 16  # of 4 bytes in a cache line
+
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SMALLEST = np.int32(SMALLEST_MAGNITUDE_BITS)
 _TO_16_BITS = np.float32(65536)
@@ -35,13 +40,20 @@ _NOISE = np.uint32(0xFFFF)
 _GOLDEN, _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x9E3779B9), np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
+def _fetch(values: Any, index: int) -> None:
+    """Ask for the cache line of values[index], which may lie after the array's end; takes no notice of what is there.
+
+    In machine code a prefetch instruction: `_compile` puts that in this place.
+    """
+
+
 class Kernels(NamedTuple):
     """The loops in machine code. All arrays are contiguous and aligned.
 
-    quantize(x, its bits as int32, block, 1 / most, largest scale bits, 1 / each scale by its bits, None or most if
+    quantize(x, block, 1 / most, largest scale bits, 1 / each scale by its bits, None or most if
       rounded at random, codes, scales): as `_encode_numpy` of quantize.py; returns the largest magnitude's bits.
     write(codes, scales as float32, out, block, add): as `write_blocks` of quantize.py.
-    ternary(x, its bits as int32, block, scratch int16[block], scratch uint8[5 m], packed uint8[m], scales): as
+    ternary(x, block, scratch int16[block], scratch uint8[5 m], packed uint8[m], scales): as
       `_encode_numpy` of ternary.py; returns the largest magnitude's bits.
     write_ternary(packed uint8[m], scales as float32, out, block, add): as `write_blocks` of the digits in `packed`.
     reach(bits as int32, threshold, scratch intp[n / 16, rounded up], places intp[n]): as `_places_from` of topk.py:
@@ -100,7 +112,30 @@ def _load() -> Kernels | None:
         return _loaded
 
 
+def _prefetch(numba: Any) -> Any:
+    """Return `_fetch` as numba compiles it: LLVM's prefetch, to read, into all caches."""
+    from llvmlite import ir
+
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+
+    def of_types(_: Any, values: Any, index: Any) -> Any:
+        def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            place = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+            kind = ir.FunctionType(ir.VoidType(), (byte, number, number, number))
+            prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+            builder.call(prefetch, [place, *(ir.Constant(number, choice) for choice in (0, 3, 1))])
+            return context.get_dummy_value()
+
+        return numba.types.void(values, numba.types.intp), write
+
+    return numba.extending.intrinsic(of_types)
+
+
 def _compile(numba: Any) -> Kernels:
+    global _fetch
+    _fetch = _prefetch(numba)
+
     def given(kind: Any) -> Any:
         return numba.types.Array(kind, 1, "C", readonly=True)
 
@@ -116,7 +151,7 @@ def _compile(numba: Any) -> Kernels:
 
     x, bits, codes, scales = given(numba.float32), given(numba.int32), made(numba.int8), made(numba.uint16)
     quantize = [
-        numba.int64(x, bits, numba.int64, numba.float32, numba.int64, x, most, codes, scales)
+        numba.int64(x, numba.int64, numba.float32, numba.int64, x, most, codes, scales)
         for most in (numba.types.none, numba.int64)
     ]
     packed = made(numba.uint8)
@@ -124,7 +159,7 @@ def _compile(numba: Any) -> Kernels:
         numba.void(given(kind), given(numba.float32), made(numba.float32), numba.int64, numba.boolean)
         for kind in (numba.int8, numba.uint8)
     )
-    ternary = numba.int64(x, bits, numba.int64, made(numba.int16), packed, packed, scales)
+    ternary = numba.int64(x, numba.int64, made(numba.int16), packed, packed, scales)
     reach = numba.int64(bits, numba.int32, made(numba.intp), made(numba.intp))
     return Kernels(
         jit(quantize, _quantize),
@@ -141,7 +176,6 @@ def _compile(numba: Any) -> Kernels:
 
 def _quantize(
     x: Any,
-    bits: Any,
     block: int,
     inverse: np.float32,
     largest_scale_bits: int,
@@ -150,10 +184,12 @@ def _quantize(
     codes: Any,
     scales: Any,
 ) -> int:
-    worst = 0
+    worst, bits = 0, x.view(np.int32)
     for number in range(scales.size):
         start = number * block
         values, patterns, target = x[start : start + block], bits[start : start + block], codes[start : start + block]
+        for i in range(start + AHEAD_VALUES, start + AHEAD_VALUES + block, _LINE_VALUES):
+            _fetch(x, i)
         largest = np.int32(0)
         for i in range(patterns.size):
             largest = max(largest, np.int32(patterns[i] & _MAGNITUDE))
@@ -190,8 +226,8 @@ def _write(codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
                 target[i] = np.float32(source[i]) * scale
 
 
-def _ternary(x: Any, bits: Any, block: int, units: Any, digits: Any, packed: Any, scales: Any) -> int:
-    worst = 0
+def _ternary(x: Any, block: int, units: Any, digits: Any, packed: Any, scales: Any) -> int:
+    worst, bits = 0, x.view(np.int32)
     for number in range(scales.size):
         start = number * block
         values, patterns, target = x[start : start + block], bits[start : start + block], digits[start : start + block]
@@ -230,35 +266,29 @@ def _ternary(x: Any, bits: Any, block: int, units: Any, digits: Any, packed: Any
 
 
 def _write_ternary(packed: Any, scales: Any, out: Any, block: int, add: bool) -> None:
-    width, third, shift, one = packed.size, np.int32(171), np.int32(9), np.int32(1)
-    for number in range(scales.size):
-        start, scale = number * block, scales[number]
-        end = min(start + block, out.size)
-        while start < end:  # once, or twice where the block reaches into the next plane
-            plane = start // width
-            stop = min(end, (plane + 1) * width)
-            # byte // 3 ** plane = byte * factor >> places, for all bytes that hold five digits
-            factor, places = np.int32(1), np.int32(0)
-            if plane == 1:
-                factor, places = np.int32(171), np.int32(9)
-            elif plane == 2:
-                factor, places = np.int32(57), np.int32(9)
-            elif plane == 3:
-                factor, places = np.int32(19), np.int32(9)
-            elif plane == 4:
-                factor, places = np.int32(203), np.int32(14)
+    width, three, one = packed.size, np.uint32(3), np.int16(1)
+    start, number, power = 0, 0, 1
+    for plane in range(5):
+        # byte * factor / 65536 has the fraction of byte / 3 ** (plane + 1), near enough: its first digit to base three
+        # is byte // 3 ** plane % 3, for all bytes that hold five digits
+        power *= 3
+        factor = np.uint16((65535 + power) // power)
+        end = min((plane + 1) * width, out.size)
+        while start < end:  # a block may reach into the next plane
+            stop, scale = min((number + 1) * block, end), scales[number]
             source, target = packed[start - plane * width : stop - plane * width], out[start:stop]
             if add:
                 for i in range(target.size):
-                    digits = np.int32(np.int32(np.int32(source[i]) * factor) >> places)
-                    rest = np.int32(np.int32(digits * third) >> shift)
-                    target[i] += np.float32(np.int32(digits - np.int32(3) * rest) - one) * scale
+                    fraction = np.uint16(np.uint16(source[i]) * factor)
+                    digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
+                    target[i] += np.float32(np.int16(digit - one)) * scale
             else:
                 for i in range(target.size):
-                    digits = np.int32(np.int32(np.int32(source[i]) * factor) >> places)
-                    rest = np.int32(np.int32(digits * third) >> shift)
-                    target[i] = np.float32(np.int32(digits - np.int32(3) * rest) - one) * scale
+                    fraction = np.uint16(np.uint16(source[i]) * factor)
+                    digit = np.int16(np.uint16(np.uint32(np.uint32(fraction) * three) >> 16))
+                    target[i] = np.float32(np.int16(digit - one)) * scale
             start = stop
+            number += 1 if stop == (number + 1) * block else 0
 
 
 def _reach(bits: Any, threshold: int, hot: Any, places: Any) -> int:

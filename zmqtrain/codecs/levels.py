@@ -25,6 +25,7 @@ from zmqtrain.codecs.codec import (
     needs_between,
     needs_finite,
     needs_slab,
+    plain,
     read_buffers,
 )
 from zmqtrain.codecs.quantize import decode_blocks, scale_blocks, write_blocks
@@ -202,7 +203,7 @@ def _encode_signs(x: Array, block: int) -> tuple[Array, Array]:
 
 
 def _encode_signs_numpy(x: Numpy, block: int) -> tuple[Numpy, Numpy]:
-    x = np.require(x, requirements=["C", "A"])
+    x = plain(x)
     inverses = _INVERSES[_members(x.size, block)]
     scales = np.empty(inverses.size, np.uint16)
     step = PIECE_VALUES // block * block
@@ -234,7 +235,7 @@ def _two_means(xp: Any, sums: Array, far_sums: Array, members: Array, far_member
 
 
 def _encode_pairs_numpy(x: Numpy, block: int) -> tuple[Numpy, Numpy, Numpy]:
-    x = np.require(x, requirements=["C", "A"])
+    x = plain(x)
     members, width = _members(x.size, block), block_count(x.size, 4)
     near, far = np.empty(members.size, np.uint16), np.empty(members.size, np.uint16)
     codes = _scratch.take("codes", 4 * width, np.uint8)

@@ -28,6 +28,7 @@ from zmqtrain.codecs.codec import (
     needs_between,
     needs_finite,
     needs_slab,
+    plain,
     read_buffers,
 )
 from zmqtrain.errors import CodecError
@@ -267,11 +268,11 @@ def _encode_numpy(x: Numpy, block: int, span: _Range, codes: Numpy) -> Numpy:
     """As `_encode`, piece by piece: fill `codes`, int8[n], and return the scales."""
     if x.size <= _FEW_VALUES and not span.stochastic and not fast.kernels(x.size):
         return _encode_few(x, block, span, codes)
-    x = np.require(x, requirements=["C", "A"])
+    x = plain(x)
     scales = np.empty(block_count(x.size, block), np.uint16)
     if kernels := fast.kernels(x.size):
         worst = kernels.quantize(
-            *(x, x.view(np.int32), block, span.inverse, span.largest_scale_bits, _RECIPROCALS),
+            *(x, block, span.inverse, span.largest_scale_bits, _RECIPROCALS),
             *(span.most if span.stochastic else None, codes, scales),
         )
         needs_finite(worst, x.size)

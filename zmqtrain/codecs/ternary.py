@@ -27,6 +27,7 @@ from zmqtrain.codecs.codec import (
     needs_between,
     needs_finite,
     needs_slab,
+    plain,
     read_buffers,
 )
 from zmqtrain.codecs.quantize import write_blocks
@@ -145,12 +146,12 @@ def _decode(packed: Array, scales: Array, count: int, block: int) -> Array:
 
 
 def _encode_numpy(x: np.ndarray[Any, Any], block: int) -> tuple[Array, Array]:
-    x = np.require(x, requirements=["C", "A"])
+    x = plain(x)
     width = block_count(x.size, _DIGITS)
     digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(block_count(x.size, block), np.uint16)
     if kernels := fast.kernels(x.size):
         units, packed = _scratch.take("units", block, np.int16), np.empty(width, np.uint8)
-        needs_finite(kernels.ternary(x, x.view(np.int32), block, units, digits, packed, scales), x.size)
+        needs_finite(kernels.ternary(x, block, units, digits, packed, scales), x.size)
         return packed, scales
     digits[x.size :] = 1
     _all_digits_numpy(x, block, digits, scales)
