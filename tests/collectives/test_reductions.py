@@ -1,0 +1,102 @@
+"""What becomes of two arrays: numpy's own result, in place, and a sentence for what has none."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
+from zmqtrain.collectives.steps import Values
+from zmqtrain.errors import ConfigError
+
+DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "bfloat16"]
+UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def is_for(op: str, name: str) -> bool:
+    kind = {"?": "bool", "i": "int", "u": "int", "f": "float", "b": "float", "c": "complex"}[name[0]]
+    return kind in OPERATIONS[op]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_two_arrays_become_numpys_result_in_either_of_them(op: str, name: str) -> None:
+    if not is_for(op, name):
+        with pytest.raises(ConfigError, match=f"op='{op}' is not for arrays of {dtype_of(name)}"):
+            find_reduction(op, dtype_of(name))
+        return
+    random = np.random.default_rng(1)
+    first, second = (random.integers(0, 3, 1000).astype(dtype_of(name)) for _ in range(2))
+    wanted = UFUNCS[op](first, second)
+    for place in range(3):
+        arrays = [first.copy(), second.copy(), np.empty_like(first)]
+        find_reduction(op, dtype_of(name)).combine(arrays[0], arrays[1], arrays[place])
+        assert arrays[place].tobytes() == wanted.tobytes()
+
+
+@given(
+    npst.arrays(np.float32, 8, elements=st.floats(width=32)),
+    npst.arrays(np.float32, 8, elements=st.floats(width=32)),
+    st.sampled_from(list(OPERATIONS)),
+)
+def test_overflow_and_nan_are_numpys_without_a_warning(first: Values, second: Values, op: str) -> None:
+    with np.errstate(all="ignore"):
+        wanted = UFUNCS[op](first, second)
+    find_reduction(op, first.dtype).combine(first, second, first)
+    np.testing.assert_array_equal(first, wanted)
+
+
+def test_integers_wrap_round() -> None:
+    values = np.array([127, -128], np.int8)
+    find_reduction("sum", values.dtype).combine(values, np.array([1, -1], np.int8), values)
+    assert values.tolist() == [-128, 127]
+
+
+@pytest.mark.parametrize("name", ["f2", "f4", "f8", "c8", "bfloat16"])
+def test_a_mean_divides_once_by_the_size_and_other_operations_do_not(name: str) -> None:
+    values = np.array([1, 2, 6], dtype_of(name))
+    find_reduction("sum", values.dtype).finish(values, 3)
+    assert values.tolist() == [1, 2, 6]
+    find_reduction("mean", values.dtype).finish(values, 3)
+    assert values.tobytes() == (np.array([1, 2, 6], dtype_of(name)) / dtype_of(name).type(3)).tobytes()
+
+
+def test_a_function_of_two_arrays_is_an_operation_with_a_name() -> None:
+    reduction = find_reduction(np.hypot, np.dtype(np.float64))
+    values = np.array([3.0, 0.0])
+    reduction.combine(values, np.array([4.0, 1.0]), values)
+    reduction.finish(values, 7)
+    assert values.tolist() == [5, 1]
+    assert find_reduction(reduction, values.dtype) is reduction
+
+    def longer(first: Values, second: Values) -> Values:
+        return np.maximum(first, second)
+
+    assert find_reduction(longer, values.dtype).name.endswith("an_operation_with_a_name.<locals>.longer")
+
+
+@pytest.mark.parametrize("function", [np.less, lambda first, second: first.sum(), lambda first, second: None])
+def test_a_function_that_returns_another_kind_of_array_is_refused_by_name(function: object) -> None:
+    values = np.ones(2, np.float32)
+    with pytest.raises(ConfigError, match=r"op=.*(less|lambda).* made .* of two arrays of float32\[2\]"):
+        find_reduction(function, values.dtype).combine(values, values.copy(), values)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_reduced_is_refused_with_advice() -> None:
+    with pytest.raises(ConfigError, match="op='average': choose one of sum, mean, max, min, prod, or give a function"):
+        find_reduction("average", np.dtype(np.float32))
+    with pytest.raises(ConfigError, match='is for float, complex; take op="sum" and divide, or cast to float32 first'):
+        find_reduction("mean", np.dtype(np.int32))
+    with pytest.raises(ConfigError, match='op="max" says whether any are true'):
+        find_reduction("sum", np.dtype(bool))
+    for dtype in ("O", "S3", "M8[s]", "V4", "i4,f4"):
+        with pytest.raises(ConfigError, match="is not for arrays of"):
+            find_reduction("max", np.dtype(dtype))
