@@ -1,4 +1,4 @@
-"""The laws of the other collectives: what belongs where is there, bit by bit, whoever the root is, in any order of play."""
+"""The laws of the other collectives: what belongs where is there, bit by bit, at any root, in any order of play."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def tree(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int)
     """Reduce up a binomial tree to rank 0, and broadcast down the same tree: few steps, few messages.
 
     Order: that of `reduce_up_the_tree`, from rank 0. The root sends and receives ceil(log2 size) buffers, in
-    2 ceil(log2 size) steps. A chunk comes down while later ones go up: three for each step to the root, more than are
+    2 floor(log2 size) steps. A chunk comes down while later ones go up: three for each step to the root, more than are
     on their way, so that neither way waits for the other.
     What a rank has sent up is written over by what comes down, which the root had only after it.
     Source: Thakur, Rabenseifner & Gropp 2005, sec. 4.2 and 4.4.

@@ -1,8 +1,8 @@
 """Reduce all ranks' arrays to one rank, or broadcast one rank's to all: along a binomial tree, or along a chain.
 
 Rule 1: ranks are counted from the root: the root's place is 0, rank r's is (r - root) modulo size.
-Rule 2: a tree has the fewest steps, ceil(log2 size), but its root's port must carry as many arrays; along a chain every
-port carries one array each way, and the steps, size - 1, take one chunk each: better as soon as there are many chunks.
+Rule 2: a tree has the fewest steps, floor(log2 size), but its root's port must carry ceil(log2 size) arrays; along a
+chain every port carries one array each way, and the size - 1 steps take one chunk each: better where there are many.
 Rule 3: a chunk is sent when it has its last value on that rank: what is on its way is never written over.
 Source: Thakur, Rabenseifner & Gropp 2005, Optimization of collective communication operations in MPICH, sec. 4.2 and
 4.4 (binomial trees); Sanders & Sibeyn 2003, A bandwidth latency tradeoff for broadcast and reduction (chains).

@@ -1,0 +1,158 @@
+"""Say what each allreduce costs before it is run: bytes sent by each rank, steps, and the time that it takes at least.
+
+    seconds = steps x latency + bytes through the busiest port / its rate
+
+Rule 1: what a rank sends is exact, computed from the shares as they are cut: lengths need not be divisible by anything.
+Rule 2: bytes are those of the values; heads of messages come on top.
+Rule 3: every port carries its rate both ways at once, and the switch in between all that they carry.
+Source: the model of Thakur, Rabenseifner & Gropp 2005, Optimization of collective communication operations in MPICH,
+sec. 3, for ports that are duplex; the least for any allreduce: Patarasuk & Yuan 2009, theorem 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zmqtrain.collectives.rooted import children
+from zmqtrain.collectives.shares import share_bounds
+from zmqtrain.errors import ConfigError
+
+__all__ = ["Cost", "COSTS", "bytes_sent", "steps_taken", "port_bytes", "least_bytes", "seconds_expected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one algorithm costs, in words and as functions. N or size: ranks; S: the bytes of an array; P: the largest
+    power of two that is not above N.
+
+    each, together, steps: formulas: what one rank sends, what all send, how many messages go one after another.
+    values_sent(size, values, rank): what a rank sends.  steps_taken(size): the steps.
+    port_share(size): how many arrays pass the busiest port one way (phases that wait for each other add up).
+    """
+
+    each: str
+    together: str
+    steps: str
+    values_sent: Callable[[int, int, int], int]
+    steps_taken: Callable[[int], int]
+    port_share: Callable[[int], float]
+
+
+def bytes_sent(algorithm: str, size: int, values_bytes: int, rank: int, *, itemsize: int = 1) -> int:
+    """Return the bytes of values that a rank sends in an allreduce of an array of so many bytes.
+
+    rank: HUB for the hub's part in "hub".  itemsize: bytes of one value: arrays are cut between values. Raises
+    ConfigError: no such algorithm.
+    """
+    return itemsize * _cost(algorithm).values_sent(size, values_bytes // itemsize, rank)
+
+
+def steps_taken(algorithm: str, size: int) -> int:
+    """Return how many messages go one after another in an allreduce of one chunk. Raises ConfigError: no such one."""
+    return _cost(algorithm).steps_taken(size)
+
+
+def port_bytes(algorithm: str, size: int, values_bytes: int) -> float:
+    """Return the bytes that pass the busiest port one way; for "hub" that is the broker's. Raises ConfigError."""
+    return _cost(algorithm).port_share(size) * values_bytes
+
+
+def least_bytes(size: int, values_bytes: int) -> float:
+    """Return what must pass each port one way in any allreduce: 2 (size - 1) / size of the array."""
+    return _twice_but_one(size) * values_bytes
+
+
+def seconds_expected(
+    algorithm: str, size: int, values_bytes: int, *, latency_seconds: float, bytes_per_second: float
+) -> float:
+    """Return how long an allreduce takes by the model at the top. bytes_per_second: of each port, each way."""
+    wire = port_bytes(algorithm, size, values_bytes) / bytes_per_second
+    return steps_taken(algorithm, size) * latency_seconds + wire
+
+
+def _twice_but_one(size: int) -> float:
+    return 2 * (size - 1) / size
+
+
+def _share(size: int, values: int, rank: int) -> int:
+    bounds = share_bounds(values, size)
+    return bounds[rank % size + 1] - bounds[rank % size]
+
+
+def _power(size: int) -> int:
+    return 1 << (size.bit_length() - 1)
+
+
+def _halving(size: int, values: int, rank: int) -> int:
+    power = _power(size)
+    others = size - power
+    if rank < 2 * others and rank % 2:
+        return values  # the half that its partner reduces, and the one that it has reduced itself
+    place = rank // 2 if rank < 2 * others else rank - others
+    bounds = share_bounds(values, power)
+    sent, low, high = 0, 0, power
+    for level in range(power.bit_length() - 1):
+        sent += bounds[high] - bounds[low]  # one half of it is given now, and the other one, reduced, in the end
+        middle = (low + high) // 2
+        low, high = (middle, high) if place >> level & 1 else (low, middle)
+    return sent + (values - values // 2 + values if rank < 2 * others else 0)
+
+
+COSTS: dict[str, Cost] = {
+    "naive": Cost(
+        "(N-1) S",
+        "N (N-1) S",
+        "1",
+        lambda size, values, rank: (size - 1) * values,
+        lambda size: min(1, size - 1),
+        lambda size: size - 1,
+    ),
+    "ring": Cost(
+        "2 (N-1)/N S",
+        "2 (N-1) S",
+        "2 (N-1)",
+        lambda size, values, rank: 2 * values - _share(size, values, rank) - _share(size, values, rank + 1),
+        lambda size: 2 * (size - 1),
+        _twice_but_one,
+    ),
+    "parallel": Cost(
+        "2 (N-1)/N S",
+        "2 (N-1) S",
+        "2",
+        lambda size, values, rank: values + (size - 2) * _share(size, values, rank),
+        lambda size: 2 * min(1, size - 1),
+        _twice_but_one,
+    ),
+    "tree": Cost(
+        "S to the parent, S to each child",
+        "2 (N-1) S",
+        "2 floor(log2 N)",
+        lambda size, values, rank: values * (len(children(rank, size)) + (rank != 0)),
+        lambda size: 2 * (size.bit_length() - 1),
+        lambda size: (size - 1).bit_length(),
+    ),
+    "halving": Cost(
+        "2 (P-1)/P S; of N-P pairs 3/2 S more, and S",
+        "2 (P-1) S + 5/2 (N-P) S",
+        "2 log2 P, and 3 if N is not P",
+        _halving,
+        lambda size: 2 * (size.bit_length() - 1) + (3 if size != _power(size) else 0),
+        lambda size: _twice_but_one(_power(size)) + (2 if size != _power(size) else 0),
+    ),
+    "hub": Cost(
+        "S; the hub N S",
+        "2 N S",
+        "2",
+        lambda size, values, rank: size * values if rank < 0 else values,
+        lambda size: 2,
+        lambda size: size,
+    ),
+}
+"""By allreduce."""
+
+
+def _cost(algorithm: str) -> Cost:
+    if algorithm not in COSTS:
+        raise ConfigError(f"algorithm={algorithm!r}: choose one of {', '.join(COSTS)}")
+    return COSTS[algorithm]
