@@ -13,6 +13,7 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.types import VERSION as __version__
 
 if TYPE_CHECKING:
+    from zmqtrain.engine.executor import Engine
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker import Broker
     from zmqtrain.runtime.node import Node, connect
@@ -28,6 +29,7 @@ __all__ = [
     "Program",
     "load_program",
     "Broker",
+    "Engine",
     "RunSettings",
     "ZmqTrainError",
     "__version__",
@@ -37,6 +39,7 @@ _HOMES = {
     "connect": "zmqtrain.runtime.node",
     "Node": "zmqtrain.runtime.node",
     "Broker": "zmqtrain.runtime.broker",
+    "Engine": "zmqtrain.engine.executor",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "Program": "zmqtrain.train.program",

@@ -27,6 +27,8 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "AggregateTimeout",
+    "EngineError",
+    "EngineTimeout",
     "CheckpointError",
 ]
 
@@ -137,6 +139,19 @@ class CollectiveTimeout(ZmqTrainError):
 
 class AggregateTimeout(ZmqTrainError):
     """A bounded wait for an aggregate ran out (strict mode): the message says what was waited for."""
+
+
+class EngineError(ZmqTrainError):
+    """An engine was asked for what cannot be: a wait inside an operation, a push after its end, a variable of another
+    engine, a look at a variable that an operation has not declared."""
+
+
+class EngineTimeout(ZmqTrainError):
+    """A wait for operations ran out: `operations` are the names of those that hold it up, and the message says how."""
+
+    def __init__(self, message: str, operations: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.operations = operations
 
 
 class CheckpointError(ZmqTrainError):

@@ -1,0 +1,326 @@
+"""Decide which of the operations pushed so far may run (pure: no thread, no clock, no lock; who calls it holds one).
+
+Rule 1: the graph ends in the state of the serial execution: operations that share a variable which one of them changes
+run in the order in which they were pushed; all others may run at the same time.
+Rule 2: of what may run, the highest priority is taken first, and of equals what was pushed first.
+Rule 3: an operation that failed leaves its failure in the variables it would have changed. What reads or changes one of
+these does not run, and leaves the failure in its own. A variable stays failed until somebody gives it a value.
+Rule 4: a graph never calls an operation's work; it hands it out (`take`) and is told how it ended (`finish`).
+Source: the dependency engine of MXNet (Chen et al. 2015, sec. 3.2; its `src/engine/threaded_engine.h`).
+Rule 3 is Legion's poison and Ray's object errors rather than MXNet's, where the first wait clears a failure, and a
+second one returns what nobody has computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heappop, heappush
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from zmqtrain.errors import EngineError
+
+__all__ = ["State", "Failure", "VariableOwner", "Variable", "Operation", "Graph"]
+
+UNTOLD_FAILURES = 64
+"""So many failures that nobody was told of are kept, the earliest: a traceback holds all that its frames hold."""
+
+
+class State(Enum):
+    """Where an operation is; the values are for sentences."""
+
+    WAITING = "waiting for others"
+    READY = "ready to run"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong, and in which operation: `number` is its place in the order of pushing.
+
+    traceback: the error's own, of where it happened, whoever it is raised to and how often.
+    """
+
+    number: int
+    operation: str
+    error: BaseException
+    traceback: TracebackType | None = None
+
+
+class VariableOwner(Protocol):
+    """Who decides whether a variable may be looked at now: the graph, or the engine around it."""
+
+    def read_value(self, variable: Variable) -> Any:
+        """Return the value; raise EngineError if whoever asks may not look at it now, or the error it failed with."""
+
+    def write_value(self, variable: Variable, value: Any) -> None:
+        """Set the value; raise EngineError if whoever asks may not change it now."""
+
+
+class Variable:
+    """What operations read and change: a value, or only a name for something that lies elsewhere (a file, a wire).
+
+    name: for messages and traces.  version: how many operations that change it have run, and values were given to it.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "failure", "held", "name", "readers", "version", "writer")
+
+    def __init__(self, owner: VariableOwner, value: Any, name: str) -> None:
+        self.name, self.version = name, 0
+        self.held = value
+        self.failure: Failure | None = None
+        self.writer: Operation | None = None
+        """The last operation pushed that changes it, while that is not done."""
+        self.readers: dict[Operation, None] = {}
+        """The operations pushed since then that read it and are not done, in order."""
+        self._owner = owner
+
+    @property
+    def value(self) -> Any:
+        """The value. An operation sees those of the variables that it has declared, and sets those it has declared to
+        change; outside of operations it is seen when nothing that changes it is unfinished, and set when nothing that
+        reads or changes it is. Reading a failed variable raises what it failed with; setting it mends it.
+
+        Raise EngineError where this does not hold.
+        """
+        return self._owner.read_value(self)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._owner.write_value(self, value)
+
+    def belongs_to(self, owner: VariableOwner) -> bool:
+        """Tell whether this is a variable of that engine."""
+        return self._owner is owner
+
+    def __repr__(self) -> str:
+        return f"<variable {self.name}, version {self.version}{', failed' if self.failure else ''}>"
+
+
+class Operation:
+    """One pushed piece of work. read, mutate: each variable once, and in `mutate` only if it is in both.
+
+    after: the numbers of the operations that it had to wait for when it was pushed.  work: never called here.
+    """
+
+    __slots__ = (
+        "after",
+        "category",
+        "failure",
+        "followers",
+        "holds",
+        "mutate",
+        "name",
+        "number",
+        "priority",
+        "read",
+        "state",
+        "work",
+    )
+
+    def __init__(
+        self, number: int, work: Any, read: tuple[Variable, ...], mutate: tuple[Variable, ...], priority: float
+    ) -> None:
+        self.number, self.work, self.read, self.mutate, self.priority = number, work, read, mutate, priority
+        self.name = self.category = ""
+        self.state = State.WAITING
+        self.after: tuple[int, ...] = ()
+        self.followers: list[Operation] = []
+        self.holds = 0
+        """How many of the operations that it waits for are not done."""
+        self.failure: Failure | None = None
+
+    def is_done(self) -> bool:
+        """Tell whether it has ended, or never will run."""
+        return self.state is State.DONE
+
+    def __lt__(self, other: Operation) -> bool:
+        return (-self.priority, self.number) < (-other.priority, other.number)
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}, {self.state.value}>"
+
+
+class Graph:
+    """The operations that were pushed and are not done, and what each waits for."""
+
+    def __init__(self) -> None:
+        self.unfinished: dict[int, Operation] = {}
+        """By number, in the order of pushing."""
+        self._ready: list[Operation] = []
+        self._pushed = 0
+        self._failed: WeakSet[Variable] = WeakSet()
+        self._untold: dict[int, Failure] = {}
+
+    @property
+    def pushed(self) -> int:
+        """How many operations were pushed so far: the number of the next one."""
+        return self._pushed
+
+    @property
+    def ready(self) -> int:
+        """How many operations may be taken now."""
+        return len(self._ready)
+
+    def push(
+        self,
+        work: Any,
+        read: Iterable[Variable] = (),
+        mutate: Iterable[Variable] = (),
+        priority: float = 0,
+        name: str | None = None,
+        category: str = "compute",
+    ) -> Operation:
+        """Add an operation after all that were pushed before it, and return it (done already, if it cannot run for the
+        failure of a variable). Cost: what it has to wait for.
+        """
+        changed = tuple(dict.fromkeys(mutate))
+        seen = tuple(variable for variable in dict.fromkeys(read) if variable not in changed)
+        operation = Operation(self._pushed, work, seen, changed, priority)
+        operation.name, operation.category = name or f"operation {operation.number}", category
+        self._pushed += 1
+        self.unfinished[operation.number] = operation
+        before: dict[Operation, None] = {}
+        for variable in seen:
+            if variable.writer is not None:
+                before[variable.writer] = None
+            variable.readers[operation] = None
+        for variable in changed:
+            before |= variable.readers
+            if variable.writer is not None:
+                before[variable.writer] = None
+            variable.writer = operation
+            variable.readers = {}
+        for earlier in before:
+            earlier.followers.append(operation)
+        operation.after = tuple(sorted(earlier.number for earlier in before))
+        operation.holds = len(before)
+        if not before:
+            self._release([operation])
+        return operation
+
+    def take(self) -> Operation | None:
+        """Return the operation to run next, which is running from now on; None if there is none that may run."""
+        if not self._ready:
+            return None
+        operation = heappop(self._ready)
+        operation.state = State.RUNNING
+        return operation
+
+    def finish(
+        self, operation: Operation, error: BaseException | None = None, value: Any = None
+    ) -> tuple[Operation, ...]:
+        """Say that a running operation has ended, and how: `value`, unless None, is the new one of the first variable
+        that it changes. Return what is done by it: itself, and what cannot run because it failed.
+        """
+        for variable in operation.mutate:
+            variable.version += 1
+        if error is not None:
+            self._fail(operation, error)
+        elif value is not None and operation.mutate:
+            operation.mutate[0].held = value
+        return (operation, *self._release(self._retire(operation)))
+
+    def drop(self, error: BaseException) -> tuple[Operation, ...]:
+        """Give up all operations that do not run yet, and return them: they have failed with this error, of which
+        nobody needs to be told but who asks for what they would have changed."""
+        dropped = tuple(each for each in self.unfinished.values() if each.state is not State.RUNNING)
+        self._ready.clear()
+        for operation in dropped:
+            operation.failure = Failure(operation.number, operation.name, error)
+        for operation in self.unfinished.values():
+            operation.followers = []
+        for operation in dropped:
+            self._retire(operation)
+        return dropped
+
+    def holding_up(self, waited_for: Sequence[Operation]) -> list[Operation]:
+        """Return those running or ready that all of `waited_for` waits for, in the order of pushing."""
+        wanted = {operation.number for operation in waited_for}
+        for operation in reversed(self.unfinished.values()):  # what waits for something was pushed after it
+            if any(later.number in wanted for later in operation.followers):
+                wanted.add(operation.number)
+        return [
+            operation
+            for operation in self.unfinished.values()
+            if operation.number in wanted and operation.state is not State.WAITING
+        ]
+
+    def read_value(self, variable: Variable) -> Any:
+        """Return the value as it is seen outside of operations: see `Variable.value`."""
+        if variable.writer is not None:
+            raise EngineError(
+                f"{variable.name} is about to be changed by {variable.writer.name} ({variable.writer.state.value}): "
+                f"call engine.wait(variable) before you look at it, or look at it in an operation that reads it"
+            )
+        if variable.failure is not None:
+            raise self.tell(variable.failure)
+        return variable.held
+
+    def write_value(self, variable: Variable, value: Any) -> None:
+        """Set the value from outside of operations, and mend what failed: see `Variable.value`."""
+        busy = variable.writer or next(iter(variable.readers), None)
+        if busy is not None:
+            raise EngineError(
+                f"{variable.name} is in use by {busy.name} ({busy.state.value}): set it in an operation that mutates "
+                f"it, or call engine.wait_all() before"
+            )
+        variable.held, variable.failure = value, None
+        variable.version += 1
+        self._failed.discard(variable)
+
+    def tell(self, failure: Failure) -> BaseException:
+        """Return the error to raise for a failure; `wait_all` need not raise it once more for who has handled it."""
+        self._untold.pop(failure.number, None)
+        return failure.error.with_traceback(failure.traceback)
+
+    def tell_all(self) -> BaseException | None:
+        """Return the error of the first operation that failed, of all that some variable still carries or nobody was
+        told of; None if all is well. From now on everybody was told."""
+        failures = self._untold | {each.failure.number: each.failure for each in self._failed if each.failure}
+        self._untold.clear()
+        return self.tell(failures[min(failures)]) if failures else None
+
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        operation.failure = Failure(operation.number, operation.name, error, error.__traceback__)
+        if len(self._untold) < UNTOLD_FAILURES:
+            self._untold[operation.number] = operation.failure
+
+    def _retire(self, operation: Operation) -> list[Operation]:
+        """Take a done operation out, and return those that waited for nothing else."""
+        operation.state = State.DONE
+        del self.unfinished[operation.number]
+        for variable in operation.read:
+            variable.readers.pop(operation, None)
+        for variable in operation.mutate:
+            if variable.writer is operation:
+                variable.writer = None
+            if operation.failure is not None:
+                variable.failure = operation.failure
+                self._failed.add(variable)
+        freed = []
+        for follower in operation.followers:
+            follower.holds -= 1
+            if follower.holds == 0:
+                freed.append(follower)
+        operation.followers = []
+        operation.work = None
+        return freed
+
+    def _release(self, freed: list[Operation]) -> list[Operation]:
+        """Make ready what nothing holds any more; return what is done instead, since a variable of it has failed."""
+        skipped = []
+        for operation in freed:  # grows meanwhile: what waited for a skipped one may be free now
+            failures = [each.failure for each in (*operation.read, *operation.mutate) if each.failure is not None]
+            if failures:
+                operation.failure = min(failures, key=lambda failure: failure.number)
+                skipped.append(operation)
+                freed += self._retire(operation)
+            else:
+                operation.state = State.READY
+                heappush(self._ready, operation)
+        return skipped
