@@ -30,17 +30,22 @@ from zmqtrain.protocol.messages import (
     Chunk,
     Credit,
     Fetch,
+    Forming,
     Goodbye,
+    Group,
+    GroupLost,
     Message,
     Preempt,
     Publish,
     Refused,
     Relay,
+    Relayed,
     Roster,
     Scalar,
     Snapshot,
     Welcome,
     WireLeaf,
+    WireProcess,
     WorkUnit,
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Peer, PeerState
@@ -62,11 +67,13 @@ RULE_OF_TYPE: dict[Any, str] = {
     dict[str, float]: "scores",
     dict[str, float] | None: "maybe-scores",
     tuple[WireLeaf, ...]: "model",
+    tuple[WireProcess, ...]: "processes",
     tuple[tuple[int, int], ...]: "landings",
     tuple[tuple[str, int], ...]: "origins",
     tuple[tuple[int, int, int], ...]: "schedules",
 }
-FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye, Relay}
+FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
+FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed}
 MODEL = (LeafSpec("w", (4,), "float32"),)
 
 each_kind = pytest.mark.parametrize("kind", MESSAGES, ids=list(KINDS))
@@ -124,7 +131,7 @@ def drawn_moves() -> Iterator[tuple[str, str, str]]:
 def spoken() -> list[tuple[bool, bool, str, str]]:
     """Return (from the hub, on BULK, message, arguments) of every arrow of the conversations."""
     talks = [block for block in blocks("mermaid") if block.startswith("sequenceDiagram")]
-    assert len(talks) == 3
+    assert len(talks) == 4
     arrow = re.compile(r"^\s*(\w+)(-?->>)(\w+): (\w+)(?:\((.*)\))?$", re.MULTILINE)
     said = [match.groups(default="") for talk in talks for match in arrow.finditer(talk)]
     assert len(said) == sum(talk.count("->>") for talk in talks), "an arrow of a conversation cannot be read"
@@ -203,7 +210,7 @@ def test_every_rule_is_defined_and_used() -> None:
 def test_every_message_has_its_sentence_and_its_lane() -> None:
     said = dict(re.findall(r"^- \*\*(\w+)\*\* \(([^)]*)\): \S", PAGE, re.MULTILINE))
     assert said.keys() == KINDS.keys()
-    assert {name for name, way in said.items() if "BULK" in way} == {"Snapshot", "Aggregate", "Chunk"}
+    assert {name for name, way in said.items() if "BULK" in way} == {"Snapshot", "Aggregate", "Chunk", "Relay"}
 
 
 # ---------------------------------------------------------------------- states
@@ -285,7 +292,9 @@ def test_who_speaks_in_a_conversation_may_say_that() -> None:
     for from_hub, bulk, name, _ in spoken():
         kind = KINDS[name]
         assert kind in (FROM_HUB if from_hub else ALLOWED.keys() | {Chunk, Credit}), f"{name}, from_hub={from_hub}"
-        assert bulk == (kind is Chunk or (from_hub and kind in ANNOUNCEMENTS)), f"{name} goes on the other lane"
+        assert bulk == (kind in (Chunk, Relay) or (from_hub and kind in ANNOUNCEMENTS)), (
+            f"{name} goes on the other lane"
+        )
 
 
 def test_what_is_said_in_a_conversation_has_fields_of_the_message() -> None:

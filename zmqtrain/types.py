@@ -381,7 +381,10 @@ class PortListener(Protocol):
         """A whole message of that rank is here. Frames are read-only, and stay as they are as long as they are held."""
 
     def on_lost(self, rank: int, why: str) -> None:
-        """That rank is gone for good: nothing more comes from it. Told once for each."""
+        """That rank is gone for good: nothing more comes from it. Told once for each.
+
+        Of this process's own rank it says that it is cut off from the others, who take it for lost; nothing follows.
+        """
 
     def on_tick(self, now: float) -> None:
         """Time has passed (monotonic seconds): told some 20 times a second."""

@@ -363,7 +363,7 @@ def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> 
         hub = RouterChannel.bind(HERE)
         node = DealerChannel.connect(hub.address, peer=A)
         await meet(hub, node)
-        for frames in ([], [b"x"] * 5, [b"head", bytes(MAX_FRAME_BYTES + (64 << 10) + 1)]):
+        for frames in ([], [b"x"] * 7, [b"head", bytes(MAX_FRAME_BYTES + (64 << 10) + 1)]):
             with pytest.raises(LocalProtocolError):
                 await node.send(Lane.BULK, frames)
             with pytest.raises(LocalProtocolError):
@@ -398,7 +398,7 @@ def test_strangers_disturb_nobody(strangers: StrangeSockets) -> None:
             strangers.dealer(hub.address, routing_id).send(b"junk")
         many = strangers.dealer(hub.address, b"Cstranger#1")
         many.send_multipart([b"x"] * 5000)
-        many.send_multipart([b"x"] * 6)
+        many.send_multipart([b"x"] * 8)
         many.send(b"now in order")
         oversize = strangers.dealer(hub.address, b"Bstranger#2")
         oversize.send(bytes(MAX_FRAME_BYTES + (64 << 10) + 1))

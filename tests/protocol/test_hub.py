@@ -20,10 +20,15 @@ from zmqtrain.protocol.messages import (
     Disconnect,
     Expect,
     Fetch,
+    Forming,
     Found,
     Goodbye,
+    Group,
+    GroupLost,
     Heartbeat,
     Hello,
+    JoinGroup,
+    Leave,
     Preempt,
     Probe,
     Probed,
@@ -31,6 +36,7 @@ from zmqtrain.protocol.messages import (
     Reduce,
     Refused,
     Relay,
+    Relayed,
     Report,
     Roster,
     Schedule,
@@ -59,7 +65,10 @@ SAMPLES = {
     Snapshot: FOUNDING,
     Publish: Publish(9, 0, 0, 0, "float32", (64,), 8, 8, nan),
     WorkRequest: WorkRequest((), 1, False),
-    Relay: Relay("b", b"hello"),
+    JoinGroup: JoinGroup("default", 2, address="tcp://a:1", token="0a"),
+    GroupLost: GroupLost(1, "silent"),
+    Relay: Relay(1, 100),
+    Relayed: Relayed(1, 1),
     Probe: Probe(1, 100, 200),
 }
 
@@ -75,6 +84,9 @@ NOT_FOR_THE_HUB = {
     Credit: Credit(1, 1),
     Preempt: Preempt("no"),
     WorkUnit: WorkUnit(()),
+    Forming: Forming("default", (), 1),
+    Group: Group("default", 1, 0, ()),
+    Leave: Leave(3),
 }
 """What only a hub says, and what goes by the machine."""
 
@@ -145,7 +157,8 @@ def in_state(state):
         hub.receive("x", Hello("x", "master", shard=1, address="tcp://x:1"), 0.0)
     else:
         hub = live_hub("b")
-        hub.receive("x", Hello("x", "observer" if state is MemberState.OBSERVER else "node"), 0.0)
+        role = {MemberState.OBSERVER: "observer", MemberState.PROCESS: "process"}.get(state, "node")
+        hub.receive("x", Hello("x", role), 0.0)
     assert hub.members["x"].state is state
     return hub
 
@@ -414,14 +427,49 @@ def test_a_live_node_that_asks_again_is_served_again():
     assert hub.receive("a", Fetch(-1, WIRE), 0.0) == [Serve("a", -1, ((0, 1),))]
 
 
-def test_a_message_is_relayed_to_a_live_node_only():
-    hub = live_hub("a", "b")
-    hub.receive("c", Hello("c"), 0.0)
-    assert hub.receive("a", Relay("b", b"hello"), 0.0) == [SendTo("b", Relay("a", b"hello"))]
-    for other in ("c", "nobody"):
-        assert sent(hub.receive("a", Relay(other, b"x"), 0.0), Refused) == [
-            ("a", Refused("relay", f"{other} is not here"))
-        ]
+def test_a_process_is_no_node_of_the_run():
+    hub = live_hub("a")
+    effects = hub.receive("p", Hello("p", "process"), 0.0)
+    assert sent(effects, Welcome) and hub.members["p"].state is MemberState.PROCESS
+    assert hub.nodes == 1 and hub.live == {"a"} and [one["peer"] for one in hub.roster(0.0).members] == ["a"]
+    assert hub.receive("p", Goodbye(), 0.0) == [Disconnect("p", "process", "said goodbye")]
+
+
+def test_a_silent_process_is_lost_soon_and_its_group_is_told():
+    hub = hub_of()
+    for peer in "pq":
+        hub.receive(peer, Hello(peer, "process"), 0.0)
+        effects = hub.receive(peer, SAMPLES[JoinGroup], 0.0)
+    assert [message.rank for _, message in sent(effects, Group)] == [0, 1]
+    for tenths in range(1, 20):
+        hub.saw("q", tenths / 10)
+        assert sent(hub.tick(tenths / 10), GroupLost) == []
+    hub.saw("q", 2.05)
+    ((peer, lost),) = sent(hub.tick(2.05), GroupLost)
+    assert (peer, lost.rank, lost.left) == ("q", 0, False) and "silent" in lost.why
+
+
+def test_a_hub_that_was_stopped_itself_takes_no_process_for_lost():
+    hub = hub_of()
+    hub.receive("p", Hello("p", "process"), 0.0)
+    hub.tick(0.1)
+    assert of(Disconnect, hub.tick(9.0)) == []
+
+
+@pytest.mark.parametrize("end", ["goodbye", "gone", "again"])
+def test_who_leaves_the_hub_leaves_its_group(end):
+    hub = hub_of()
+    for peer in "pq":
+        hub.receive(peer, Hello(peer, "process"), 0.0)
+        hub.receive(peer, SAMPLES[JoinGroup], 0.0)
+    if end == "goodbye":
+        effects = hub.receive("p", Goodbye(), 0.0)
+    elif end == "gone":
+        effects = hub.gone("p", "its connection is gone", 0.0)
+    else:
+        effects = hub.receive("p", Hello("p", "process"), 0.0)
+    ((peer, lost),) = sent(effects, GroupLost)
+    assert (peer, lost.rank, lost.left) == ("q", 0, end == "goodbye")
 
 
 # ---------------------------------------------------------------------- contributions

@@ -249,7 +249,7 @@ def test_closing_lingers_for_what_is_on_its_way_and_no_longer_than_it_may() -> N
 
 
 @pytest.mark.parametrize(
-    "frames", [[], [b"1"] * 5, [bytes(MAX_FRAME_BYTES + (64 << 10) + 1)], [memoryview(b"12345678")[::2]]]
+    "frames", [[], [b"1"] * 7, [bytes(MAX_FRAME_BYTES + (64 << 10) + 1)], [memoryview(b"12345678")[::2]]]
 )
 def test_what_no_channel_carries_is_refused_at_the_sender(frames: list[Buffer]) -> None:
     async def main() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from zmqtrain.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
+from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
 from zmqtrain.protocol.masters import Claim, Masters
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
@@ -33,7 +34,6 @@ from zmqtrain.protocol.messages import (
     Publish,
     Reduce,
     Refused,
-    Relay,
     Report,
     Roster,
     Schedule,
@@ -108,8 +108,9 @@ class Hub:
         self._nodes_at_the_end = 0
         self._records = Records()
         self._probes = ProbeBudget()
+        self._groups = Groups()
         self._founding = Founding(settings, self.members, self._records.landed, preemption, shard)
-        self._began, self._rostered = now, now
+        self._began = self._rostered = self._ticked = now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
             Goodbye: self._on_goodbye,
@@ -118,8 +119,8 @@ class Hub:
             Snapshot: self._on_snapshot,
             Publish: self._on_publish,
             WorkRequest: self._on_work_request,
-            Relay: self._on_relay,
             Probe: self._on_probe,
+            **self._groups.handlers,
         }
 
     # ------------------------------------------------------------------ what comes in
@@ -176,10 +177,14 @@ class Hub:
 
     def tick(self, now: float) -> list[HubEffect]:
         """Let time pass: silent peers are lost, rounds fall due, the roster goes out."""
-        effects: list[HubEffect] = []
+        effects: list[HubEffect] = self._groups.tick(now)
+        late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
         for member in list(self.members.values()):
+            process = member.state is MemberState.PROCESS
+            if process and late:  # it may have spoken while nobody listened here, and its group is lost with it
+                member.last_seen = min(now, member.last_seen + late)
             silent = now - member.last_seen
-            if silent > self.settings.lost_seconds:
+            if silent > (SILENCE_SECONDS if process else self.settings.lost_seconds):
                 effects += self._lose(member, f"silent for {silent:.1f} s", now)
         effects += self._release(now)
         if self._news:
@@ -270,7 +275,8 @@ class Hub:
             effects += self._lose(self.members[succeeds], "another broker took its place at its address", now)
         if before is not None:  # what was on its way on the old connection will not come any more
             effects.append(Disconnect(sender, "again", f"{hello.name} connected again"))
-        roles = {"observer": MemberState.OBSERVER, "master": MemberState.MASTER}
+            effects += self._groups.gone(sender, "it connected again")
+        roles = {"observer": MemberState.OBSERVER, "master": MemberState.MASTER, "process": MemberState.PROCESS}
         state = roles.get(hello.role, MemberState.WELCOMED)
         member = Member(sender, hello.name[:64], state, now, now, hello.version, hello.version < 0)
         member.link, member.share = hello.link, hello.share
@@ -360,6 +366,9 @@ class Hub:
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
         if member.state is MemberState.OBSERVER:
             return [Disconnect(member.peer, "observer", text)]
+        if member.state is MemberState.PROCESS:
+            gone = self._groups.gone(member.peer, text, left=reason == "goodbye")
+            return [Disconnect(member.peer, "process", text), *gone]
         if member.state is MemberState.MASTER:
             self.masters.forget(member.peer)
             return [Disconnect(member.peer, "master", text), Broadcast(self.roster(now))]
@@ -379,12 +388,6 @@ class Hub:
         if report.scores and self.score_version <= report.score_version <= self.version:
             self.scores, self.score_version = dict(report.scores), report.score_version
         return []
-
-    def _on_relay(self, member: Member, relay: Relay, now: float) -> list[HubEffect]:
-        other = self.members.get(PeerId(relay.other))
-        if other is None or other.state is not MemberState.LIVE:
-            return [SendTo(member.peer, Refused("relay", f"{relay.other} is not here"))]
-        return [SendTo(other.peer, Relay(member.peer, relay.body))]
 
     def _on_probe(self, member: Member, probe: Probe, now: float) -> list[HubEffect]:
         if not is_sound(probe):

@@ -13,12 +13,15 @@ from zmqtrain.protocol.messages import (
     Announcement,
     Fetch,
     Goodbye,
+    GroupLost,
     Heartbeat,
     Hello,
+    JoinGroup,
     Message,
     Probe,
     Publish,
     Relay,
+    Relayed,
     Report,
     Scalar,
     Snapshot,
@@ -34,6 +37,7 @@ class MemberState(Enum):
 
     OBSERVER = "observing"
     MASTER = "serving a shard"
+    PROCESS = "in a group"
     WELCOMED = "welcomed"
     WAITING = "waiting for its snapshot"
     FOUNDING = "founding the run"
@@ -42,7 +46,7 @@ class MemberState(Enum):
     LIVE = "live"
 
 
-_NODES = frozenset(MemberState) - {MemberState.OBSERVER, MemberState.MASTER}
+_NODES = frozenset(MemberState) - {MemberState.OBSERVER, MemberState.MASTER, MemberState.PROCESS}
 ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Hello: frozenset(MemberState),
     Heartbeat: frozenset(MemberState),
@@ -53,7 +57,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Snapshot: frozenset({MemberState.FOUNDING, MemberState.LENDING}),
     Publish: frozenset({MemberState.LIVE}),
     WorkRequest: frozenset({MemberState.LIVE}),
-    Relay: frozenset({MemberState.LIVE}),
+    **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed), frozenset({MemberState.PROCESS})),
 }
 
 

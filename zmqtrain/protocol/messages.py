@@ -32,7 +32,13 @@ __all__ = [
     "Preempt",
     "WorkRequest",
     "WorkUnit",
+    "JoinGroup",
+    "Forming",
+    "Group",
+    "GroupLost",
+    "Leave",
     "Relay",
+    "Relayed",
     "Probe",
     "Probed",
     "Message",
@@ -40,6 +46,7 @@ __all__ = [
     "Announcement",
     "ANNOUNCEMENTS",
     "WireLeaf",
+    "WireProcess",
     "model_to_wire",
     "model_from_wire",
     "SendTo",
@@ -49,6 +56,7 @@ __all__ = [
     "Average",
     "Lend",
     "Answer",
+    "Forward",
     "Serve",
     "Accumulate",
     "Contribution",
@@ -63,6 +71,10 @@ __all__ = [
 
 WireLeaf = tuple[str, tuple[int, ...], str]
 """A LeafSpec as it travels: path, shape, dtype."""
+
+WireProcess = tuple[str, str, str, str]
+"""One process of a group: its name, its address, its public CURVE key ("": none), and its token, which the connections
+of the others to it must carry."""
 
 MAX_LEAF_VALUES = 1 << 40
 Scalar = int | float | str | bool
@@ -85,7 +97,8 @@ def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
 class Hello:
     """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
 
-    role: "node", "observer", or "master": of a `shard`, which nodes reach at `address`.
+    role: "node", "observer", "process" (of a group, no node of the run), or "master": of a `shard`, which nodes reach
+    at `address`.
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
     use of it.
     """
@@ -317,11 +330,79 @@ class WorkUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
-    """Node to node through the hub: `other` is the receiver on the way up and the sender on the way down."""
+class JoinGroup:
+    """Process to hub: let me meet the others of `group`, of `size` processes who all give the same `description`.
 
-    other: str
-    body: bytes
+    rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.
+    """
+
+    group: str
+    size: int
+    rank: int = -1
+    description: str = ""
+    address: str = ""
+    key: str = ""
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """Hub to process: your group waits for `missing` more. here: the names of those who have come, in that order."""
+
+    group: str
+    here: tuple[str, ...]
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Hub to process: your group is complete, and you are its `rank`. members: by rank.
+
+    generation: one number for each group that was ever complete at this hub.
+    """
+
+    group: str
+    generation: int
+    rank: int
+    members: tuple[WireProcess, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """Hub to process: that rank of your group is gone for good, perhaps yourself. Process to hub: so I think; likewise
+    process to process, where the hub does not answer.  left: it said goodbye.
+    """
+
+    rank: int
+    why: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Process to process: I leave the group once you have had so many `messages` of mine."""
+
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Process to process through the hub: what comes behind it, `size` bytes. rank: the receiver's on the way up, the
+    sender's on the way down."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """The receiver of relayed messages has had `messages` more of them; to the sender, through the hub.
+
+    rank: the sender's on the way up, the receiver's on the way down.
+    """
+
+    rank: int
+    messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +445,13 @@ Message = (
     | Preempt
     | WorkRequest
     | WorkUnit
+    | JoinGroup
+    | Forming
+    | Group
+    | GroupLost
+    | Leave
     | Relay
+    | Relayed
     | Probe
     | Probed
 )
@@ -386,7 +473,13 @@ MESSAGES: tuple[type[Message], ...] = (
     Preempt,
     WorkRequest,
     WorkUnit,
+    JoinGroup,
+    Forming,
+    Group,
+    GroupLost,
+    Leave,
     Relay,
+    Relayed,
     Probe,
     Probed,
 )
@@ -467,6 +560,14 @@ class Answer:
 
     peer: PeerId
     probe: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Send a message to one peer on BULK, with the frames that came behind the one that this answers."""
+
+    peer: PeerId
+    message: Relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,5 +655,7 @@ class Send:
     message: Message
 
 
-HubEffect = SendTo | Broadcast | Expect | Found | Average | Lend | Serve | Answer | Accumulate | Reduce | Disconnect
+HubEffect = (
+    SendTo | Broadcast | Expect | Found | Average | Lend | Serve | Answer | Forward | Accumulate | Reduce | Disconnect
+)
 PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -42,6 +42,7 @@ from zmqtrain.protocol.messages import (
     Credit,
     Disconnect,
     Expect,
+    Forward,
     Found,
     Goodbye,
     Hello,
@@ -52,6 +53,8 @@ from zmqtrain.protocol.messages import (
     Publish,
     Reduce,
     Refused,
+    Relay,
+    Relayed,
     Report,
     Roster,
     Schedule,
@@ -67,6 +70,7 @@ from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.registration import Registration
+from zmqtrain.runtime.relays import Relays
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.settings import RunSettings
@@ -160,6 +164,8 @@ class Broker:
             )
         self.traffic = Traffic(channel, self._queue_bytes, self._lost)
         self.traffic.limit(self.share.limit())
+        self._relays = Relays(self.traffic)
+        self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -188,6 +194,7 @@ class Broker:
             while not self._stop.is_set():
                 self._see_rates()
                 self._carry_out(self.hub.tick(time.monotonic()))
+                self._relays.pump_all()
                 for peer in self.traffic.idle_holders():
                     text = "granted chunks, and none came for longer than they take on a slow link"
                     self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
@@ -306,10 +313,14 @@ class Broker:
             self.traffic.heard(len(frames[0]))
             self.traffic.acknowledged(peer, message)
         else:
-            if isinstance(message, Probe) and sum(len(frame) for frame in frames[1:]) != message.size:
-                raise FramingError(f"a probe says that it has {message.size} bytes of padding, and has others")
+            self._behind = frames[1:]
+            if isinstance(message, Probe | Relay) and sum(len(frame) for frame in self._behind) != message.size:
+                raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
             self.traffic.heard(sum(len(frame) for frame in frames))
             self._carry_out(self.hub.receive(peer, message, now))
+            self._behind = ()
+            if isinstance(message, Relayed):
+                self._relays.pump(peer)
             if isinstance(message, Hello):
                 self._limit(peer)
             if isinstance(message, Report) and message.scores and self._events is not None:
@@ -393,6 +404,8 @@ class Broker:
                 self._job(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
             case Answer(peer, probe):
                 self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
+            case Forward(peer, message):
+                self._relays.forward(peer, message, self._behind)
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 
@@ -456,16 +469,18 @@ class Broker:
             self._carry_out(self.hub.broken(peer, announcement.transfer, "model", str(error), now))
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
-        level = {"goodbye": logging.INFO, "observer": logging.DEBUG}.get(reason, logging.WARNING)
+        levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
+        level = levels.get(reason, logging.WARNING)
         if reason == "again":
             logger.info("%s", text)
         elif reason == "master":
             logger.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
         else:
             logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
-        if self._events is not None and reason not in ("observer", "master"):
+        if self._events is not None and reason not in ("observer", "process", "master"):
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self.traffic.forget(peer)
+        self._relays.forget(peer)
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
 
     # ------------------------------------------------------------------ the codec thread

@@ -136,6 +136,22 @@ class Traffic:
             self.bytes_sent += moved
             self._sending.pay(moved, time.monotonic())
 
+    def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
+        """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
+
+        One to a peer that is gone is dropped: `lost` is told when that is sent something else.
+        """
+        try:
+            self._channel.send(peer, Lane.BULK, frames)
+        except ChannelFull:
+            return False
+        except (PeerLost, ChannelClosed):
+            return True
+        moved = sum(len(frame) for frame in frames)
+        self.bytes_sent += moved
+        self._sending.pay(moved, time.monotonic())
+        return True
+
     def send_snapshot(
         self,
         peer: PeerId,

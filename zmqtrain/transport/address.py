@@ -43,7 +43,7 @@ def is_loopback(address: str) -> bool:
 def local_address(host: str = ROUTED_NOWHERE[0], port: int = ROUTED_NOWHERE[1]) -> str:
     """Return the number of the interface by which this machine reaches a host (the outside); "" if it does not know."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             return str(probe.getsockname()[0])
     except OSError:

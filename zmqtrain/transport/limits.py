@@ -25,8 +25,9 @@ __all__ = [
 MAX_WIRE_FRAME_BYTES = MAX_FRAME_BYTES + (64 << 10)
 """The largest frame that a connection survives: one payload frame, and 64 KiB for whoever counts its head into it."""
 
-MAX_MESSAGE_FRAMES = 4
-"""A control message is one frame and a chunk two; the others are room for a later version to be understood."""
+MAX_MESSAGE_FRAMES = 6
+"""A control message is one frame, a chunk two, and a message of a group that is relayed five; the other is room for a
+later version to be understood."""
 
 MAX_PEER_ID_BYTES = 200
 """A ZeroMQ routing id holds 255 bytes; one is the lane, and the rest stays free."""

@@ -254,10 +254,13 @@ async def _terminate(context: zmq.Context[zmq.SyncSocket]) -> None:
 
 
 class RouterChannel:
-    """The hub's end (a `HubChannel`): one port for both lanes of every node.  Made by `bind`."""
+    """The hub's end (a `HubChannel`): one port for both lanes of every node.  Made by `bind`.
+
+    context: libzmq's threads, for channels beside this one.
+    """
 
     def __init__(self, context: zmq.Context[zmq.SyncSocket], socket: zmq.SyncSocket, address: str) -> None:
-        self._context, self._address = context, address
+        self.context, self._address = context, address
         self._incoming = Gate()
         self._port = _Port(socket, self._incoming, Gate())
         self._fairness = Fairness()
@@ -344,7 +347,7 @@ class RouterChannel:
         self._closed = True
         self._incoming.open()
         self._port.close(linger_seconds)
-        await _terminate(self._context)
+        await _terminate(self.context)
 
 
 def _sender(routing_id: bytes) -> tuple[PeerId, Lane] | None:
@@ -365,10 +368,16 @@ class DealerChannel:
     libzmq connects in the background, and again when the connection is lost; until it is there, what is sent queues.
     """
 
-    def __init__(self, address: str, peer: PeerId, configure: Callable[[zmq.SyncSocket], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        peer: PeerId,
+        configure: Callable[[zmq.SyncSocket], None],
+        context: zmq.Context[zmq.SyncSocket] | None = None,
+    ) -> None:
         self.address, self.peer = address, peer
-        self._configure = configure
-        self._context: zmq.Context[zmq.SyncSocket] = zmq.Context()
+        self._configure, self._shares = configure, context is not None
+        self._context: zmq.Context[zmq.SyncSocket] = context or zmq.Context()
         self._incoming = Gate()
         self._writable = {lane: Gate() for lane in Lane}
         self._ports: dict[Lane, _Port] = {}
@@ -379,16 +388,24 @@ class DealerChannel:
             self._open()
         except BaseException:
             self._close_ports(0.0)
-            self._context.term()
+            if not self._shares:
+                self._context.term()
             raise
 
     @classmethod
     def connect(
-        cls, address: str, *, peer: PeerId, keys: CurveKeys | None = None, server_key: bytes | None = None
+        cls,
+        address: str,
+        *,
+        peer: PeerId,
+        keys: CurveKeys | None = None,
+        server_key: bytes | None = None,
+        beside: RouterChannel | None = None,
     ) -> DealerChannel:
         """Connect to the hub at `address` as `peer`.  Call it in a running loop; it does not wait for the hub.
 
         server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is only a server_key).
+        beside: a channel of this process, with which this one shares libzmq's threads; it must be closed after this.
         Raise ConfigError for an address, a name or keys that cannot be used.
         """
         host, port = parse_address(address)
@@ -409,7 +426,7 @@ class DealerChannel:
                 socket.curve_serverkey = server_key
                 socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
 
-        return cls(address, peer, configure)
+        return cls(address, peer, configure, beside.context if beside is not None else None)
 
     def _open(self) -> None:
         for lane in Lane:
@@ -439,6 +456,16 @@ class DealerChannel:
     def _check_open(self) -> None:
         if self._closed:
             raise ChannelClosed(f"the channel of {self.peer} to {self.address} is closed")
+
+    def try_send(self, lane: Lane, frames: Sequence[Buffer]) -> bool:
+        """Send one message as `send` does, but never wait: False if the lane is full."""
+        check_message(frames)
+        self._check_open()
+        try:
+            self._ports[lane].send(frames)
+        except zmq.Again:
+            return False
+        return True
 
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; wait while the lane is full.
@@ -494,4 +521,5 @@ class DealerChannel:
         self._closed = True
         self._wake_all()
         self._close_ports(linger_seconds)
-        await _terminate(self._context)
+        if not self._shares:
+            await _terminate(self._context)

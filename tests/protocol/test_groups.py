@@ -1,0 +1,405 @@
+"""Groups at the hub: who meets whom, who is refused and why, who is lost, what may be on its way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.protocol.groups import (
+    MAX_DESCRIPTION,
+    MAX_GROUP_NAME,
+    MAX_GROUPS,
+    MAX_PROCESSES,
+    RELAY_BYTES,
+    RELAY_MESSAGES,
+    Groups,
+    list_names,
+)
+from zmqtrain.protocol.members import Member, MemberState
+from zmqtrain.protocol.messages import Forming, Forward, Group, GroupLost, JoinGroup, Refused, Relay, Relayed, SendTo
+
+ASKED = JoinGroup("default", 3, address="tcp://10.0.0.1:5000", token="0a")
+
+
+def process(peer):
+    return Member(peer, peer.partition("#")[0], MemberState.PROCESS, 0.0, 0.0)
+
+
+def join(groups, peer, now=0.0, **changes):
+    return groups.join(process(peer), replace(ASKED, address=f"tcp://{peer[0]}:5000", **changes), now)
+
+
+def met(*peers, **changes):
+    groups = Groups()
+    for peer in peers:
+        effects = join(groups, peer, size=len(peers), **changes)
+    return groups, effects
+
+
+def told(effects, kind):
+    return {effect.peer: effect.message for effect in effects if isinstance(effect.message, kind)}
+
+
+def refusal(effects):
+    ((_, refused),) = told(effects, Refused).items()
+    assert refused.reason == "group"
+    return refused.text
+
+
+# ---------------------------------------------------------------------- meeting
+
+
+def test_who_comes_last_completes_the_group_and_ranks_are_by_arrival():
+    groups = Groups()
+    assert join(groups, "a") == [SendTo("a", Forming("default", ("a",), 2))]
+    assert join(groups, "b") == [SendTo("b", Forming("default", ("a", "b"), 1))]
+    groups_told = told(join(groups, "c"), Group)
+    assert [groups_told[peer].rank for peer in "abc"] == [0, 1, 2]
+    assert len({one.members for one in groups_told.values()}) == 1
+    assert groups_told["a"].members[1] == ("b", "tcp://b:5000", "", "0a")
+
+
+def test_who_asks_for_a_rank_has_it_and_the_others_fill_the_rest():
+    groups = Groups()
+    join(groups, "a"), join(groups, "b", rank=0)
+    groups_told = told(join(groups, "c"), Group)
+    assert {peer: one.rank for peer, one in groups_told.items()} == {"a": 1, "b": 0, "c": 2}
+
+
+def test_a_group_of_one_is_complete_at_once():
+    _, effects = met("a")
+    assert told(effects, Group)["a"].rank == 0
+
+
+def test_who_waits_is_told_now_and_then_who_has_come_and_gone():
+    groups = Groups()
+    join(groups, "a")
+    assert groups.tick(0.0) == []
+    join(groups, "b")
+    both = Forming("default", ("a", "b"), 1)
+    assert groups.tick(0.1) == [SendTo("a", both), SendTo("b", both)]
+    groups.gone("a", "crashed")
+    assert groups.tick(0.2) == []
+    assert groups.tick(0.7) == [SendTo("b", Forming("default", ("b",), 2))]
+    groups.gone("b", "crashed")
+    assert groups.tick(9.9) == []
+
+
+def test_a_group_of_which_all_have_gone_before_it_met_can_be_another():
+    groups = Groups()
+    join(groups, "a")
+    groups.gone("a", "crashed")
+    assert told(join(groups, "b", size=1, description="other"), Group)
+
+
+def test_groups_of_other_names_do_not_meet():
+    groups = Groups()
+    join(groups, "a", size=2), join(groups, "b", size=2, group="other")
+    assert told(join(groups, "c", size=2), Group).keys() == {"a", "c"}
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_another_size_is_refused_naming_both():
+    groups = Groups()
+    join(groups, "pc-1#1")
+    text = refusal(join(groups, "pc-2#1", size=4))
+    assert "pc-1 forms the group 'default' for 3 processes, pc-2 wants one of 4" in text and "same size" in text
+
+
+def test_another_description_is_refused_naming_both():
+    groups = Groups()
+    join(groups, "pc-1#1", description="ring")
+    text = refusal(join(groups, "pc-2#1", description="tree"))
+    assert "pc-1 is for 'ring', pc-2 for 'tree'" in text and "same program" in text
+
+
+def test_a_rank_that_is_taken_is_refused_naming_who_has_it():
+    groups = Groups()
+    join(groups, "pc-1#1", rank=2)
+    assert "taken, by pc-1: give pc-2 another one of 0 to 2, or none" in refusal(join(groups, "pc-2#1", rank=2))
+
+
+def test_nobody_else_comes_into_a_complete_group():
+    groups, _ = met("pc-1#1", "pc-2#1")
+    text = refusal(join(groups, "pc-3#1", size=2))
+    assert "complete: pc-1, pc-2 are in it" in text and "another name" in text
+
+
+def test_a_complete_group_is_formed_anew_by_those_who_are_in_it():
+    groups, effects = met("pc-1#1", "pc-2#1")
+    first = told(effects, Group)["pc-1#1"].generation
+    join(groups, "pc-1#2", size=2)
+    again = told(join(groups, "pc-2#2", size=2), Group)
+    assert again.keys() == {"pc-1#2", "pc-2#2"} and again["pc-1#2"].generation > first
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_group_is_formed_anew_by_anybody_once_somebody_of_it_is_gone(left):
+    groups, _ = met("pc-1#1", "pc-2#1")
+    groups.gone("pc-1#1", "gone", left)
+    join(groups, "pc-3#1", size=2)
+    assert told(join(groups, "pc-4#1", size=2), Group).keys() == {"pc-3#1", "pc-4#1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group": ""}, "1 to 64 printable"),
+        ({"group": "a" * (MAX_GROUP_NAME + 1)}, "1 to 64 printable"),
+        ({"group": "a\n"}, "1 to 64 printable"),
+        ({"size": 0}, "1 to 256 processes, not 0"),
+        ({"size": MAX_PROCESSES + 1}, "1 to 256 processes, not 257"),
+        ({"rank": 3}, "ranks are 0 to 2"),
+        ({"rank": -2}, "ranks are 0 to 2"),
+        ({"description": "a" * (MAX_DESCRIPTION + 1)}, "at most 1024"),
+        ({"address": "udp://x:1"}, "tcp://HOST:PORT"),
+        ({"address": "tcp://x:0"}, "tcp://HOST:PORT"),
+        ({"address": f"tcp://{'x' * 300}:1"}, "tcp://HOST:PORT"),
+        ({"key": "short"}, "40 characters"),
+        ({"token": ""}, "letters and digits"),
+        ({"token": "a@b"}, "letters and digits"),
+        ({"token": "a" * 65}, "letters and digits"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(changes, words):
+    groups = Groups()
+    assert words in refusal(groups.join(process("a"), replace(ASKED, **changes), 0.0))
+    assert groups.tick(9.0) == [] and groups.gone("a", "crashed") == []
+
+
+def test_a_hub_has_so_many_groups_and_no_more():
+    groups = Groups()
+    for number in range(MAX_GROUPS):
+        join(groups, f"a{number}", group=f"g{number}", size=1 + number % 2)
+    assert f"{MAX_GROUPS} groups already" in refusal(join(groups, "b", group="one more"))
+    groups.gone("a0", "done")
+    assert told(join(groups, "b", group="one more"), Forming)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_nobody_asks_twice(complete):
+    groups = Groups()
+    join(groups, "a", size=1 if complete else 2)
+    with pytest.raises(RemoteProtocolError, match="second JoinGroup"):
+        join(groups, "a", group="other")
+
+
+def test_many_names_are_not_all_said():
+    assert list_names("abc") == "a, b, c"
+    assert list_names(str(number) for number in range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+# ---------------------------------------------------------------------- parting
+
+
+def test_all_that_are_left_are_told_of_the_same_rank():
+    groups, _ = met(*"abc")
+    assert told(groups.gone("b", "silent for 2.0 s"), GroupLost) == dict.fromkeys(
+        "ac", GroupLost(1, "silent for 2.0 s")
+    )
+    assert groups.gone("b", "again") == []
+    assert told(groups.gone("a", "it has left", left=True), GroupLost) == {"c": GroupLost(0, "it has left", True)}
+    assert groups.gone("c", "last") == []
+
+
+def test_an_accusation_is_told_to_all_the_accused_too_and_the_first_counts():
+    groups, _ = met(*"abc")
+    effects = groups.accused(process("a"), GroupLost(1, "silent"), 0.0)
+    assert told(effects, GroupLost) == dict.fromkeys("abc", GroupLost(1, "silent (noticed by a)"))
+    assert groups.accused(process("c"), GroupLost(1, "silent"), 0.0) == []
+    assert groups.accused(process("b"), GroupLost(0, "silent"), 0.0) == [], "who is lost is not listened to"
+
+
+def test_an_accusation_of_nobody_costs_who_says_it():
+    groups, _ = met(*"ab")
+    with pytest.raises(RemoteProtocolError, match="GroupLost of rank 2"):
+        groups.accused(process("a"), GroupLost(2, "silent"), 0.0)
+
+
+# ---------------------------------------------------------------------- through the hub
+
+
+def test_a_message_is_passed_on_with_the_senders_rank_and_its_arrival_is_told():
+    groups, _ = met(*"ab")
+    assert groups.relay(process("a"), Relay(1, 100), 0.0) == [Forward("b", Relay(0, 100))]
+    assert groups.relayed(process("b"), Relayed(0, 1), 0.0) == [SendTo("a", Relayed(1, 1))]
+
+
+@pytest.mark.parametrize("rank", [0, 2, -1])
+def test_a_message_to_a_rank_that_is_not_another_costs_its_sender(rank):
+    groups, _ = met(*"ab")
+    with pytest.raises(RemoteProtocolError, match="Relay"):
+        groups.relay(process("a"), Relay(rank, 1), 0.0)
+
+
+def test_what_is_on_its_way_of_one_process_is_bounded_over_all_it_sends_to():
+    groups, _ = met(*"abc")
+    groups.relay(process("a"), Relay(1, RELAY_BYTES - 10), 0.0)
+    groups.relay(process("a"), Relay(2, 10), 0.0)
+    groups.relay(process("b"), Relay(2, 4 * RELAY_BYTES), 0.0)  # alone, and of another
+    with pytest.raises(RemoteProtocolError, match="window"):
+        groups.relay(process("a"), Relay(1, 1), 0.0)
+    groups.relayed(process("c"), Relayed(0, 1), 0.0)
+    for _ in range(RELAY_MESSAGES - 1):
+        groups.relay(process("a"), Relay(1, 0), 0.0)
+    with pytest.raises(RemoteProtocolError, match="window"):
+        groups.relay(process("a"), Relay(1, 0), 0.0)
+
+
+@pytest.mark.parametrize("messages", [0, 2, -1])
+def test_nobody_says_that_more_has_come_than_was_sent(messages):
+    groups, _ = met(*"ab")
+    groups.relay(process("a"), Relay(1, 100), 0.0)
+    with pytest.raises(RemoteProtocolError, match="not on its way"):
+        groups.relayed(process("b"), Relayed(0, messages), 0.0)
+
+
+def test_what_was_on_its_way_to_who_is_lost_takes_no_room_any_more():
+    groups, _ = met(*"abc")
+    groups.relay(process("a"), Relay(1, RELAY_BYTES), 0.0)
+    groups.gone("b", "killed")
+    assert groups.relay(process("a"), Relay(1, 100), 0.0) == []
+    assert groups.relay(process("a"), Relay(2, RELAY_BYTES), 0.0) == [Forward("c", Relay(0, RELAY_BYTES))]
+    assert groups.relay(process("b"), Relay(2, 1), 0.0) == [], "it does not know yet that it is lost"
+
+
+# ---------------------------------------------------------------------- whatever they do
+
+PEERS = [f"{name}#{number}" for name in "abcd" for number in "12"]
+NAMES = st.sampled_from(["red", "blue"])
+
+
+class GroupsMachine(RuleBasedStateMachine):
+    """A hub's groups, its processes, and a ledger of what each was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups, self.now = Groups(), 0.0
+        self.waiting = {}  # peer -> group
+        self.within = {}  # peer -> (generation, rank), of those who are in a complete group
+        self.members = {}  # generation -> {rank: peer}, of those who were told
+        self.lost = {}  # peer -> ranks that it was told are lost, in order
+        self.on_their_way = {}  # sender -> [(receiver, size)]
+
+    def carry_out(self, effects):
+        for effect in effects:
+            if isinstance(effect, Forward):
+                continue
+            peer, message = effect.peer, effect.message
+            match message:
+                case Group():
+                    self.waiting.pop(peer)
+                    self.within[peer] = (message.generation, message.rank)
+                    self.lost[peer] = []
+                    others = self.members.setdefault(message.generation, {})
+                    assert message.rank not in others and len(others) < len(message.members)
+                    others[message.rank] = peer
+                case GroupLost():
+                    assert peer in self.within and message.rank not in self.lost[peer]
+                    self.lost[peer].append(message.rank)
+                case Forming():
+                    assert peer in self.waiting and message.missing > 0
+                    assert len(message.here) == sum(one == message.group for one in self.waiting.values())
+                case Refused():
+                    assert peer in self.waiting and message.text
+                    del self.waiting[peer]
+                case Relayed():
+                    assert peer in self.within
+
+    def out(self, peer):
+        generation, rank = self.within.pop(peer)
+        self.on_their_way.pop(peer, None)
+        self.on_their_way = {
+            sender: [one for one in sent if one[0] != peer] for sender, sent in self.on_their_way.items()
+        }
+        for other in self.others(generation):
+            assert rank in self.lost[other]
+
+    def others(self, generation):
+        return [peer for peer, (one, _) in self.within.items() if one == generation]
+
+    @rule(peer=st.sampled_from(PEERS), group=NAMES, size=st.integers(1, 4), rank=st.integers(-1, 3))
+    def join(self, peer, group, size, rank):
+        if peer in self.waiting or peer in self.within:
+            return
+        self.waiting[peer] = group
+        self.carry_out(join(self.groups, peer, self.now, group=group, size=size, rank=rank))
+
+    @rule(peer=st.sampled_from(PEERS), left=st.booleans())
+    def go(self, peer, left):
+        was = self.within.get(peer)
+        self.waiting.pop(peer, None)
+        self.carry_out(self.groups.gone(peer, "gone", left))
+        if was:
+            self.out(peer)
+
+    @precondition(lambda self: self.within)
+    @rule(data=st.data(), rank=st.integers(0, 3))
+    def accuse(self, data, rank):
+        peer = data.draw(st.sampled_from(sorted(self.within)))
+        generation, _ = self.within[peer]
+        if rank not in self.members[generation]:
+            return
+        accused = self.members[generation][rank]
+        effects = self.groups.accused(process(peer), GroupLost(rank, "silent"), self.now)
+        assert bool(effects) == (accused in self.others(generation))
+        self.carry_out(effects)
+        if effects:
+            self.out(accused)
+
+    @precondition(lambda self: self.within)
+    @rule(data=st.data(), size=st.sampled_from([0, 1 << 10, 1 << 20, RELAY_BYTES, 4 * RELAY_BYTES]))
+    def relay(self, data, size):
+        peer = data.draw(st.sampled_from(sorted(self.within)))
+        others = [other for other in self.others(self.within[peer][0]) if other != peer]
+        if not others:
+            return
+        other = data.draw(st.sampled_from(others))
+        sent = self.on_their_way.setdefault(peer, [])
+        fits = len(sent) < RELAY_MESSAGES and (not sent or sum(size for _, size in sent) + size <= RELAY_BYTES)
+        try:
+            (effect,) = self.groups.relay(process(peer), Relay(self.within[other][1], size), self.now)
+        except RemoteProtocolError:
+            assert not fits
+        else:
+            assert fits and effect == Forward(other, Relay(self.within[peer][1], size))
+            sent.append((other, size))
+
+    @precondition(lambda self: any(self.on_their_way.values()))
+    @rule(data=st.data())
+    def take(self, data):
+        sender = data.draw(st.sampled_from(sorted(peer for peer, sent in self.on_their_way.items() if sent)))
+        receiver, _ = self.on_their_way[sender].pop(0)
+        relayed = Relayed(self.within[sender][1], 1)
+        assert self.groups.relayed(process(receiver), relayed, self.now) == [
+            SendTo(sender, Relayed(self.within[receiver][1], 1))
+        ]
+
+    @rule(seconds=st.sampled_from([0.1, 1.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.carry_out(self.groups.tick(self.now))
+
+    @invariant()
+    def those_of_one_group_were_told_the_same(self):
+        for generation in self.members:
+            told = [self.lost[peer] for peer in self.others(generation)]
+            assert all(one == told[0] for one in told)
+            here = {self.within[peer][1] for peer in self.others(generation)}
+            assert not told or here | set(told[0]) == set(self.members[generation])
+
+    def teardown(self):
+        for peer in PEERS:
+            self.go(peer, True)
+        assert not self.groups._forming and not self.groups._complete and not self.groups._in
+
+
+TestGroups = GroupsMachine.TestCase
+TestGroups.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,296 @@
+"""Let processes meet in groups: who is which rank, who is missing, who is gone, what goes through the hub (pure).
+
+Rule 1: a process is refused with a sentence that says what to do; who waits is told who is here and how many are
+missing.  Rule 2: the hub alone says who of a group is lost, to all in one order: the first word about a rank counts,
+and who is lost is not listened to any more.  Rule 3: a complete group takes nobody in; the same name can be formed anew
+once somebody of it is gone, or by those who are in it.  Rule 4: everything is bounded: groups, processes, the length of
+what they say, and what is on its way through the hub of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.protocol.masters import ADDRESS
+from zmqtrain.protocol.members import Member
+from zmqtrain.protocol.messages import (
+    Forming,
+    Forward,
+    Group,
+    GroupLost,
+    HubEffect,
+    JoinGroup,
+    Message,
+    Refused,
+    Relay,
+    Relayed,
+    SendTo,
+    WireProcess,
+)
+from zmqtrain.types import PeerId
+
+__all__ = [
+    "MAX_GROUPS",
+    "MAX_PROCESSES",
+    "MAX_GROUP_NAME",
+    "MAX_DESCRIPTION",
+    "RELAY_MESSAGES",
+    "RELAY_BYTES",
+    "SILENCE_SECONDS",
+    "LATE_SECONDS",
+    "Groups",
+    "list_names",
+]
+
+MAX_GROUPS, MAX_PROCESSES = 64, 256
+"""Groups at one hub, complete or not; processes of one."""
+MAX_GROUP_NAME, MAX_DESCRIPTION = 64, 1024
+"""Characters."""
+MAX_WHY, MAX_ADDRESS, MAX_TOKEN = 300, 200, 64
+RELAY_MESSAGES, RELAY_BYTES = 16, 4 << 20
+"""What of one process may be on its way through the hub, to all others together: so many messages, and so many bytes or
+one message."""
+SILENCE_SECONDS = 2.0
+"""A process that says nothing for so long is lost."""
+LATE_SECONDS = 0.5
+"""Who looks for silence, and has not looked for longer than this, was busy or stopped himself: the rest of that time is
+nobody's silence."""
+FORMING_SECONDS = 0.5
+"""So often at most all who wait are told that others have come or gone."""
+SHOWN_NAMES = 8
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Return names for a sentence: the first eight, and how many more there are."""
+    all_names = list(names)
+    more = len(all_names) - SHOWN_NAMES
+    return ", ".join(all_names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(eq=False)
+class _Forming:
+    """A group that is not complete: who waits, in the order of their coming."""
+
+    size: int
+    description: str
+    first: str
+    waiting: dict[PeerId, tuple[str, JoinGroup]] = field(default_factory=dict)
+    told_at: float = float("-inf")
+    news: bool = False
+
+
+@dataclass(eq=False)
+class _Complete:
+    """A group that has met. here: the ranks that are left.  on_their_way: by sender and receiver the sizes of what the
+    hub relays, oldest first."""
+
+    group: str
+    names: tuple[str, ...]
+    here: dict[PeerId, int]
+    on_their_way: dict[int, dict[int, deque[int]]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return len(self.here) == len(self.names)
+
+    def peer(self, rank: int) -> PeerId | None:
+        return next((peer for peer, one in self.here.items() if one == rank), None)
+
+
+class Groups:
+    """All groups at one hub. handlers: what of a process's messages is taken by which of the methods below."""
+
+    def __init__(self) -> None:
+        self._forming: dict[str, _Forming] = {}
+        self._complete: list[_Complete] = []
+        self._in: dict[PeerId, _Complete] = {}
+        self._generation = 0
+        self.handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
+            JoinGroup: self.join,
+            GroupLost: self.accused,
+            Relay: self.relay,
+            Relayed: self.relayed,
+        }
+
+    # ------------------------------------------------------------------ meeting
+
+    def join(self, member: Member, asked: JoinGroup, now: float) -> list[HubEffect]:
+        """Let a process wait for its group, which may now be complete; or refuse it.
+
+        Raises RemoteProtocolError if it is in one, or waits for one.
+        """
+        peer = member.peer
+        if peer in self._in or any(peer in forming.waiting for forming in self._forming.values()):
+            raise RemoteProtocolError(peer, member.state.value, "a second JoinGroup")
+        if why := _unsound(asked) or self._unwelcome(member.name, asked):
+            return [SendTo(peer, Refused("group", why))]
+        forming = self._forming.setdefault(asked.group, _Forming(asked.size, asked.description, member.name))
+        forming.waiting[peer] = (member.name, asked)
+        if len(forming.waiting) == forming.size:
+            return self._meet(asked.group, self._forming.pop(asked.group))
+        forming.news = len(forming.waiting) > 1
+        return [SendTo(peer, _describe(asked.group, forming))]
+
+    def _unwelcome(self, name: str, asked: JoinGroup) -> str:
+        """Return why a sound wish cannot be fulfilled, "" if it can."""
+        forming = self._forming.get(asked.group)
+        if forming is None:
+            return self._not_again(name, asked)
+        if asked.size != forming.size:
+            return (
+                f"{forming.first} forms the group {asked.group!r} for {forming.size} processes, {name} wants one of "
+                f"{asked.size}: start all with the same size, or choose another name for the group"
+            )
+        if asked.description != forming.description:
+            return (
+                f"in the group {asked.group!r} {forming.first} is for {forming.description!r}, {name} for "
+                f"{asked.description!r}: start the same program with the same options, or choose another name for the "
+                "group"
+            )
+        for holder, other in forming.waiting.values():
+            if asked.rank >= 0 and other.rank == asked.rank:
+                return (
+                    f"rank {asked.rank} of the group {asked.group!r} is taken, by {holder}: give {name} another one of "
+                    f"0 to {asked.size - 1}, or none"
+                )
+        return ""
+
+    def _not_again(self, name: str, asked: JoinGroup) -> str:
+        for group in self._complete:
+            if group.group == asked.group and group.whole and name not in group.names:
+                return (
+                    f"the group {asked.group!r} is complete: {list_names(group.names)} are in it. Choose another name "
+                    "for the group, or start again when they have gone"
+                )
+        if len(self._forming) + len(self._complete) >= MAX_GROUPS:
+            return f"this broker has {MAX_GROUPS} groups already: end some of them, or use another broker"
+        return ""
+
+    def _meet(self, name: str, forming: _Forming) -> list[HubEffect]:
+        """Give everybody a rank: what they asked for, the others in the order of their coming."""
+        by_rank = {asked.rank: peer for peer, (_, asked) in forming.waiting.items() if asked.rank >= 0}
+        free = iter([rank for rank in range(forming.size) if rank not in by_rank])
+        by_rank |= {next(free): peer for peer, (_, asked) in forming.waiting.items() if asked.rank < 0}
+        members: list[WireProcess] = []
+        for rank in range(forming.size):
+            process, asked = forming.waiting[by_rank[rank]]
+            members.append((process, asked.address, asked.key, asked.token))
+        here = {by_rank[rank]: rank for rank in range(forming.size)}
+        complete = _Complete(name, tuple(member[0] for member in members), here)
+        self._complete.append(complete)
+        self._in |= dict.fromkeys(here, complete)
+        self._generation += 1
+        return [SendTo(peer, Group(name, self._generation, rank, tuple(members))) for peer, rank in here.items()]
+
+    def tick(self, now: float) -> list[HubEffect]:
+        """Tell those who wait who has come or gone since they were told."""
+        effects: list[HubEffect] = []
+        for name, forming in self._forming.items():
+            if forming.news and now - forming.told_at >= FORMING_SECONDS:
+                forming.news, forming.told_at = False, now
+                told = _describe(name, forming)
+                effects += [SendTo(peer, told) for peer in forming.waiting]
+        return effects
+
+    # ------------------------------------------------------------------ parting
+
+    def gone(self, peer: PeerId, why: str, left: bool = False) -> list[HubEffect]:
+        """Take note that a process is not here any more (left: by its own will), and tell the others of its group."""
+        if (group := self._in.get(peer)) is not None:
+            return self._lose(group, peer, why, left)
+        for name, forming in self._forming.items():
+            if peer in forming.waiting:
+                del forming.waiting[peer]
+                forming.news = True
+                if forming.waiting:
+                    forming.first = next(iter(forming.waiting.values()))[0]
+                else:
+                    del self._forming[name]
+                break
+        return []
+
+    def accused(self, member: Member, lost: GroupLost, now: float) -> list[HubEffect]:
+        """Believe a process that says that a rank of its group is gone, and tell all, the lost one too.
+
+        What is known already, and what somebody says who is lost himself, is no news. Raises RemoteProtocolError for a
+        rank that there is not.
+        """
+        if (group := self._in.get(member.peer)) is None:
+            return []
+        if not 0 <= lost.rank < len(group.names):
+            raise RemoteProtocolError(member.peer, member.state.value, f"a GroupLost of rank {lost.rank}")
+        if (peer := group.peer(lost.rank)) is None:
+            return []
+        why = f"{lost.why[:MAX_WHY]} (noticed by {member.name})"
+        return [SendTo(peer, GroupLost(lost.rank, why)), *self._lose(group, peer, why, False)]
+
+    def _lose(self, group: _Complete, peer: PeerId, why: str, left: bool) -> list[HubEffect]:
+        del self._in[peer]
+        rank = group.here.pop(peer)
+        group.on_their_way.pop(rank, None)
+        for receivers in group.on_their_way.values():
+            receivers.pop(rank, None)
+        if not group.here:
+            self._complete.remove(group)
+        return [SendTo(other, GroupLost(rank, why[:MAX_WHY], left)) for other in group.here]
+
+    # ------------------------------------------------------------------ what goes through the hub
+
+    def relay(self, member: Member, relay: Relay, now: float) -> list[HubEffect]:
+        """Pass a message on, with what came behind it; nothing if its receiver, or its sender, is lost.
+
+        Raises RemoteProtocolError for more than may be on its way, and for a rank that cannot be sent to.
+        """
+        if (group := self._in.get(member.peer)) is None:
+            return []
+        rank = group.here[member.peer]
+        if not 0 <= relay.rank < len(group.names) or relay.rank == rank or relay.size < 0:
+            raise RemoteProtocolError(member.peer, member.state.value, f"a Relay of {relay.size} to rank {relay.rank}")
+        if (receiver := group.peer(relay.rank)) is None:
+            return []
+        receivers = group.on_their_way.setdefault(rank, {})
+        sizes = [size for waiting in receivers.values() for size in waiting]
+        if len(sizes) >= RELAY_MESSAGES or (sizes and sum(sizes) + relay.size > RELAY_BYTES):
+            raise RemoteProtocolError(member.peer, member.state.value, "a Relay beyond its window")
+        receivers.setdefault(relay.rank, deque()).append(relay.size)
+        return [Forward(receiver, Relay(rank, relay.size))]
+
+    def relayed(self, member: Member, relayed: Relayed, now: float) -> list[HubEffect]:
+        """Tell a sender that what it relayed is there. Raises RemoteProtocolError for what was not on its way."""
+        if (group := self._in.get(member.peer)) is None:
+            return []
+        sender, rank = group.peer(relayed.rank), group.here[member.peer]
+        if sender is None:
+            return []
+        waiting = group.on_their_way.get(relayed.rank, {}).get(rank, deque())
+        if not 1 <= relayed.messages <= len(waiting):
+            raise RemoteProtocolError(member.peer, member.state.value, "a Relayed of what was not on its way")
+        for _ in range(relayed.messages):
+            waiting.popleft()
+        return [SendTo(sender, Relayed(rank, relayed.messages))]
+
+
+def _describe(name: str, forming: _Forming) -> Forming:
+    here = tuple(process for process, _ in forming.waiting.values())
+    return Forming(name, here, forming.size - len(here))
+
+
+def _unsound(asked: JoinGroup) -> str:
+    """Return why nobody can ask for that, "" if one can."""
+    if not (1 <= len(asked.group) <= MAX_GROUP_NAME and asked.group.isprintable()):
+        return f"the name of a group has 1 to {MAX_GROUP_NAME} printable characters, not {asked.group[:80]!r}"
+    if not 1 <= asked.size <= MAX_PROCESSES:
+        return f"a group has 1 to {MAX_PROCESSES} processes, not {asked.size}"
+    if not -1 <= asked.rank < asked.size:
+        return f"rank {asked.rank} of {asked.size}: ranks are 0 to {asked.size - 1}; give one of these, or none"
+    if len(asked.description) > MAX_DESCRIPTION:
+        return f"a description of {len(asked.description)} characters: it has at most {MAX_DESCRIPTION}"
+    if len(asked.address) > MAX_ADDRESS or not ADDRESS.fullmatch(asked.address):
+        return f"{asked.address[:80]!r} is no address at which others reach this process: tcp://HOST:PORT"
+    if len(asked.key) not in (0, 40) or not 1 <= len(asked.token) <= MAX_TOKEN or not asked.token.isalnum():
+        return "the key has 40 characters or none, the token 1 to 64 letters and digits"
+    return ""

@@ -1,0 +1,116 @@
+"""Notice who of a group has gone: a process's watch over the others, and over itself (pure: `now` is an argument).
+
+Rule 1: silence is counted in time that was attended: a process that was stopped or busy itself accuses nobody for it.
+Rule 2: the hub judges, so that all are told the same; what it does not answer in time is declared here.
+Rule 3: who hears nobody at all, of several that it could hear, is itself the one that is cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS
+
+__all__ = ["BEAT_SECONDS", "VERDICT_SECONDS", "Accuse", "Declare", "CutOff", "Finding", "Vigil"]
+
+BEAT_SECONDS = 0.25
+"""So often a process shows the others, and the hub, that it lives."""
+UNREACHABLE_SECONDS = 0.3
+"""A connection that is gone for so long is not coming back: libzmq makes a broken one anew within 0.1 s."""
+VERDICT_SECONDS = 0.5
+"""A hub that does not answer an accusation for so long is not there."""
+CUT_OFF_SECONDS = 1.0
+"""Whoever was heard within this can be heard still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """Tell the hub that this rank is gone."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """This rank is gone, and no hub says so: tell the others."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """This process reaches nobody any more."""
+
+    why: str
+
+
+Finding = Accuse | Declare | CutOff
+
+
+class Vigil:
+    """One process's watch. attended: seconds since the beginning, as far as this process attended to them.
+
+    hub: whether there is one, as far as this process knows.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.attended, self._looked = 0.0, now
+        self.hub = True
+        self._hub_heard = 0.0
+        self._heard: dict[int, float] = {}
+        self._unreachable: dict[int, float] = {}
+        self._accused: dict[int, tuple[float, str]] = {}
+
+    @property
+    def hub_silence(self) -> float:
+        """How long the hub has been silent, in attended seconds."""
+        return self.attended - self._hub_heard
+
+    def watch(self, rank: int) -> None:
+        """Expect signs of life from this rank from now on."""
+        self._heard[rank] = self.attended
+
+    def forget(self, rank: int) -> None:
+        """Expect nothing of this rank: it is lost, or the hub watches it."""
+        for known in (self._heard, self._unreachable, self._accused):
+            known.pop(rank, None)
+
+    def heard(self, rank: int) -> None:
+        """Take note that a rank lives."""
+        if rank in self._heard:
+            self._heard[rank] = self.attended
+
+    def heard_hub(self) -> None:
+        """Take note that the hub lives."""
+        self._hub_heard = self.attended
+
+    def reached(self, rank: int, is_there: bool) -> None:
+        """Take note whether there is a connection to a rank that has had one."""
+        if is_there:
+            self._unreachable.pop(rank, None)
+        elif rank in self._heard:
+            self._unreachable.setdefault(rank, self.attended)
+
+    def tick(self, now: float) -> list[Finding]:
+        """Let time pass; return what was noticed, each once."""
+        self.attended += min(now - self._looked, LATE_SECONDS)
+        self._looked = now
+        findings: list[Finding] = []
+        for rank, heard in self._heard.items():
+            silent, gone = self.attended - heard, self.attended - self._unreachable.get(rank, self.attended)
+            if rank not in self._accused and (silent > SILENCE_SECONDS or gone > UNREACHABLE_SECONDS):
+                why = f"silent for {silent:.1f} s" if silent > SILENCE_SECONDS else "its connection is gone"
+                self._accused[rank] = (self.attended, why)
+                findings += [Accuse(rank, why)] if self.hub else [Declare(rank, why)]
+        due = [rank for rank, (since, _) in self._accused.items() if self.attended - since > VERDICT_SECONDS]
+        findings += [Declare(rank, self._accused[rank][1]) for rank in due]
+        if any(isinstance(finding, Declare) for finding in findings) and self._hears_nobody():
+            contacts = len(self._heard) + self.hub
+            return [CutOff(f"this process hears nobody any more, of {contacts} that it heard: is its cable in?")]
+        return findings
+
+    def _hears_nobody(self) -> bool:
+        signs = [*self._heard.values(), *([self._hub_heard] if self.hub else [])]
+        return len(signs) > 1 and self.attended - max(signs) > CUT_OFF_SECONDS
