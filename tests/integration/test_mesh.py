@@ -1,0 +1,174 @@
+"""Ports over real sockets: between threads and between processes, with losses, strangers, and through the hub."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from zmqtrain.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused, LocalProtocolError
+from zmqtrain.runtime.mesh import LEFT
+from zmqtrain.runtime.rendezvous import open_port
+
+from meshes import Remembering, broker, echoing, open_all, ports, send
+
+LOST_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with broker() as address:
+        yield address
+
+
+def test_messages_of_any_size_come_whole_and_in_order_to_all(hub):
+    sizes = [0, 1, 100, 70_000, 4 << 20, 3, 65_536, 12]
+    with ports(hub, 3, group="sizes") as (opened, listeners):
+        assert [port.rank for port in opened] == [0, 1, 2]
+        assert opened[1].names == ("pc-0", "pc-1", "pc-2")
+        for port in opened:
+            others = [rank for rank in range(3) if rank != port.rank]
+            for rank in others:
+                send(port, rank, *([b"%d" % index, bytes([port.rank]) * size] for index, size in enumerate(sizes)))
+        for rank, listener in enumerate(listeners):
+            listener.wait(lambda one: len(one.messages) == 2 * len(sizes))
+            for source in {0, 1, 2} - {rank}:
+                came = [frames for sender, frames in listener.messages if sender == source]
+                assert came == [[b"%d" % index, bytes([source]) * size] for index, size in enumerate(sizes)]
+        figures = opened[0].statistics()
+        assert figures.relayed == () and figures.strangers == 0
+        assert figures.messages_sent == figures.messages_received == 2 * len(sizes)
+        assert figures.bytes_sent == figures.bytes_received == 2 * (sum(sizes) + len(sizes))
+
+
+def test_what_came_before_the_listener_is_told_first_and_calls_keep_their_order(hub):
+    first, second = open_all(hub, 2, group="before")
+    send(first, 1, *([b"%d" % number] for number in range(50)))
+    done = []
+    second.call(lambda: done.append(len(done)))
+    listener = Remembering()
+    second.start(listener)
+    listener.wait(lambda one: len(one.messages) == 50 and one.ticks)
+    assert [frames for _, frames in listener.messages] == [[b"%d" % number] for number in range(50)] and done == [0]
+    first.close()
+    listener.wait(lambda one: one.lost == {0: LEFT})
+    second.close()
+    second.close()
+    second.call(lambda: done.append("never"))
+    assert done == [0]
+
+
+def test_what_a_port_cannot_send_is_refused_in_its_own_thread(hub):
+    with ports(hub, 2, group="wrong") as (opened, listeners):
+        errors = []
+
+        def attempt(rank, frames):
+            try:
+                opened[0].send(rank, frames)
+            except LocalProtocolError as error:
+                errors.append(str(error))
+
+        for rank, frames in ((0, [b"x"]), (2, [b"x"]), (1, []), (1, [bytes(5 << 20)])):
+            opened[0].call(lambda rank=rank, frames=frames: attempt(rank, frames))
+        send(opened[0], 1, [b"sound"])
+        listeners[1].wait(lambda one: one.messages)
+        assert len(errors) == 4 and listeners[1].messages == [(0, [b"sound"])]
+        with pytest.raises(LocalProtocolError, match="use call"):
+            opened[0].send(1, [b"x"])
+
+
+def test_a_listener_that_fails_is_said_and_told_further(hub, caplog):
+    class Failing(Remembering):
+        def on_message(self, rank, frames):
+            super().on_message(rank, frames)
+            raise ValueError("a mistake")
+
+    first, second = open_all(hub, 2, group="failing")
+    listener = Failing()
+    second.start(listener)
+    send(first, 1, [b"1"], [b"2"])
+    listener.wait(lambda one: len(one.messages) == 2)
+    first.close()
+    second.close()
+    assert "a mistake" in caplog.text
+
+
+# ---------------------------------------------------------------------- meeting
+
+
+def test_a_group_that_is_not_complete_in_time_says_who_is_here(hub):
+    with pytest.raises(CollectiveTimeout, match=r"'few' of 3 processes .*: alone is here, 2 missing"):
+        open_port(hub, 3, group="few", name="alone", timeout_seconds=0.3)
+
+
+def test_no_broker_is_said_with_what_to_do():
+    with pytest.raises(HubUnreachable, match="zmqtrain-broker"):
+        open_port("tcp://127.0.0.1:9", 2, timeout_seconds=0.2)
+
+
+def test_another_size_is_refused_naming_both(hub):
+    with ports(hub, 1, group="alone"), pytest.raises(JoinRefused, match="complete: pc-0"):
+        open_port(hub, 1, group="alone", name="late", timeout_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"size": 0}, "size must be 1 to 256"),
+        ({"size": 2, "rank": 2}, "rank must be 0 to 1"),
+        ({"size": 2, "name": "a#b"}, "name"),
+        ({"size": 2, "timeout_seconds": 0}, "above 0 s"),
+        ({"size": 2, "hub": "hub:5555"}, "tcp://HOST:PORT"),
+        ({"size": 2, "listen": "tcp://192.0.2.1:0"}, "no address of this machine"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anybody_is_asked(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        open_port(**{"hub": "tcp://127.0.0.1:9", **arguments})
+
+
+def test_after_a_loss_the_survivors_meet_again_under_the_same_name(hub):
+    with ports(hub, 3, group="again") as (opened, listeners):
+        opened[2].close()
+        for listener in listeners[:2]:
+            listener.wait(lambda one: one.lost == {2: LEFT})
+        with ports(hub, 2, group="again") as (anew, told):
+            send(anew[0], 1, [b"hello"])
+            told[1].wait(lambda one: one.messages == [(0, [b"hello"])])
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def test_who_leaves_is_lost_to_all_after_all_it_has_sent(hub):
+    with ports(hub, 3, group="leaver") as (opened, listeners):
+        for rank in (1, 2):
+            send(opened[0], rank, *([bytes(1 << 20)] for _ in range(8)))
+        opened[0].close(5.0)
+        for listener in listeners[1:]:
+            listener.wait(lambda one: one.lost)
+            assert listener.lost == {0: LEFT} and len(listener.messages) == 8
+        send(opened[1], 0, [b"too late"])
+        send(opened[1], 2, [b"still here"])
+        listeners[2].wait(lambda one: (1, [b"still here"]) in one.messages)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_killed_or_stopped_is_lost_to_all_soon(hub, number):
+    with echoing(hub, 4, range(2, 4)) as processes, ports(hub, 4, here=2) as (opened, listeners):
+        for rank in processes:
+            send(opened[0], rank, [b"are you there"])
+        listeners[0].wait(lambda one: len(one.messages) == 2)
+        began = time.monotonic()
+        os.kill(processes[3].pid, number)
+        for listener in listeners:
+            listener.wait(lambda one: 3 in one.lost)
+            assert listener.lost_at[3] - began < LOST_SECONDS and set(listener.lost) == {3}
+        assert processes[2].stdout.readline() == "ready\n"
+        assert processes[2].stdout.readline().startswith("lost 3 ")
+        if number == signal.SIGSTOP:
+            os.kill(processes[3].pid, signal.SIGCONT)
+            assert processes[3].stdout.readline() == "ready\n"
+            assert processes[3].stdout.readline().startswith("lost 3 "), "it is told that it is the one that is lost"

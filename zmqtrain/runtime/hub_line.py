@@ -1,0 +1,225 @@
+"""Be a process's line to the hub: meet the others of the group there, and keep in touch with it as long as they do.
+
+Rule 1: it lives in the loop of its `MeshPort`, and tells it what the hub says.  Rule 2: while the group meets, a hub
+that goes is waited for; once it has met, a hub that goes is gone for good (another one would not know the group), and
+the group lives on without it.  Rule 3: what goes through the hub waits here for room in the window that the hub allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from zmqtrain.errors import ChannelClosed, CollectiveTimeout, FramingError, HubUnreachable, JoinRefused
+from zmqtrain.protocol.framing import decode_message, encode_message
+from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, list_names
+from zmqtrain.protocol.messages import (
+    Forming,
+    Goodbye,
+    Group,
+    GroupLost,
+    Heartbeat,
+    Hello,
+    JoinGroup,
+    Message,
+    Refused,
+    Relay,
+    Relayed,
+    Welcome,
+)
+from zmqtrain.protocol.vigil import BEAT_SECONDS
+from zmqtrain.runtime.outgoing import Outgoing, keep
+from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.types import Buffer, Lane
+
+__all__ = ["HubListener", "HubLine"]
+
+LEAVE_LINGER_SECONDS = 0.2
+
+
+class HubListener(Protocol):
+    """Who is told what comes over the line, once the group has met."""
+
+    def on_hub_heard(self) -> None:
+        """The hub lives."""
+
+    def on_hub_gone(self, why: str) -> None:
+        """The hub is gone for good. Told once."""
+
+    def on_group_lost(self, lost: GroupLost) -> None:
+        """The hub says that a rank is lost."""
+
+    def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
+        """A message of that rank has come through the hub."""
+
+
+class HubLine:
+    """The line of one process. channel: to the hub at `address`, opened for this line alone.
+
+    there: whether the hub is, as far as is known.
+    """
+
+    def __init__(self, channel: DealerChannel, address: str, name: str) -> None:
+        self.address, self.name, self.there = address, name, True
+        self._channel = channel
+        self._control, self._bulk = Outgoing(channel, Lane.CONTROL), Outgoing(channel, Lane.BULK)
+        self._queued: deque[tuple[int, int, list[Buffer]]] = deque()  # rank, bytes, frames: not relayed yet
+        self._on_their_way: dict[int, deque[int]] = {}  # by rank the sizes of what is
+
+    # ------------------------------------------------------------------ meeting
+
+    async def meet(self, asked: JoinGroup, timeout_seconds: float) -> Group:
+        """Ask for a place in the group, and wait until all are here.
+
+        Raises HubUnreachable if no hub answers in time, JoinRefused if it refuses, CollectiveTimeout, which says who is
+        here, if processes are missing.
+        """
+        welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
+        beating = asyncio.create_task(self._beat_forever(asked))
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while True:
+                    match await self._next():
+                        case Welcome():
+                            welcomed = True
+                        case Forming() as told:
+                            forming = told
+                        case Group() as met:
+                            return met
+                        case Refused("unknown"):  # another hub than the one that was there
+                            self._ask(asked)
+                        case Refused(reason, text):
+                            raise JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
+        except TimeoutError:
+            if not welcomed:
+                raise HubUnreachable(
+                    f"no broker answers at {self.address} (waited {timeout_seconds:g} s). Start it on the hub: "
+                    "zmqtrain-broker; check the address, the port and the firewall; one with keys answers only who "
+                    "gives its server_key",
+                    self.address,
+                ) from None
+            raise CollectiveTimeout(_say_missing(asked, forming, timeout_seconds)) from None
+        finally:
+            beating.cancel()
+
+    def _ask(self, asked: JoinGroup) -> None:
+        self.say(Hello(self.name, "process"))
+        self.say(asked)
+
+    async def _beat_forever(self, asked: JoinGroup) -> None:
+        self._ask(asked)
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self.say(Heartbeat(time.monotonic()))
+
+    async def _next(self) -> Message | None:
+        _, frames = await self._channel.receive()
+        try:
+            return decode_message(frames[0])
+        except FramingError as error:
+            raise JoinRefused(f"the broker at {self.address} cannot be understood: {error}", "protocol") from error
+
+    # ------------------------------------------------------------------ keeping in touch
+
+    def say(self, message: Message) -> None:
+        """Send a control message."""
+        self._control.send([encode_message(message)])
+
+    def beat(self) -> None:
+        """Show the hub that this process lives."""
+        if self.there:
+            self.say(Heartbeat(time.monotonic()))
+
+    async def run(self, told: HubListener) -> None:
+        """Tell what comes, until the channel is closed or the hub is gone."""
+        with contextlib.suppress(ChannelClosed):
+            while self.there:
+                _, frames = await self._channel.receive()
+                try:
+                    message = decode_message(frames[0])
+                except FramingError as error:
+                    self.give_up(told, f"it cannot be understood: {error}")
+                    return
+                told.on_hub_heard()
+                self._take(told, message, frames)
+
+    def _take(self, told: HubListener, message: Message, frames: list[Buffer]) -> None:
+        match message:
+            case GroupLost():
+                told.on_group_lost(message)
+            case Relay(rank):
+                told.on_relayed(rank, frames[1:])
+                self.say(Relayed(rank, 1))
+            case Relayed(rank, messages):
+                waiting = self._on_their_way.get(rank, deque())
+                for _ in range(min(messages, len(waiting))):
+                    waiting.popleft()
+                self._pump()
+            case Goodbye(reason):
+                self.give_up(told, reason or "it said goodbye")
+            case Refused(_, text):
+                self.give_up(told, text)
+
+    def give_up(self, told: HubListener, why: str) -> None:
+        """Take the hub for gone, for good."""
+        if self.there:
+            self.there = False
+            self._queued.clear()
+            told.on_hub_gone(why)
+
+    # ------------------------------------------------------------------ through the hub
+
+    @property
+    def relayed_all(self) -> bool:
+        """Whether all that was to go through the hub has come to its receivers."""
+        return not self._queued and not any(self._on_their_way.values())
+
+    def relay(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Send a message to a rank through the hub, when the window has room for it."""
+        self._queued.append((rank, sum(memoryview(frame).nbytes for frame in frames), keep(frames)))
+        self._pump()
+
+    def forget(self, rank: int) -> None:
+        """Drop what is for a rank that is lost."""
+        self._queued = deque(one for one in self._queued if one[0] != rank)
+        self._on_their_way.pop(rank, None)
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._queued and self.there:
+            rank, size, frames = self._queued[0]
+            sizes = [one for waiting in self._on_their_way.values() for one in waiting]
+            if len(sizes) >= RELAY_MESSAGES or (sizes and sum(sizes) + size > RELAY_BYTES):
+                return
+            self._queued.popleft()
+            self._on_their_way.setdefault(rank, deque()).append(size)
+            self._bulk.send([encode_message(Relay(rank, size)), *frames])
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether nothing waits to be sent to the hub."""
+        return self._control.empty and self._bulk.empty
+
+    async def leave(self) -> None:
+        """Say goodbye, where no group has met, and close."""
+        self.say(Goodbye())
+        await self.close(LEAVE_LINGER_SECONDS)
+
+    async def close(self, linger_seconds: float) -> None:
+        """Close the channel."""
+        self._control.drop()
+        self._bulk.drop()
+        await self._channel.close(linger_seconds)
+
+
+def _say_missing(asked: JoinGroup, forming: Forming, seconds: float) -> str:
+    here = f"{list_names(forming.here)} {'is' if len(forming.here) == 1 else 'are'} here"
+    return (
+        f"the group {asked.group!r} of {asked.size} processes was not complete within {seconds:g} s: {here}, "
+        f"{forming.missing} missing. Start those that are missing with the same hub, group and size, or wait longer "
+        "(timeout_seconds)"
+    )
