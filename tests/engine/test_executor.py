@@ -207,6 +207,50 @@ def test_an_asynchronous_operation_holds_no_thread() -> None:
         assert engine.wait(sent, SECONDS) == "sent"
 
 
+class FakeRequest:
+    """A request that is over when it is told so."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+        self.followed = threading.Event()
+        self.error: Exception | None = None
+
+    def add_done_callback(self, call: Any) -> None:
+        self.call = call
+        self.followed.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        assert self.followed.wait(SECONDS)
+        self.error = error
+        self.call(self)
+
+    def wait(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return "result"
+
+
+def test_an_operation_ends_with_its_request_well_or_not(engine: zt.Engine) -> None:
+    good, bad = FakeRequest(), FakeRequest()
+    results = [engine.variable(), engine.variable()]
+    for request, result in zip((good, bad), results, strict=True):
+        engine.push_request(lambda request=request: request, mutate=[result])
+    good.end()
+    bad.end(OSError("cable"))
+    assert engine.wait(results[0], SECONDS) == "result"
+    with pytest.raises(OSError, match="cable"):
+        engine.wait(results[1], SECONDS)
+    results[1].value = None
+
+
+def test_an_operation_whose_request_cannot_begin_has_failed(engine: zt.Engine) -> None:
+    a = engine.variable()
+    engine.push_request(lambda: {}["request"], mutate=[a])
+    with pytest.raises(KeyError):
+        engine.wait(a, SECONDS)
+    a.value = None
+
+
 def test_priorities_decide_when_there_are_too_few_threads() -> None:
     order: list[int] = []
     with zt.Engine(1) as engine:

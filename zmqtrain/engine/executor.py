@@ -14,16 +14,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+from zmqtrain.engine.completion import Completion, OnComplete, Request, end_with_request
 from zmqtrain.engine.graph import Graph, Operation, State, Variable
 from zmqtrain.engine.trace import Span, chrome_trace, write_trace
 from zmqtrain.errors import ConfigError, EngineError, EngineTimeout
 
-__all__ = ["OnComplete", "Engine"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +33,6 @@ TRACED_OPERATIONS = 200_000
 """A trace holds so many operations, the latest: about 100 MB of memory."""
 
 NAMED_IN_TIMEOUT = 4
-
-
-class OnComplete(Protocol):
-    """What an operation of `push_async` calls when it has ended, once, from any thread."""
-
-    def __call__(self, error: BaseException | None = None, value: Any = None) -> None:
-        """Say that the operation has ended: with this error, or with this value for its first changed variable."""
 
 
 class Engine:
@@ -109,6 +104,21 @@ class Engine:
         returns. An exception of `fn` itself ends the operation too. The rest is as for `push`.
         """
         self._push(fn, read, mutate, priority, name, category, is_async=True)
+
+    def push_request(
+        self,
+        fn: Callable[[], Request],
+        read: Iterable[Variable] = (),
+        mutate: Iterable[Variable] = (),
+        priority: float = 0,
+        name: str | None = None,
+        category: str = "network",
+    ) -> None:
+        """Have `fn()` begin a request, as those of a communicator are: the operation ends when that is over, with its
+        result or its error, and holds no thread meanwhile. The rest is as for `push`.
+        """
+        _check_function(fn)
+        self._push(partial(end_with_request, fn), read, mutate, priority, name, category, is_async=True)
 
     def wait(self, variable: Variable, timeout_seconds: float | None = None) -> Any:
         """Wait until all that was pushed so far and changes this variable is done; return its value.
@@ -218,8 +228,7 @@ class Engine:
         *,
         is_async: bool,
     ) -> None:
-        if not callable(fn) or iscoroutinefunction(fn):
-            raise EngineError(f"{fn!r} cannot be pushed: a plain function is expected, that does its work when called")
+        _check_function(fn)
         if not isinstance(priority, int | float) or priority != priority:
             raise EngineError(f"a priority is a number, higher for what goes first, not {priority!r}")
         read, mutate = _listed("read", read), _listed("mutate", mutate)
@@ -246,7 +255,7 @@ class Engine:
         self._inside.operation = operation
         error: BaseException | None = None
         value = None
-        completion = _Completion(self, operation) if is_async else None
+        completion = Completion(operation.name, partial(self._finish, operation, track=None)) if is_async else None
         try:
             value = fn(completion) if is_async else fn()
         except BaseException as raised:
@@ -254,12 +263,12 @@ class Engine:
         finally:
             self._inside.operation = None
         if completion is None:
-            self._finish(operation, error, value, threading.current_thread().name)
-        elif error is not None and not completion.fail(error):
+            self._finish(operation, error, value, track=threading.current_thread().name)
+        elif error is not None and not completion.end(error):
             logger.error("%s raised after it had called on_complete", operation.name, exc_info=error)
         error = None  # its traceback holds this frame: without a circle both go when nobody holds the error
 
-    def _finish(self, operation: Operation, error: BaseException | None, value: Any, track: str | None) -> None:
+    def _finish(self, operation: Operation, error: BaseException | None, value: Any, *, track: str | None) -> None:
         ended = time.monotonic()
         if error is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"in {operation.name}, an operation of {self.name}")
@@ -344,33 +353,6 @@ class Engine:
                 raise EngineError(f"{variable.name} is a variable of another engine")
 
 
-class _Completion:
-    """The `on_complete` of one operation."""
-
-    def __init__(self, engine: Engine, operation: Operation) -> None:
-        self._engine, self._operation = engine, operation
-        self._once = threading.Lock()  # acquired by the first call, for good
-
-    def __call__(self, error: object = None, value: Any = None) -> None:
-        if error is None or isinstance(error, BaseException):
-            is_first = self._end(error, value)
-        else:
-            what = f"on_complete got {error!r} for an error: pass an exception, or on_complete(value=...)"
-            is_first = self._end(EngineError(what), None)
-        if not is_first:
-            raise EngineError(f"on_complete of {self._operation.name} was called twice")
-
-    def fail(self, error: BaseException) -> bool:
-        """End the operation with this error; False if it has ended before."""
-        return self._end(error, None)
-
-    def _end(self, error: BaseException | None, value: Any) -> bool:
-        if not self._once.acquire(blocking=False):
-            return False
-        self._engine._finish(self._operation, error, value, None)
-        return True
-
-
 def _span(operation: Operation, track: str | None, started: float, ended: float) -> Span:
     facts = {
         "read": [variable.name for variable in operation.read],
@@ -381,6 +363,11 @@ def _span(operation: Operation, track: str | None, started: float, ended: float)
         facts["error"] = repr(operation.failure.error)
     number, after = operation.number, operation.after
     return Span(number, operation.name, operation.category, track, started, ended, after, facts)
+
+
+def _check_function(fn: object) -> None:
+    if not callable(fn) or iscoroutinefunction(fn):
+        raise EngineError(f"{fn!r} cannot be pushed: a plain function is expected, that does its work when called")
 
 
 def _listed(what: str, variables: Iterable[Variable] | Variable) -> list[Variable]:
