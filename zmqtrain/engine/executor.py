@@ -272,6 +272,10 @@ class Engine:
         ended = time.monotonic()
         if error is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"in {operation.name}, an operation of {self.name}")
+        _kept = (
+            operation.work,
+            [variable.held for variable in operation.mutate[:1]],
+        )  # what it frees, outside of the lock
         with self._lock:
             started = self._started.pop(operation)
             done = self._graph.finish(operation, error, value)
