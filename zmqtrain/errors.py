@@ -26,6 +26,7 @@ __all__ = [
     "PeerLost",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "ReplicasDiffer",
     "AggregateTimeout",
     "EngineError",
     "EngineTimeout",
@@ -135,6 +136,15 @@ class CollectiveTimeout(ZmqTrainError):
     def __init__(self, message: str, waiting_for: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.waiting_for = waiting_for
+
+
+class ReplicasDiffer(ZmqTrainError):
+    """Processes that train in step hold different parameters: `leaf` names the first leaf, `ranks` who differs from
+    most."""
+
+    def __init__(self, message: str, leaf: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.leaf, self.ranks = leaf, ranks
 
 
 class AggregateTimeout(ZmqTrainError):

@@ -39,6 +39,8 @@ __all__ = [
     "ExchangeStatistics",
     "Clock",
     "Exchange",
+    "Turn",
+    "GradientExchange",
     "Channel",
     "HubChannel",
     "PortListener",
@@ -336,6 +338,74 @@ class Exchange(Protocol):
 
     def statistics(self) -> ExchangeStatistics:
         """Return the running figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What those who take part in a synchronous step have agreed on.
+
+    samples: by what the samples of each are divided to weigh its mean gradient; 0: nobody has any, and no step is made.
+    over: nobody will have any more.
+    """
+
+    samples: int
+    over: bool
+
+
+class GradientExchange(Protocol):
+    """What makes of the gradients of all processes the next parameters: an allreduce, or a parameter server.
+
+    All of it is called by the training thread, and waits for the others.  A step is `agree`, then, unless its `Turn`
+    has no samples, `begin` for one bucket of whole leaves after the other, and `finish`.  Where one of the others is
+    lost each of these raises PeerLost: after `recover` and `align` whoever has not completed the step makes it again.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people call those who take part, by rank."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is, from 0."""
+
+    @property
+    def gives_weights(self) -> bool:
+        """True if `finish` gives new parameters (a server's), False if it gives the gradients' mean."""
+
+    def agree(self, samples: int, over: bool) -> Turn:
+        """Say how many samples this process has for the next step (it takes part with none, too), and whether it will
+        never have any more; wait until the others have said so as well."""
+
+    def begin(self, leaves: Sequence[int], values: Array) -> None:
+        """Send one bucket on its way, without waiting for what comes of it.
+
+        leaves: the numbers of the leaves in it.  values: their gradients end to end, flat float32 on the host, already
+        weighed with `samples / turn.samples`. Nobody writes there before `finish` has returned.
+        """
+
+    def finish(self) -> list[Array]:
+        """Wait for what came of the buckets, and return it in the order in which they were begun."""
+
+    def align(self, step: int, state: Callable[[], Sequence[Array]]) -> tuple[int, Sequence[Array] | None]:
+        """Bring all to the state of whoever has made most steps. Return their number, and that state (None if it is
+        this process's own).
+
+        step: how many steps this process has completed (nobody is ahead by more than one); -1: its state is not the
+        others'.  state: gives its arrays, on the host: the parameters' leaves in their order, and, unless
+        `gives_weights`, those of the optimizer after them.
+        """
+
+    def gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the numbers of all (as many of each, of 32 bits), by rank."""
+
+    def recover(self) -> None:
+        """Go on with those who are left, after PeerLost; wait for them. Raises PeerLost where nobody can go on."""
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received so far."""
+
+    def close(self) -> None:
+        """Leave; the others go on without this process."""
 
 
 class Channel(Protocol):

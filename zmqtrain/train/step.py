@@ -27,7 +27,16 @@ from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
 from zmqtrain.types import Clock, Layout, LeafSpec, ModelSpec
 
-__all__ = ["TrainState", "LocalStep", "MinibatchStep", "Rebase", "rebase_of", "describe_model"]
+__all__ = [
+    "COMPILED_KEPT",
+    "TrainState",
+    "Gradient",
+    "LocalStep",
+    "MinibatchStep",
+    "Rebase",
+    "rebase_of",
+    "describe_model",
+]
 
 COMPILED_KEPT = 16
 """What is compiled is kept for so many programs, and so many layouts, of one process."""
@@ -59,6 +68,14 @@ class _Sum(NamedTuple):
 
     loss: jax.Array
     gradient: Any
+
+
+class Gradient(NamedTuple):
+    """The gradient of so many parts of one size. total: the sums of the parts' mean losses and mean gradients."""
+
+    total: Any
+    parts: int
+    samples: int
 
 
 class _Functions:
@@ -193,26 +210,44 @@ class MinibatchStep:
         A gradient is always begun before the one ahead of it is waited for, so that the device is never idle; what was
         begun when the time is up is finished, and counts: a timed step ends less than two parts late.
         """
+        if self._most_parts == 1:
+            if (part := self._next_part(batches)) is None:
+                return None
+            self.before_step()
+            self.before_part()
+            return *self._local.step(state, part), self._part_samples
+        gradient = self.gradient(state.params, batches)
+        if gradient is None:
+            return None
+        state, mean = self._functions.finish(state, gradient.total, np.float32(gradient.parts))
+        return state, mean, gradient.samples
+
+    def gradient(
+        self, params: Any, batches: Iterator[Any], most: float = inf, *, begins: bool = True
+    ) -> Gradient | None:
+        """Return the gradient of one step, or of at most so many parts of it; None when there is no data.
+
+        It is on its way: nothing is waited for but, in a step of several parts, the parts before its last.
+        begins: a step begins with these parts.
+        """
         until = self.clock.monotonic() + self._seconds
         part = self._next_part(batches)
         if part is None:
             return None
-        self.before_step()
+        if begins:
+            self.before_step()
         self.before_part()
-        if self._most_parts == 1:
-            return *self._local.step(state, part), self._part_samples
-        total, previous = self._functions.first(state.params, part)
-        parts = 1
-        while parts < self._most_parts and self.clock.monotonic() < until:
+        total, previous = self._functions.first(params, part)
+        parts, most = 1, min(most, self._most_parts)
+        while parts < most and self.clock.monotonic() < until:
             if (part := self._next_part(batches)) is None:
                 break
             self.before_part()
-            total, loss = self._functions.next(total, state.params, part)
+            total, loss = self._functions.next(total, params, part)
             parts += 1
             previous.block_until_ready()
             previous = loss
-        state, mean = self._functions.finish(state, total, np.float32(parts))
-        return state, mean, parts * self._part_samples
+        return Gradient(total, parts, parts * self._part_samples)
 
     def _next_part(self, batches: Iterator[Any]) -> Any | None:
         if not self._left:

@@ -199,10 +199,7 @@ class DelayedSync:
             self._score_before.block_until_ready()
         self._score_before = score
         began = time.perf_counter()
-        self._step += 1
-        self._samples += samples
-        for unsaid in self._unsaid:
-            unsaid.samples, unsaid.steps = unsaid.samples + samples, unsaid.steps + 1
+        self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             params, self._unsaid = self.params, [_Unsaid() for _ in self._unsaid]
         self._own = None
@@ -227,6 +224,13 @@ class DelayedSync:
         self._held_seconds += time.perf_counter() - began
         result: Params = jax.tree.unflatten(self._tree, leaves)
         return result
+
+    def take_note(self, steps: int, samples: int) -> None:
+        """Take note of steps that were made without an exchange: what they have moved is pending."""
+        self._step += steps
+        self._samples += samples
+        for unsaid in self._unsaid:
+            unsaid.samples, unsaid.steps = unsaid.samples + samples, unsaid.steps + steps
 
     def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS) -> Params:
         """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
