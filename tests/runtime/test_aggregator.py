@@ -61,10 +61,10 @@ def add(aggregator, fragment, seed, codec="float32", *, scale=0.1, score=0.5, sa
     return decode_payload(codecs_of(aggregator, codec, fragment), frames, aggregator.layout.counts(fragment))
 
 
-def release(aggregator, fragments, live, dense=False):
+def release(aggregator, fragments, live, dense=False, plain=False):
     contributions = tuple(come(aggregator))
     come(aggregator).clear()
-    return aggregator.release(Reduce(aggregator.version + 1, fragments, contributions, live, dense))
+    return aggregator.release(Reduce(aggregator.version + 1, fragments, contributions, live, dense, plain))
 
 
 def step_of(aggregator, released, fragment):
@@ -104,6 +104,20 @@ def test_each_fragment_has_momentum_of_its_own():
         m = 0.5 * m + g
         expected += 0.8 * (g + 0.5 * m)
     np.testing.assert_allclose(aggregator.parameters[1], expected, rtol=0, atol=1e-5)
+
+
+def test_a_plain_round_moves_the_parameters_by_its_mean_and_leaves_the_momentum():
+    aggregator = founded(outer="nesterov:rate=0.8,momentum=0.5")
+    add(aggregator, 0, 1)
+    release(aggregator, (0,), live=1)
+    before = aggregator.parameters[0].copy()
+    momentum = aggregator.arrays()["outer.momentum/layer/b"].copy()
+    u = add(aggregator, 0, 2)
+    add(aggregator, 0, 2)
+    release(aggregator, (0,), live=2, dense=True, plain=True)
+    assert np.array_equal(aggregator.parameters[0], before + u)
+    np.testing.assert_allclose(aggregator.published[0], aggregator.parameters[0], rtol=0, atol=1e-6)
+    assert np.array_equal(aggregator.arrays()["outer.momentum/layer/b"], momentum)
 
 
 @pytest.mark.parametrize("broadcast", ["bf16", "int8:block=256", "ternary:block=128"])

@@ -48,7 +48,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
 from zmqtrain.protocol.records import Records
-from zmqtrain.protocol.rounds import ReleaseRule
+from zmqtrain.protocol.rounds import AfterAll, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
@@ -93,6 +93,8 @@ class Hub:
         first: str = "",
     ) -> None:
         self.settings, self.run, self.shard, self._first = settings, run, shard, first
+        self.exchange = ""
+        """How the nodes exchange gradients in every step, past this hub; "": they publish to it."""
         self.timetable = Timetable(settings)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
         self._news = False  # since the last look whether another plan is due
@@ -100,6 +102,7 @@ class Hub:
         self.version = -1
         self.members: dict[PeerId, Member] = {}
         self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
+        self._rule = rule
         self.ledger = WorkLedger(self._units, settings.start_nodes if settings.mode == "strict" else 0)
         self._complete = not (shard and settings.mode == "strict")
         self.samples = self.contributions = self.refused = 0
@@ -258,6 +261,8 @@ class Hub:
     def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
         if not (0 <= hello.link <= MAX_LINK and 0 < hello.share <= 1):
             raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
+        if len(hello.exchange) > MAX_WORDS:
+            raise RemoteProtocolError(sender, "joining", "a Hello with an exchange of that length")
         succeeds = None
         if hello.role == "master":
             if hello.run not in ("", self.run) and not self.shard:
@@ -269,6 +274,8 @@ class Hub:
             why, succeeds = self._claim(sender, hello)
             if why:
                 return [SendTo(sender, Refused("shard", why))]
+        if hello.role == "node" and (why := self._settle_exchange(sender, hello)):
+            return [SendTo(sender, Refused("exchange", why))]
         before = self.members.pop(sender, None)
         effects: list[HubEffect] = []
         if succeeds is not None and succeeds in self.members:
@@ -304,6 +311,26 @@ class Hub:
         if before is not None:
             effects += self._founding.left(before)
         return effects + self._release(now)
+
+    def _settle_exchange(self, sender: PeerId, hello: Hello) -> str:
+        """Let the first node decide how all exchange; return why another cannot take part, "" if it can."""
+        if hello.exchange == self.exchange:
+            return ""
+        other = next((member for peer, member in self.members.items() if member.is_node and peer != sender), None)
+        if other is not None:
+            return (
+                f"{hello.name[:64]} would train with {_exchange_words(hello.exchange)}, and {other.name}, which is in "
+                f"this run, does so with {_exchange_words(self.exchange)}: start all nodes of a run with the same"
+            )
+        if self.rounds.pending:
+            return (
+                f"{hello.name[:64]} would train with {_exchange_words(hello.exchange)}, and deltas of nodes that "
+                f"trained with {_exchange_words(self.exchange)} have not landed yet: start it again in a few seconds"
+            )
+        self.exchange = hello.exchange
+        # what nodes in lockstep publish, at the end, is the same of all: it must land once, whole
+        self.rounds = FragmentRounds(AfterAll() if self.exchange else self._rule, self.settings.fragments)
+        return ""
 
     def _claim(self, sender: PeerId, hello: Hello) -> tuple[str, PeerId | None]:
         """Register the master of a shard; see `Masters.claim`."""
@@ -443,12 +470,15 @@ class Hub:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
                 effects += [Accumulate(peer, publish) for peer, publish in taken]
+            senders = {peer for peer, _ in taken}
+            everybody = max(len(self._training() | senders), self._nodes_at_the_end)
             reduce = Reduce(
                 version=self.version + 1,
                 fragments=tuple(sorted({publish.fragment for _, publish in taken})),
                 contributions=tuple(self._contribution(peer, publish) for peer, publish in taken),
-                live=max(len(self._training() | {peer for peer, _ in taken}), self._nodes_at_the_end),
+                live=len(senders) if self.exchange else everybody,
                 dense=any(publish.dense for _, publish in taken),
+                plain=bool(self.exchange),
             )
             self.version = reduce.version
             for peer, sequence in reduce.landed:
@@ -581,3 +611,7 @@ class Hub:
             self._records.land(PeerId(peer), sequence, version)
         self.samples += samples
         self.contributions += len(landed)
+
+
+def _exchange_words(exchange: str) -> str:
+    return f"--exchange {exchange}" if exchange else "no --exchange"

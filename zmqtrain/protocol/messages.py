@@ -100,7 +100,7 @@ class Hello:
     role: "node", "observer", "process" (of a group, no node of the run), or "master": of a `shard`, which nodes reach
     at `address`.
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
-    use of it.
+    use of it.  exchange: how this node exchanges gradients in every step, past the hub ("": it does not; it publishes).
     """
 
     name: str
@@ -111,6 +111,7 @@ class Hello:
     share: float = 1.0
     shard: int = -1
     address: str = ""
+    exchange: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -597,7 +598,7 @@ class Reduce:
     """Close the round: aggregate over `live` nodes, outer step, encode against what was published, send to all.
 
     contributions: the publishes in it, in the order in which they were accumulated; dense: send the result
-    uncompressed.
+    uncompressed; plain: the mean is the step, whatever the outer optimizer.
     """
 
     version: int
@@ -605,6 +606,7 @@ class Reduce:
     contributions: tuple[Contribution, ...]
     live: int
     dense: bool
+    plain: bool = False
 
     @property
     def landed(self) -> tuple[tuple[PeerId, int], ...]:

@@ -78,7 +78,8 @@ anywhere to CLOSED. A Snapshot of another node's parameters (version -1) leaves 
 class Peer:
     """A node's state machine.
 
-    peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share: as in Hello.
+    peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share, exchange: as in
+    Hello.
     claim: be the master of a shard, who registers with the first and then watches.  founding: the number with which a
     node founds the shards of several masters: as the first said it, and, at the others, as it is said to them.
     over: the first has said so to a master.
@@ -95,8 +96,10 @@ class Peer:
         link: float = 0.0,
         share: float = 1.0,
         claim: Claim | None = None,
+        exchange: str = "",
     ) -> None:
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
+        self.exchange = exchange
         self.observer, self.claim = observer or claim is not None, claim
         self.timetable: Timetable | None = None
         self.state = PeerState.CONNECTING
@@ -281,7 +284,7 @@ class Peer:
             claim = self.claim
             return [Send(Hello(self.name, "master", self.run, self.version, shard=claim.shard, address=claim.address))]
         role = "observer" if self.observer else "node"
-        return [Send(Hello(self.name, role, self.run, self.version, self.link, self.share))]
+        return [Send(Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange))]
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         if self.run and welcome.run != self.run:

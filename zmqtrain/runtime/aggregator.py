@@ -208,8 +208,7 @@ class Aggregator:
         for fragment in overflowed:
             self._sums[fragment].fill(0)
         frames = tuple(
-            self._release(fragment, reduce.live, self._takes_turn(fragment, reduce), coding)
-            for fragment in reduce.fragments
+            self._release(fragment, reduce, self._takes_turn(fragment, reduce), coding) for fragment in reduce.fragments
         )
         self.version = reduce.version
         self._keep_history(reduce.fragments)
@@ -286,7 +285,7 @@ class Aggregator:
             part = slice(start, start + SLAB_VALUES)
             np.multiply(self.aggregation.combine([u[part] for u in us], weights), np.float32(count), out=total[part])
 
-    def _release(self, fragment: int, live: int, turn: bool, coding: Coding) -> tuple[Buffer, ...]:
+    def _release(self, fragment: int, reduce: Reduce, turn: bool, coding: Coding) -> tuple[Buffer, ...]:
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
         codecs = coding.of_fragment(self.layout, fragment)
@@ -297,8 +296,10 @@ class Aggregator:
         def unpublished(number: int, slab: Slab) -> Vector:
             """Step this part of the parameters, in a core's cache, and return what is not published of it."""
             part, rest = slice(slab.start, slab.end), spare[: slab.values]
-            mean = mean_over_live(total[part], live, out=rest)
-            parameters[part] += self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
+            mean = mean_over_live(total[part], reduce.live, out=rest)
+            if not reduce.plain:
+                mean = self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
+            parameters[part] += mean
             total[part] = 0
             return np.subtract(parameters[part], published[part], out=rest)
 

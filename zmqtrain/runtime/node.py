@@ -70,7 +70,7 @@ class Node(PeerExchange):
     open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
     codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
     nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
-    of several masters, if this is its line to another.  Use `connect` for the usual one.
+    of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
     """
 
     _link: HubLink
@@ -86,9 +86,10 @@ class Node(PeerExchange):
         events: NodeEvents | None = None,
         share: LinkShare | None = None,
         first: Node | None = None,
+        exchange: str = "",
     ) -> None:
         share = share or LinkShare()
-        machine = Peer(peer, name, observer, share.rate, share.share)
+        machine = Peer(peer, name, observer, share.rate, share.share, exchange=exchange)
         super().__init__(name, machine, threading.Condition, events)
         self._is_first = first is None
         if first is not None:  # it says the same of the training
@@ -392,6 +393,7 @@ def connect(
     events: NodeEvents | None = None,
     link: str = "",
     share: float = 1.0,
+    exchange: str = "",
 ) -> Node | MastersNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
@@ -404,6 +406,8 @@ def connect(
     events: who is told what happens here, as a `NodeRecorder`.
     link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
     each way; the rest is left to others. With no link and the whole share nothing is limited.
+    exchange: what people call the way in which this node trains in step with the others, past the broker; all nodes of
+    a run have the same.
     Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
     HubUnreachable when no broker answers, JoinRefused.
     """
@@ -420,7 +424,7 @@ def connect(
     def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
         return lambda: DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
-    node = Node(open_channel(address, peer), peer, name, address, observer, codec_on, events, given)
+    node = Node(open_channel(address, peer), peer, name, address, observer, codec_on, events, given, exchange=exchange)
     atexit.register(node.close)
     try:
         settings = node.wait_welcome(timeout_seconds)
@@ -447,7 +451,7 @@ def connect(
     def open_line(address: str) -> Node:
         # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
         line = PeerId(f"{name}#{secrets.token_hex(4)}")
-        return Node(open_channel(address, line), line, name, address, codec_on=codec_on, first=node)
+        return Node(open_channel(address, line), line, name, address, codec_on=codec_on, first=node, exchange=exchange)
 
     several = MastersNode(node, open_line, timeout_seconds)
     atexit.register(several.close)
