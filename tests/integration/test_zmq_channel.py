@@ -358,6 +358,28 @@ def test_closing_while_nobody_answers_does_not_hang() -> None:
     run(main)
 
 
+def test_who_waits_for_room_is_woken_while_another_waits_for_messages() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        waiting = asyncio.create_task(node.receive())
+
+        async def take(count: int) -> None:
+            for _ in range(count):
+                await hub.receive()
+
+        taking = asyncio.create_task(take(5000))
+        for number in range(5000):
+            await node.send(Lane.BULK, [b"%d" % number])
+        await taking
+        waiting.cancel()
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
 def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> None:
     async def main() -> None:
         hub = RouterChannel.bind(HERE)

@@ -142,7 +142,8 @@ class _Port:
     """One ZeroMQ socket in the running loop: calls that never wait, and gates for what to wait for.
 
     ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call, whoever else waits
-    is looked after (`_look`).
+    is looked after (`_look`), and who is about to wait asks once more (`readable`, `writable`): the edge may have gone
+    to whom was looked after.
     """
 
     def __init__(self, socket: zmq.SyncSocket, readable: Gate, writable: Gate) -> None:
@@ -152,12 +153,23 @@ class _Port:
         self._descriptor = socket.FD
         self._loop.add_reader(self._descriptor, self._look)
 
-    def _look(self) -> None:
+    def _look(self) -> int:
         events = self._events()
         if events & _READABLE:
             self._readable.open()
         if events & _WRITABLE:
             self._writable.open()
+        return events
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message is here."""
+        return bool(self._look() & _READABLE)
+
+    @property
+    def writable(self) -> bool:
+        """Whether there is room for a message."""
+        return bool(self._look() & _WRITABLE)
 
     def _events(self) -> int:
         return int(self._socket.getsockopt(_EVENTS))
@@ -483,7 +495,8 @@ class DealerChannel:
                 self._ports[lane].send(frames)
                 return
             except zmq.Again:
-                await self._writable[lane].wait()
+                if not self._ports[lane].writable:
+                    await self._writable[lane].wait()
 
     async def receive(self) -> tuple[Lane, list[Buffer]]:
         """Return the next message of either lane, CONTROL first; raise ChannelClosed.
@@ -500,7 +513,8 @@ class DealerChannel:
                 if frames is not None:  # too many of them: not a hub of ours; look again
                     break
             else:
-                await self._incoming.wait()
+                if not any(port.readable for port in self._ports.values()):
+                    await self._incoming.wait()
 
     async def reconnect(self, address: str = "") -> None:
         """Drop both connections and all that is queued on them, and connect anew under the same name.
