@@ -15,18 +15,20 @@ from zmqtrain.runtime.mesh import MeshPort
 from zmqtrain.runtime.rendezvous import open_port
 from zmqtrain.runtime.serve import BrokerThread
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.zmq_channel import CurveKeys
 
 WAIT_SECONDS = 20.0
 
 
+NOWHERE = "tcp://127.0.0.1:9"
+"""Nobody listens there."""
+
+
 @contextlib.contextmanager
-def broker() -> Iterator[str]:
+def broker(keys: CurveKeys | None = None) -> Iterator[str]:
     """Give the address of a broker."""
-    thread = BrokerThread("tcp://127.0.0.1:0", RunSettings())
-    try:
-        yield thread.broker.channel.address
-    finally:
-        thread.stop()
+    with BrokerThread("tcp://127.0.0.1:0", RunSettings(), keys=keys) as thread:
+        yield thread.address
 
 
 class Remembering:
@@ -60,26 +62,31 @@ class Remembering:
             assert self._changed.wait_for(lambda: done(self), WAIT_SECONDS), (self.messages[-3:], self.lost)
 
 
-def open_all(hub: str, size: int, here: int | None = None, **options: Any) -> list[MeshPort]:
+def open_all(
+    hub: str, size: int, here: int | None = None, addresses: dict[int, str] | None = None, **options: Any
+) -> list[MeshPort]:
     """Open the ports of a group in this process, one thread each; the options are those of `open_port`.
 
-    here: how many of the group are in this process, the first ranks; None: all.
+    here: how many of the group are in this process, the first ranks; None: all.  addresses: by rank what it says.
     """
+
+    def open_one(rank: int) -> MeshPort:
+        said = (addresses or {}).get(rank, "")
+        return open_port(
+            hub, size, rank, **{"name": f"pc-{rank}", "timeout_seconds": WAIT_SECONDS, **options}, address=said
+        )
+
     ranks = range(size if here is None else here)
     with ThreadPoolExecutor(len(ranks)) as pool:
-        opening = [
-            pool.submit(open_port, hub, size, rank, name=f"pc-{rank}", **{"timeout_seconds": WAIT_SECONDS, **options})
-            for rank in ranks
-        ]
-        return [one.result() for one in opening]
+        return list(pool.map(open_one, ranks))
 
 
 @contextlib.contextmanager
 def ports(
-    hub: str, size: int, here: int | None = None, **options: Any
+    hub: str, size: int, here: int | None = None, addresses: dict[int, str] | None = None, **options: Any
 ) -> Iterator[tuple[list[MeshPort], list[Remembering]]]:
     """Give the ports of a group, as `open_all` opens them, and their listeners; close them afterwards."""
-    opened = open_all(hub, size, here, **options)
+    opened = open_all(hub, size, here, addresses, **options)
     listeners = [Remembering() for _ in opened]
     for port, listener in zip(opened, listeners, strict=True):
         port.start(listener)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 
 import pytest
+from runs import BrokerProcess
 
 from zmqtrain.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused, LocalProtocolError
 from zmqtrain.runtime.mesh import LEFT
 from zmqtrain.runtime.rendezvous import open_port
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
+from zmqtrain.types import Lane, PeerId
 
-from meshes import Remembering, broker, echoing, open_all, ports, send
+from meshes import NOWHERE, Remembering, broker, echoing, open_all, ports, send
 
 LOST_SECONDS = 3.0
 
@@ -172,3 +177,107 @@ def test_a_process_that_is_killed_or_stopped_is_lost_to_all_soon(hub, number):
             os.kill(processes[3].pid, signal.SIGCONT)
             assert processes[3].stdout.readline() == "ready\n"
             assert processes[3].stdout.readline().startswith("lost 3 "), "it is told that it is the one that is lost"
+
+
+def test_a_group_lives_on_without_its_hub_and_all_are_told_of_the_same_loss():
+    with (
+        BrokerProcess(RunSettings(), None) as hub,
+        echoing(hub.address, 4, range(2, 4)) as processes,
+        ports(hub.address, 4, here=2) as (opened, listeners),
+    ):
+        hub.kill()
+        send(opened[0], 2, [b"still there"])
+        listeners[0].wait(lambda one: one.messages)
+        began = time.monotonic()
+        processes[3].kill()
+        for listener in listeners:
+            listener.wait(lambda one: 3 in one.lost)
+            assert listener.lost_at[3] - began < LOST_SECONDS and set(listener.lost) == {3}
+        assert processes[2].stdout.readline() == "ready\n"
+        assert processes[2].stdout.readline().startswith("lost 3 ")
+
+
+def test_who_hears_nobody_any_more_is_told_that_it_is_cut_off():
+    with (
+        BrokerProcess(RunSettings(), None) as hub,
+        echoing(hub.address, 3, range(1, 3)) as processes,
+        ports(hub.address, 3, here=1) as (opened, (listener,)),
+    ):
+        began = time.monotonic()
+        for process in (hub.process, *processes.values()):
+            os.kill(process.pid, signal.SIGSTOP)
+        listener.wait(lambda one: one.lost)
+        assert set(listener.lost) == {0} and "hears nobody" in listener.lost[0]
+        assert listener.lost_at[0] - began < LOST_SECONDS
+        send(opened[0], 1, [b"nobody is told that this is dropped"])
+
+
+# ---------------------------------------------------------------------- through the hub, encrypted, and strangers
+
+
+def test_who_cannot_be_reached_is_sent_to_through_the_hub_and_it_is_said(hub, caplog):
+    sizes = [0, 3, 70_000, 4 << 20, 1 << 20, 5]
+    with (
+        caplog.at_level("INFO"),
+        ports(hub, 3, group="relay", addresses={2: NOWHERE}, direct_seconds=0.3) as (opened, listeners),
+    ):
+        assert [port.statistics().relayed for port in opened] == [(2,), (2,), ()]
+        assert f"does not reach pc-2 (rank 2) at {NOWHERE}" in caplog.text
+        for rank in (0, 1):
+            send(opened[rank], 2, *([b"%d" % index, bytes(size)] for index, size in enumerate(sizes)))
+            send(opened[2], rank, [b"direct"])
+            listeners[rank].wait(lambda one: one.messages == [(2, [b"direct"])])
+        listeners[2].wait(lambda one: len(one.messages) == 2 * len(sizes))
+        for rank in (0, 1):
+            came = [frames for source, frames in listeners[2].messages if source == rank]
+            assert came == [[b"%d" % index, bytes(size)] for index, size in enumerate(sizes)]
+        opened[0].close()
+        for listener in listeners[1:]:
+            listener.wait(lambda one: one.lost)
+            assert listener.lost == {0: LEFT}
+
+
+def test_more_than_the_window_goes_through_the_hub_both_ways(hub):
+    with ports(hub, 2, group="window", addresses={0: NOWHERE, 1: NOWHERE}, direct_seconds=0.3) as (opened, listeners):
+        for rank in (0, 1):
+            send(opened[rank], 1 - rank, *([b"%d" % number, bytes(300_000)] for number in range(40)))
+        for listener in listeners:
+            listener.wait(lambda one: len(one.messages) == 40)
+            assert [frames[0] for _, frames in listener.messages] == [b"%d" % number for number in range(40)]
+
+
+def test_who_is_reached_through_the_hub_is_lost_with_it():
+    with (
+        BrokerProcess(RunSettings(), None) as hub,
+        ports(hub.address, 2, addresses={1: NOWHERE}, direct_seconds=0.3) as (_, listeners),
+    ):
+        hub.interrupt()
+        listeners[0].wait(lambda one: one.lost)
+        assert "through the hub only" in listeners[0].lost[1]
+
+
+def test_with_keys_all_is_encrypted_and_who_lacks_them_reaches_nobody():
+    keys = CurveKeys.generate()
+    with broker(keys) as hub:
+        with ports(hub, 2, server_key=keys.public) as (opened, listeners):
+            send(opened[0], 1, [b"secret", bytes(1 << 20)])
+            listeners[1].wait(lambda one: one.messages == [(0, [b"secret", bytes(1 << 20)])])
+            assert opened[0].statistics().relayed == ()
+        with pytest.raises(HubUnreachable, match="server_key"):
+            open_port(hub, 1, timeout_seconds=0.3)
+
+
+def test_strangers_are_counted_and_ignored(hub):
+    async def disturb(address, token):
+        for peer in ("0@wrong", "7@" + token, "pc-0#1"):
+            stranger = DealerChannel.connect(address, peer=PeerId(peer))
+            for lane in Lane:
+                await stranger.send(lane, [b"junk"])
+            await stranger.close()
+
+    with ports(hub, 2, group="strangers") as (opened, listeners):
+        token = opened[1]._group.members[1][3]
+        asyncio.run(disturb(opened[1]._router.address, token))
+        send(opened[0], 1, [b"sound"])
+        listeners[1].wait(lambda one: opened[1].statistics().strangers == 6 and one.messages)
+        assert listeners[1].messages == [(0, [b"sound"])] and not listeners[1].lost

@@ -38,6 +38,7 @@ def open_port(
     timeout_seconds: float = TIMEOUT_SECONDS,
     direct_seconds: float = DIRECT_SECONDS,
     listen: str = "",
+    address: str = "",
 ) -> MeshPort:
     """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's port to all of them.
 
@@ -45,8 +46,8 @@ def open_port(
     name meet.  description: must be the same for all of them.  name: for people; the host's name and the process's
     number if not given.  server_key: the hub's public CURVE key, where it has one; then all connections are encrypted.
     timeout_seconds: how long to wait for the hub and for the others.  direct_seconds: a process that is not reached
-    within this is sent to through the hub.  listen: the address at which the others reach this process, port 0 chooses
-    a free one ("": what leads to the hub from here).
+    within this is sent to through the hub.  listen: where this process listens, port 0 chooses a free one ("": at the
+    address by which it reaches the hub); address: where the others reach it, if that is somewhere else.
 
     Raises ConfigError for what cannot be, HubUnreachable if no broker answers, JoinRefused if the others were started
     with other arguments, CollectiveTimeout, which says who is here, if some are missing.
@@ -72,7 +73,7 @@ def open_port(
             raise
         line = HubLine(channel, hub, name)
         key, token = keys.public.decode() if keys is not None else "", secrets.token_hex(16)
-        asked = JoinGroup(group, size, -1 if rank is None else rank, description, router.address, key, token)
+        asked = JoinGroup(group, size, -1 if rank is None else rank, description, address or router.address, key, token)
         try:
             return Meeting(router, line, await line.meet(asked, timeout_seconds))
         except BaseException:

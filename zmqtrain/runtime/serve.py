@@ -103,7 +103,7 @@ def _stop_at_signals(broker: Broker, interrupted: Callable[[int], None]) -> None
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    watch: called in the broker's thread with every roster.  events, share, place: as for `serve`.
+    watch: called in the broker's thread with every roster.  keys, events, share, place: as for `serve`.
     Raises what `serve` raises before the broker listens.
     """
 
@@ -112,6 +112,7 @@ class BrokerThread:
         address: str,
         settings: RunSettings | None,
         *,
+        keys: CurveKeys | None = None,
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] = lambda roster: None,
@@ -131,6 +132,7 @@ class BrokerThread:
                 serve(
                     address,
                     settings,
+                    keys=keys,
                     checkpoint=checkpoint,
                     checkpoint_seconds=checkpoint_seconds,
                     ready=self._ready,
