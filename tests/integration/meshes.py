@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,7 +36,6 @@ class Remembering:
     def __init__(self) -> None:
         self.messages: list[tuple[int, list[bytes]]] = []
         self.lost: dict[int, str] = {}
-        self.lost_at: dict[int, float] = {}
         self.ticks = 0
         self._changed = threading.Condition()
 
@@ -49,7 +47,7 @@ class Remembering:
     def on_lost(self, rank: int, why: str) -> None:
         with self._changed:
             assert rank not in self.lost
-            self.lost[rank], self.lost_at[rank] = why, time.monotonic()
+            self.lost[rank] = why
             self._changed.notify_all()
 
     def on_tick(self, now: float) -> None:

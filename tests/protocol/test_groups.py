@@ -199,14 +199,14 @@ def test_many_names_are_not_all_said():
 # ---------------------------------------------------------------------- parting
 
 
-def test_all_that_are_left_are_told_of_the_same_rank():
+def test_all_are_told_of_the_same_rank_and_who_has_left_knows():
     groups, _ = met(*"abc")
     assert told(groups.gone("b", "silent for 2.0 s"), GroupLost) == dict.fromkeys(
-        "ac", GroupLost(1, "silent for 2.0 s")
+        "abc", GroupLost(1, "silent for 2.0 s")
     )
     assert groups.gone("b", "again") == []
     assert told(groups.gone("a", "it has left", left=True), GroupLost) == {"c": GroupLost(0, "it has left", True)}
-    assert groups.gone("c", "last") == []
+    assert groups.gone("c", "last", left=True) == []
 
 
 def test_an_accusation_is_told_to_all_the_accused_too_and_the_first_counts():

@@ -199,7 +199,10 @@ class Groups:
     # ------------------------------------------------------------------ parting
 
     def gone(self, peer: PeerId, why: str, left: bool = False) -> list[HubEffect]:
-        """Take note that a process is not here any more (left: by its own will), and tell the others of its group."""
+        """Take note that a process is not here any more, and tell its group; itself too, in case that it lives.
+
+        left: it went by its own will.
+        """
         if (group := self._in.get(peer)) is not None:
             return self._lose(group, peer, why, left)
         for name, forming in self._forming.items():
@@ -225,8 +228,7 @@ class Groups:
             raise RemoteProtocolError(member.peer, member.state.value, f"a GroupLost of rank {lost.rank}")
         if (peer := group.peer(lost.rank)) is None:
             return []
-        why = f"{lost.why[:MAX_WHY]} (noticed by {member.name})"
-        return [SendTo(peer, GroupLost(lost.rank, why)), *self._lose(group, peer, why, False)]
+        return self._lose(group, peer, f"{lost.why[:MAX_WHY]} (noticed by {member.name})", False)
 
     def _lose(self, group: _Complete, peer: PeerId, why: str, left: bool) -> list[HubEffect]:
         del self._in[peer]
@@ -236,7 +238,8 @@ class Groups:
             receivers.pop(rank, None)
         if not group.here:
             self._complete.remove(group)
-        return [SendTo(other, GroupLost(rank, why[:MAX_WHY], left)) for other in group.here]
+        told = [*group.here] if left else [*group.here, peer]
+        return [SendTo(other, GroupLost(rank, why, left)) for other in told]
 
     # ------------------------------------------------------------------ what goes through the hub
 
