@@ -37,6 +37,16 @@ def test_who_has_nothing_asks_and_what_is_done_is_said_with_the_next_request():
     assert queue.asked[2:] == [WorkRequest((3,), 1, False)]
 
 
+def test_who_cannot_wait_is_told_that_there_is_nothing_now_and_asks_again():
+    queue = Queue()
+    assert queue.take_soon(nothing, 0.0) is None and not queue.finished and not queue.waiting
+    assert queue.asked == [WorkRequest((), 2, True)]
+    queue.dealt(WorkUnit((3,)))
+    assert queue.take_soon(nothing, 0.0) == 3 and queue.asked[1:] == [WorkRequest((), 2, False)]
+    queue.dealt(WorkUnit((), finished=True))
+    assert queue.take_soon(nothing, 0.0) is None and queue.finished
+
+
 def test_without_a_broker_a_node_draws_units_of_its_own_and_says_nothing_of_them():
     queue = Queue(live=False)
     unit = queue.take(nothing)

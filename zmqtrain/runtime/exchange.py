@@ -269,12 +269,26 @@ class PeerExchange(ABC):
         source: a program, or any function from a unit's number to its batches.  While no broker deals any, the node
         draws units of its own, so that training never stops.
         """
-        batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
         while (unit := self._units.take(self._raise_failure)) is not None:
-            if self._events is not None:
-                self._events.began(unit)
-            yield from batches_of(unit)
-            self._units.done(unit)
+            yield from self._batches_of(source, unit)
+
+    def batches_as_they_come(
+        self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]], wait_seconds: float
+    ) -> Iterator[Batch | None]:
+        """Give the batches as `batches` does, and None where no unit has come within this time: for training in
+        lockstep, where the others must hear that there is nothing now."""
+        while (unit := self._units.take_soon(self._raise_failure, wait_seconds)) is not None or not self.data_ended:
+            if unit is None:
+                yield None
+            else:
+                yield from self._batches_of(source, unit)
+
+    def _batches_of(self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]], unit: int) -> Iterator[Batch]:
+        if self._events is not None:
+            self._events.began(unit)
+        batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
+        yield from batches_of(unit)
+        self._units.done(unit)
 
     @property
     def data_ended(self) -> bool:

@@ -84,3 +84,8 @@ class Line(Exchange, Protocol):
 
     def close(self, reason: str = "") -> None:
         """Say goodbye."""
+
+    def batches_as_they_come(
+        self, source: UnitSource[Any] | Callable[[int], Iterator[Any]], wait_seconds: float
+    ) -> Iterator[Any]:
+        """Give them, and None where there is none now."""

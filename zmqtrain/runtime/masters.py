@@ -280,6 +280,12 @@ class MastersNode:
         """Give the batches of the data units that the first master deals; see `PeerExchange.batches`."""
         return self._first.batches(source)
 
+    def batches_as_they_come(
+        self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]], wait_seconds: float
+    ) -> Iterator[Batch | None]:
+        """Give the batches, and None where there is none now; see `PeerExchange.batches_as_they_come`."""
+        return self._first.batches_as_they_come(source, wait_seconds)
+
     @property
     def message_delay(self) -> Callable[[], float] | None:
         """For experiments: draws by how many seconds a delta is sent late."""

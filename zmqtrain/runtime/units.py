@@ -49,24 +49,30 @@ class UnitQueue:
     def take(self, check: Callable[[], None]) -> int | None:
         """Return the next unit to train on, None when the run has no more. check: raises when the node has failed."""
         while True:
-            check()
-            with self._changed:
-                if self._units:
-                    unit = self._units.popleft()
-                    self._ask()
-                    return unit
-                if self._finished:
-                    self._ask()
-                    return None
-                self._idle = True
+            unit = self.take_soon(check, ASK_AGAIN_SECONDS)
+            if unit is not None or self._finished:
+                return unit
+
+    def take_soon(self, check: Callable[[], None], wait_seconds: float) -> int | None:
+        """Return the next unit to train on; None when the run has no more (`finished`), or none came in this time."""
+        check()
+        with self._changed:
+            self._idle = not (self._units or self._finished)
+        if self._idle:
             self._ask()
             self.idle()
-            with self._changed:
-                self._changed.wait_for(lambda: self._units or self._finished or not self._live(), ASK_AGAIN_SECONDS)
+        with self._changed:
+            if self._idle:
+                self._changed.wait_for(lambda: self._units or self._finished or not self._live(), wait_seconds)
                 self._idle = False
-                if not self._units and not self._finished and not self._live():
-                    self._next_local += 1
-                    return self._next_local
+            if self._units or self._finished:
+                unit = self._units.popleft() if self._units else None
+                self._ask()
+                return unit
+            if self._live():
+                return None
+            self._next_local += 1
+            return self._next_local
 
     def done(self, unit: int) -> None:
         """Take note that a unit is trained on."""
