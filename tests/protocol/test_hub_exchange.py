@@ -89,6 +89,15 @@ def test_who_was_lost_before_the_end_neither_holds_the_round_up_nor_weighs_in_it
     assert (reduce.live, reduce.plain) == (2, True)
 
 
+def test_what_a_node_published_that_left_before_the_others_ended_does_not_land():
+    hub = in_lockstep("a", "b", "c")
+    contribute(hub, "c", 0, dense=True, codec="float32")
+    hub.receive("c", Goodbye(), 0.0)
+    contribute(hub, "a", 0, dense=True, codec="float32")
+    (reduce,) = of(Reduce, contribute(hub, "b", 0, dense=True, codec="float32"))
+    assert [one.peer for one in reduce.contributions] == ["a", "b"] and reduce.live == 2
+
+
 def test_an_exchange_of_many_words_is_no_exchange():
     with pytest.raises(RemoteProtocolError, match="of that length"):
         hub_of().receive("a", Hello("a", exchange="x" * 201), 0.0)

@@ -38,6 +38,11 @@ class FragmentRounds(Generic[T]):
         """Take one contribution."""
         self._rounds[contribution.fragment % len(self._rounds)].add(peer, contribution, now)
 
+    def forget(self, peer: PeerId) -> None:
+        """Drop what waits of a node."""
+        for of_fragment in self._rounds:
+            of_fragment.forget(peer)
+
     @property
     def pending(self) -> tuple[tuple[PeerId, T], ...]:
         """What waits: fragment by fragment, each in the order of arrival."""

@@ -402,6 +402,8 @@ class Hub:
         if self.ledger.lost(member.peer):
             effects += self._feed_idle()
         effects += self._founding.left(member)
+        if self.exchange:  # who left before the end is no part of what the others end with
+            self.rounds.forget(member.peer)
         return effects + self._release(now) + self._end_when_drained()
 
     def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:

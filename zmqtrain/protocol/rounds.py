@@ -329,6 +329,10 @@ class Rounds(Generic[T]):
             pace.last = now
         self._waiting.append((peer, now, contribution))
 
+    def forget(self, peer: PeerId) -> None:
+        """Drop what waits of a node."""
+        self._waiting = [one for one in self._waiting if one[0] != peer]
+
     @property
     def pending(self) -> tuple[tuple[PeerId, T], ...]:
         """What waits, in the order of arrival."""

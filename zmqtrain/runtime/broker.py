@@ -482,6 +482,8 @@ class Broker:
         self.traffic.forget(peer)
         self._relays.forget(peer)
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
+        if self.hub.exchange and peer not in self.hub.members:  # but one of a node in lockstep does not
+            self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}
 
     # ------------------------------------------------------------------ the codec thread
 

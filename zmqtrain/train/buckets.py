@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.train.lockstep import BUCKET_BYTES
 from zmqtrain.types import Array, ModelSpec
 
-__all__ = ["BUCKET_BYTES", "Buckets"]
+__all__ = ["Buckets"]
 
-BUCKET_BYTES = 8 << 20
-"""At 1 Gb/s a bucket is about 0.1 s on the wire, its latencies a few ms, and its way from the device less."""
 FLOAT_BYTES = 4
 
 

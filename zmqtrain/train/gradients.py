@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,23 +32,23 @@ import optax
 
 from zmqtrain.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.train.apart import begin
-from zmqtrain.train.buckets import BUCKET_BYTES, Buckets
+from zmqtrain.train.buckets import Buckets
+from zmqtrain.train.lockstep import BUCKET_BYTES, Overlap
 from zmqtrain.train.loop import TrainingResult
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, TrainState, describe_model
-from zmqtrain.train.sync import DelayedSync, SyncStatistics
+from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
 from zmqtrain.types import Array, Exchange, GradientExchange, ModelSpec, Turn
 
-__all__ = ["Overlap", "GradientLoop"]
+__all__ = ["GradientLoop"]
 
 logger = logging.getLogger(__name__)
 
-Overlap = Literal["none", "next"]
-"""What the exchange of a step's gradients runs beside: nothing, or the gradient of its last micro-batch."""
-
 STOP_SECONDS = 5.0
 """Who was asked to stop waits so long for the others to be asked too; then it leaves them."""
+ALONE_SECONDS = 10.0
+"""So long a process that was asked to stop waits for the run to take its parameters, which takes all processes."""
 
 
 class GradientLoop:
@@ -122,7 +122,9 @@ class GradientLoop:
         params = lockstep.state.params
         if ended:
             sync.take_note(lockstep.steps, lockstep.samples)
-            params = sync.finish(params)
+            # through a server nobody knows whether the others were asked to stop as well
+            seconds = ALONE_SECONDS if gradients.gives_weights and self.stop() else FLUSH_SECONDS
+            params = sync.finish(params, seconds)
         scores = self.program.evaluate(params)
         if ended:
             self.exchange.report_scores(scores, sync.version)
@@ -253,6 +255,8 @@ class _Lockstep:
         turn = self.gradients.agree(0 if work is None else work.samples, over)
         self._held_seconds += time.perf_counter() - began
         if turn.over:
+            if self.gradients.gives_weights:
+                self._align()  # to what all have made of them
             self._compare()
         if turn.samples == 0:
             return not turn.over

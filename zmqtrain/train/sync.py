@@ -24,7 +24,7 @@ from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.step import describe_model
 from zmqtrain.types import Array, Exchange, Update, Version
 
-__all__ = ["SyncStatistics", "Adoption", "DelayedSync"]
+__all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 
 Params = TypeVar("Params")
 

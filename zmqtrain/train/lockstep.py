@@ -1,0 +1,174 @@
+"""Say how nodes train in lockstep: by an allreduce of gradients, or through a parameter server (pure: no jax).
+
+Rule 1: a choice is a frozen record, read from a text; `GradientLoop` (train/gradients.py) and its `GradientExchange`
+carry it out.  Rule 2: all nodes of a run make the same choice: they are compared by their canonical texts.
+Rule 3: a text is `name:argument=value,...`; the first value may stand without its name ("allreduce:ring"), and the last
+argument, which is itself a spec, takes all that follows ("allreduce:ring,codec=topk:density=0.01+int8").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.quantities import parse_bytes
+
+__all__ = ["BUCKET_BYTES", "Overlap", "Allreduce", "Server", "Lockstep", "lockstep_from_spec"]
+
+BUCKET_BYTES = 8 << 20
+"""At 1 Gb/s a bucket is about 0.1 s on the wire, its latencies a few ms, and its way from the device less."""
+
+Overlap = Literal["none", "next"]
+"""What the exchange of a step's gradients runs beside: nothing, or the gradient of its last micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allreduce:
+    """Every node has the mean of all gradients, and steps by itself.
+
+    algorithm: of the allreduce; "auto" chooses by size.  size: how many nodes; 0: the run's start_nodes.
+    overlap, bucket_bytes, check_steps: as in `GradientLoop`.  timeout_seconds: how long a node may keep the others
+    waiting.  codec: how gradients are coded on the wire; "": as they are.  Raises ConfigError.
+    """
+
+    algorithm: str = "auto"
+    size: int = 0
+    overlap: Overlap = "none"
+    bucket_bytes: int = BUCKET_BYTES
+    check_steps: int = 0
+    timeout_seconds: float = 600.0
+    codec: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.bucket_bytes, self.timeout_seconds, size=self.size, check=self.check_steps)
+        if self.overlap not in get_args(Overlap):
+            raise ConfigError(f"{self.name!r}: overlap is one of {', '.join(get_args(Overlap))}, got {self.overlap!r}")
+
+    @property
+    def name(self) -> str:
+        """The canonical text."""
+        return _write("allreduce", self, _ALLREDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Every layer has a master, which steps it by the gradients that come, and answers with new weights.
+
+    consistency: "bsp" (by the mean of all nodes' gradients), "async" (by each as it comes), "bounded:s=3".
+    masters: of how many the run must be; 0: of as many as it is.  workers: with how many nodes it begins; 0: the run's
+    start_nodes.  bucket_bytes: as in `GradientLoop`.  timeout_seconds: how long an answer may take.  optimizer: the
+    masters'.  Raises ConfigError.
+    """
+
+    consistency: str = "bsp"
+    masters: int = 0
+    workers: int = 0
+    bucket_bytes: int = BUCKET_BYTES
+    timeout_seconds: float = 600.0
+    optimizer: str = "adam"
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.bucket_bytes, self.timeout_seconds, masters=self.masters, workers=self.workers)
+
+    @property
+    def name(self) -> str:
+        """The canonical text."""
+        return _write("server", self, _SERVER)
+
+
+Lockstep = Allreduce | Server
+
+_Reader = Callable[[str], Any]
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number of seconds") from None
+
+
+# by argument as it is typed: the field, and how it is read; the first may go without its name, the last takes the rest
+_ALLREDUCE: dict[str, tuple[str, _Reader]] = {
+    "algorithm": ("algorithm", str),
+    "size": ("size", _whole),
+    "overlap": ("overlap", str),
+    "bucket": ("bucket_bytes", parse_bytes),
+    "check": ("check_steps", _whole),
+    "timeout": ("timeout_seconds", _seconds),
+    "codec": ("codec", str),
+}
+_SERVER: dict[str, tuple[str, _Reader]] = {
+    "consistency": ("consistency", str),
+    "masters": ("masters", _whole),
+    "workers": ("workers", _whole),
+    "bucket": ("bucket_bytes", parse_bytes),
+    "timeout": ("timeout_seconds", _seconds),
+    "optimizer": ("optimizer", str),
+}
+
+
+def lockstep_from_spec(text: str) -> Lockstep | None:
+    """Return the choice that a text names, None for "hub": nodes publish to the broker, and none waits for another.
+
+    "allreduce:algorithm=auto,size=0,overlap=none,bucket=8388608B,check=0,timeout=600,codec=", or
+    "server:consistency=bsp,masters=0,workers=0,bucket=8388608B,timeout=600,optimizer=adam"; what is left out takes the
+    value shown.  Raises ConfigError: an unknown name or argument (with the choices), a value that cannot be.
+    """
+    name, colon, rest = text.partition(":")
+    if text == "hub":
+        return None
+    if name == "allreduce":
+        return Allreduce(**_read(text, rest, _ALLREDUCE) if colon else {})
+    if name == "server":
+        return Server(**_read(text, rest, _SERVER) if colon else {})
+    raise ConfigError(f"{text!r}: there is no {name!r}; choose one of hub, {Allreduce().name}, {Server().name}")
+
+
+def _read(text: str, rest: str, readers: dict[str, tuple[str, _Reader]]) -> dict[str, Any]:
+    first, last = next(iter(readers)), next(reversed(readers))
+    values: dict[str, Any] = {}
+    while rest:
+        argument, equals, value = rest.partition("=")
+        if not values and (not equals or "," in argument or ":" in argument):  # the first, without its name
+            argument, value = first, rest
+        if argument != last:
+            value, _, rest = value.partition(",")
+        else:
+            rest = ""
+        if argument not in readers:
+            raise ConfigError(f"{text!r}: there is no argument {argument!r}; choose of {', '.join(readers)}")
+        field, read = readers[argument]
+        if field in values:
+            raise ConfigError(f"{text!r}: {argument} is given twice")
+        try:
+            values[field] = read(value)
+        except ValueError as error:
+            raise ConfigError(f"{text!r}: {argument} is {error}, got {value!r}") from None
+    return values
+
+
+def _write(name: str, choice: Lockstep, readers: dict[str, tuple[str, _Reader]]) -> str:
+    assert [field for field, _ in readers.values()] == [field.name for field in fields(choice)]
+    written = []
+    for argument, (field, read) in readers.items():
+        value = getattr(choice, field)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        written.append(f"{argument}={text}B" if read is parse_bytes else f"{argument}={text}")
+    return f"{name}:{','.join(written)}"
+
+
+def _check(name: str, bucket_bytes: int, timeout_seconds: float, **counts: int) -> None:
+    if bucket_bytes < 1 or not timeout_seconds > 0:
+        raise ConfigError(f"{name!r}: bucket and timeout must be more than 0")
+    for argument, count in counts.items():
+        if count < 0:
+            raise ConfigError(f"{name!r}: {argument} must be at least 0, got {count}")
