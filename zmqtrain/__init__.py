@@ -13,9 +13,12 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.types import VERSION as __version__
 
 if TYPE_CHECKING:
+    from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG
+    from zmqtrain.collectives.requests import wait_all, wait_any
     from zmqtrain.engine.executor import Engine
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker import Broker
+    from zmqtrain.runtime.communicator import Communicator
     from zmqtrain.runtime.node import Node, connect
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
@@ -29,6 +32,11 @@ __all__ = [
     "Program",
     "load_program",
     "Broker",
+    "Communicator",
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "wait_all",
+    "wait_any",
     "Engine",
     "RunSettings",
     "ZmqTrainError",
@@ -39,6 +47,11 @@ _HOMES = {
     "connect": "zmqtrain.runtime.node",
     "Node": "zmqtrain.runtime.node",
     "Broker": "zmqtrain.runtime.broker",
+    "Communicator": "zmqtrain.runtime.communicator",
+    "ANY_SOURCE": "zmqtrain.collectives.matching",
+    "ANY_TAG": "zmqtrain.collectives.matching",
+    "wait_all": "zmqtrain.collectives.requests",
+    "wait_any": "zmqtrain.collectives.requests",
     "Engine": "zmqtrain.engine.executor",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",

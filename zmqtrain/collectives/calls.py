@@ -1,0 +1,382 @@
+"""Play one rank's part of all collectives that are on their way (pure: no clock, no sockets, no thread).
+
+Rule 1: the n-th collective call of a rank belongs with the n-th of every other. Each has a text that says what it is,
+and what goes from rank to rank carries the text's digest: who sees another one than his own sends his, and both know.
+Rule 2: who waits says so to all others after a while, with his call's text: so two that only wait for one another find
+out too, and everybody knows what the others do.
+Rule 3: a call that comes to nothing on one rank is of no use on any: what `hear` and `begin` raise ends them all.
+Rule 4: of one call at most WINDOW_BYTES are on their way to a rank and not taken there. Windows of several calls are
+apart: in whatever order the ranks wait, none keeps another one from going on.
+Rule 5: a call ends when its algorithm has, and when those whom it sent memory of its own have taken all of that; where
+some ranks only send (`confirm`), when they have taken all: else a rank could be done before it hears that calls differ.
+Rule 6: what to send is appended to `outgoing`, and calls that have ended to `finished`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.collectives.arrays import as_bytes, dtype_code
+from zmqtrain.collectives.matching import Outgoing
+from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
+from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
+from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
+
+__all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "PART_BYTES", "WINDOW_BYTES", "Call", "Calls", "Phases"]
+
+PART_BYTES = 1 << 20
+"""What is longer is cut on its way."""
+
+WINDOW_BYTES = 8 << 20
+_REPORT_BYTES = WINDOW_BYTES // 4
+
+ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
+"""When a rank says that it waits, and how often it says so again."""
+
+_REMEMBERED = 256  # calls that have ended whose text is known
+_AHEAD = 1 << 16  # how far ahead of this rank's last call another one may be
+
+Phases = Iterator[tuple[Steps, np.dtype[Any]]]
+"""The algorithms that a call plays one after another, each with the dtype of what it sends and receives."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """What has come of one rank and was not taken: (values or None, bytes of the whole Send, code of its dtype)."""
+
+    digest: int
+    parts: deque[tuple[memoryview | None, int, int]] = field(default_factory=deque)
+    taken: int = 0
+    reported: int = 0
+    large: bool = False  # its sender waits to hear that all is taken
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What goes to one rank: (values, bytes of the whole Send, from which byte on), as long as there is no room."""
+
+    waiting: deque[tuple[Any, int, int]] = field(default_factory=deque)
+    sent: int = 0
+    taken: int = 0
+    lent: int = 0  # up to here memory of ours may be on its way
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One collective on one rank.
+
+    confirm: it ends only after those whom it sent anything.  text: what it is, "" until this rank has made the call.
+    waits_for: whom it cannot go on, or end, without.
+    ended: it is over, well or not.  error: why not well.  owner: whoever made it may note itself here.
+    """
+
+    number: int
+    text: str = ""
+    digest: int = 0
+    confirm: bool = False
+    ended: bool = False
+    error: ZmqTrainError | None = None
+    owner: Any = None
+    _phases: Phases | None = None
+    _steps: Steps | None = None
+    _dtype: np.dtype[Any] | None = None
+    _code: int = 0
+    _wanted: Receive | None = None
+    _filled: int = 0
+    _filling: NDArray[np.uint8] | None = None
+    _sources: dict[int, _Source] = field(default_factory=dict)
+    _streams: dict[int, _Stream] = field(default_factory=dict)
+    _moved: bool = True
+    _ask_at: float = 0.0
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """The ranks that it cannot go on, or end, without."""
+        if self._wanted is not None:
+            return (self._wanted.source,)
+        return tuple(to for to, stream in self._streams.items() if stream.taken < stream.lent or stream.waiting)
+
+
+class Calls:
+    """One rank's part of the collectives of a communicator.
+
+    name(rank): what people call it, for messages.  doing(): what this rank did last, in words.
+    """
+
+    def __init__(self, rank: int, size: int, name: Callable[[int], str], doing: Callable[[], str]) -> None:
+        self.rank, self.size = rank, size
+        self.outgoing: list[Outgoing] = []
+        self.finished: list[Call] = []
+        self.number = 0
+        """Of this rank's last call; the first one is 1."""
+        self.others: dict[int, tuple[int, str]] = {}
+        """By rank the number of its last call, and what it did last, as far as it was asked."""
+        self._name, self._doing = name, doing
+        self._calls: dict[int, Call] = {}
+        self._texts: dict[int, str] = {}
+        self._theirs: dict[int, dict[int, str]] = {}  # by number and rank: calls that this rank has not made yet
+
+    @property
+    def pending(self) -> list[Call]:
+        """The calls that this rank has made and that have not ended."""
+        return [call for call in self._calls.values() if call.text]
+
+    def begin(self, text: str, phases: Phases, owner: Any = None, *, confirm: bool = False) -> Call:
+        """Make the next call. Raise CollectiveMismatch if another rank's call of this number is known to differ."""
+        self.number += 1
+        call = self._calls.setdefault(self.number, Call(self.number))
+        call.text, call.digest, call.owner, call._phases = text, digest(text), owner, phases
+        call.confirm = confirm
+        self._texts[self.number] = text
+        self._texts.pop(self.number - _REMEMBERED, None)
+        for source, theirs in self._theirs.pop(self.number, {}).items():
+            self._compare(self.number, source, theirs)
+        different = [rank for rank, source in call._sources.items() if source.digest != call.digest]
+        for rank in different:
+            self._tell(rank, call.number)  # the answer ends this call
+        if not different:
+            self._advance(call)
+        return call
+
+    def fail(self, error: ZmqTrainError) -> None:
+        """End all calls with this error."""
+        for call in self.pending:
+            self._end(call, error)
+        self._calls.clear()
+
+    def tick(self, now: float) -> None:
+        """Let time pass: say what is waited for, where nothing has moved for a while."""
+        for call in self.pending:
+            if call._moved:
+                call._moved, call._ask_at = False, now + ASK_AFTER_SECONDS
+            elif now >= call._ask_at:
+                call._ask_at = now + ASK_AGAIN_SECONDS
+                self.ask(call)
+
+    def ask(self, call: Call | None) -> None:
+        """Ask all others what they do; say that this call waits, where it is one."""
+        place = min(call.waits_for, default=-1) if call else -1
+        head = Head(Kind.WAITING, number=call.number if call else 0, place=place, text=call.text if call else "")
+        for to in range(self.size):
+            if to != self.rank:
+                self.outgoing.append((to, head, None))
+
+    # ------------------------------------------------------------------ what comes
+
+    def hear(self, source: int, head: Head, values: memoryview | None) -> None:
+        """Take a message of another rank in.
+
+        Raise CollectiveMismatch if its call differs from this rank's, FramingError for what it cannot mean, and what an
+        algorithm raises.
+        """
+        kind, number = head.kind, head.number
+        if kind == Kind.PART:
+            self._hear_part(source, head, values)
+        elif kind == Kind.CONSUMED:
+            if (call := self._calls.get(number)) is not None and source in call._streams:
+                stream = call._streams[source]
+                stream.taken = head.size
+                call._moved = True
+                self._pump(call, source, stream)
+                self._look_whether_ended(call)
+        elif kind == Kind.DOING:
+            self.others[source] = (number, head.text)
+        elif kind == Kind.CALLED:
+            self._compare(number, source, head.text)
+        elif kind == Kind.WAITING:
+            if number:
+                self._compare(number, source, head.text)
+            self.outgoing.append((source, Head(Kind.DOING, number=self.number, text=self._doing()), None))
+
+    def _hear_part(self, source: int, head: Head, values: memoryview | None) -> None:
+        number = head.number
+        call = self._calls.get(number)
+        if call is None:
+            if number <= self.number:
+                if number in self._texts and digest(self._texts[number]) != head.digest:
+                    self._tell(source, number)
+                elif number in self._texts:
+                    raise FramingError(f"{self._name(source)} sent more of call {number} than it consists of")
+                return
+            if number > self.number + _AHEAD:
+                raise FramingError(f"{self._name(source)} is at call {number}, this rank at {self.number}")
+            call = self._calls[number] = Call(number)
+        if call.text and head.digest != call.digest:
+            self._tell(source, number)
+            return
+        nbytes = 0 if values is None else values.nbytes
+        if nbytes > head.size:
+            raise FramingError(f"a part of {nbytes} bytes of {head.size} of {self._name(source)}")
+        from_source = call._sources.get(source)
+        if from_source is None:
+            from_source = call._sources[source] = _Source(head.digest)
+        from_source.parts.append((values, head.size, head.flag & ~CONFIRM))
+        from_source.large |= (nbytes >= COPIED_BELOW_BYTES or head.flag >= CONFIRM) and source != HUB
+        if call._wanted is not None and call._wanted.source == source:
+            self._advance(call)
+
+    def _compare(self, number: int, source: int, theirs: str) -> None:
+        """Compare another rank's call with this rank's, now or when it is made."""
+        if number > self.number:
+            if number <= self.number + _AHEAD:
+                self._theirs.setdefault(number, {})[source] = theirs
+            return
+        ours = self._texts.get(number)
+        if ours is None or ours == theirs:
+            return
+        self._tell(source, number)
+        first, second = sorted(((self.rank, ours), (source, theirs)))
+        raise CollectiveMismatch(
+            f"call number {number} is {first[1]} on {self._name(first[0])} and {second[1]} on {self._name(second[0])}: "
+            "all ranks make the same calls in the same order, with arrays of one shape and dtype"
+        )
+
+    def _tell(self, to: int, number: int) -> None:
+        self.outgoing.append((to, Head(Kind.CALLED, number=number, text=self._texts[number]), None))
+
+    # ------------------------------------------------------------------ the moves
+
+    def _advance(self, call: Call) -> None:
+        """Play a call as far as it goes."""
+        lent: Any = None
+        call._moved = True
+        if call._wanted is not None:
+            done, lent = self._take(call, call._wanted)
+            if not done:
+                return
+        while True:
+            if call._steps is None and not self._next_phase(call):
+                break
+            assert call._steps is not None
+            try:
+                step = call._steps.send(lent)
+            except StopIteration:
+                call._steps = lent = None
+                continue
+            lent = None
+            if isinstance(step, Send):
+                self._send(call, step)
+                continue
+            call._wanted = step
+            done, lent = self._take(call, step)
+            if not done:
+                return
+        self._look_whether_ended(call)
+
+    def _next_phase(self, call: Call) -> bool:
+        assert call._phases is not None
+        phase = next(call._phases, None)
+        if phase is None:
+            call._phases = iter(())
+            self._report_all(call)
+            return False
+        call._steps, call._dtype = phase
+        call._code = dtype_code(call._dtype)
+        return True
+
+    def _take(self, call: Call, wanted: Receive) -> tuple[bool, Any]:
+        """Take what is awaited: (whether all of it was there, what the generator is sent)."""
+        source = call._sources.get(wanted.source)
+        if source is None or not source.parts:
+            return False, None
+        assert call._dtype is not None
+        nbytes = wanted.values * call._dtype.itemsize
+        values, total, code = source.parts[0]
+        if total != nbytes or code != call._code:
+            raise CollectiveMismatch(
+                f"call number {call.number}, {call.text}: {self._name(wanted.source)} sent {total} bytes, other than"
+                f" the {nbytes} of {call._dtype} that {self._name(self.rank)} awaits"
+            )
+        if call._filling is not None or (values is not None and values.nbytes < total):
+            return self._fill(call, wanted, source, total)
+        source.parts.popleft()
+        call._wanted = None
+        self._consume(call, wanted.source, source, total)
+        if wanted.into is None:
+            return True, np.empty(0, call._dtype) if values is None else np.frombuffer(values, call._dtype)
+        if values is not None:
+            wanted.into.view(np.uint8)[:] = np.frombuffer(values, np.uint8)
+        return True, None
+
+    def _fill(self, call: Call, wanted: Receive, source: _Source, total: int) -> tuple[bool, Any]:
+        """Take the parts that are here of something that was cut on its way."""
+        if call._filling is None:
+            room = np.empty(wanted.values, call._dtype) if wanted.into is None else wanted.into
+            call._filling, call._filled = room.view(np.uint8), 0
+        filling, start = call._filling, call._filled
+        while source.parts and start < total:
+            values, size, _ = source.parts.popleft()
+            if values is None or size != total or start + values.nbytes > total:
+                raise FramingError(f"{self._name(wanted.source)} sent parts that do not fit in {call.text}")
+            filling[start : start + values.nbytes] = np.frombuffer(values, np.uint8)
+            start += values.nbytes
+            self._consume(call, wanted.source, source, values.nbytes)
+        call._filled = start
+        if start < total:
+            return False, None
+        call._wanted = call._filling = None
+        if wanted.into is not None:
+            return True, None
+        filling.flags.writeable = False
+        return True, filling.view(call._dtype)
+
+    def _consume(self, call: Call, rank: int, source: _Source, nbytes: int) -> None:
+        source.taken += nbytes
+        if source.taken - source.reported >= _REPORT_BYTES and rank != HUB:
+            source.reported = source.taken
+            self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), None))
+
+    def _report_all(self, call: Call) -> None:
+        for rank, source in call._sources.items():
+            if source.large and source.reported < source.taken:
+                source.reported = source.taken
+                self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), None))
+
+    def _send(self, call: Call, step: Send) -> None:
+        to, values = step.to, as_bytes(step.values)
+        stream = call._streams.get(to)
+        if stream is None:
+            stream = call._streams[to] = _Stream()
+        total = values.nbytes
+        if total <= PART_BYTES:
+            stream.waiting.append((values if total else None, total, 0))
+        else:
+            for start in range(0, total, PART_BYTES):
+                stream.waiting.append((values[start : start + PART_BYTES], total, start))
+        self._pump(call, to, stream)
+
+    def _pump(self, call: Call, to: int, stream: _Stream) -> None:
+        """Send what there is room for."""
+        while stream.waiting and (stream.sent - stream.taken < WINDOW_BYTES or to == HUB):
+            values, total, start = stream.waiting.popleft()
+            flag = call._code | CONFIRM if call.confirm else call._code
+            head = Head(Kind.PART, 0, call.number, total, start, call.digest, flag)
+            self.outgoing.append((to, head, values))
+            if values is not None:
+                stream.sent += values.nbytes
+                if (values.nbytes >= COPIED_BELOW_BYTES or call.confirm) and to != HUB:
+                    stream.lent = stream.sent
+
+    def _look_whether_ended(self, call: Call) -> None:
+        """End a call that has been played, and whose memory is nowhere on its way."""
+        if call._wanted is not None or call._steps is not None or not call.text:
+            return
+        if all(stream.taken >= stream.lent and not stream.waiting for stream in call._streams.values()):
+            for rank, source in call._sources.items():
+                if source.parts:
+                    raise FramingError(f"{self._name(rank)} sent more of call {call.number} than it consists of")
+            self._calls.pop(call.number, None)
+            self._end(call, None)
+
+    def _end(self, call: Call, error: ZmqTrainError | None) -> None:
+        call.ended, call.error = True, error
+        call._sources.clear()
+        call._streams.clear()
+        call._phases = call._steps = call._wanted = call._filling = None
+        self.finished.append(call)

@@ -1,0 +1,34 @@
+"""Choose how an allreduce is done by how much there is to reduce and how many ranks there are.
+
+Rule: the choice follows from sizes alone, so that all ranks make the same one without a word.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+__all__ = ["LARGEST_CHUNK_BYTES", "SMALLEST_CHUNK_BYTES", "TABLE", "choose_algorithm", "choose_chunk_bytes"]
+
+TABLE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
+    (2, ((64 << 10, "naive"), (inf, "ring"))),
+    (4, ((16 << 10, "naive"), (128 << 10, "halving"), (inf, "ring"))),
+    (8, ((4 << 10, "naive"), (256 << 10, "halving"), (inf, "ring"))),
+    (inf, ((1 << 20, "halving"), (inf, "ring"))),
+)
+"""For at most so many ranks: for at most so many bytes, the algorithm."""
+
+SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 64 << 10, 1 << 20
+_CHUNKS_PER_SHARE = 8
+
+
+def choose_algorithm(size: int, nbytes: int) -> str:
+    """Return the name of the allreduce for `size` ranks and arrays of so many bytes."""
+    rows = next(rows for most, rows in TABLE if size <= most)
+    return next(algorithm for most, algorithm in rows if nbytes <= most)
+
+
+def choose_chunk_bytes(size: int, nbytes: int) -> int:
+    """Return how many bytes go in one message: enough of them to be reduced while others are on their way, and large
+    enough that what each costs does not count."""
+    wanted = nbytes // (size * _CHUNKS_PER_SHARE)
+    return min(max(wanted, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)

@@ -1,0 +1,346 @@
+"""Reduce, spread and exchange arrays among the processes of a group: all of them make the same calls in the same order.
+
+Rule 1: every call is also there with an i before its name: it returns a Request at once, and several may be on their
+way; the order in which they are made is what all ranks share, not the order in which they end.
+Rule 2: arrays are numpy or jax, numbers, or trees of them (dict, list, tuple, NamedTuple, None); results are of the
+same kind, on the same device, and the caller's own.
+Rule 3: what differs between ranks is CollectiveMismatch on all of them; a lost rank is PeerLost on all; both end the
+communicator, and `shrink` goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.collectives import exchanges
+from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.calls import Phases
+from zmqtrain.collectives.choice import choose_algorithm, choose_chunk_bytes
+from zmqtrain.collectives.coded import check_coder, coded_allreduce
+from zmqtrain.collectives.messenger import Messenger
+from zmqtrain.collectives.reductions import Function, Reduction, find_reduction
+from zmqtrain.collectives.requests import Request
+from zmqtrain.collectives.rooted import BROADCAST, REDUCE
+from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER, share_bounds
+from zmqtrain.collectives.steps import Steps
+from zmqtrain.collectives.trees import Tree, read_tree, take_tree
+from zmqtrain.collectives.wire import MAX_TEXT_BYTES
+from zmqtrain.errors import CollectiveMismatch, ConfigError
+
+__all__ = ["Communicator", "Op"]
+
+Op = str | Function | Reduction
+"""How two arrays become one: "sum", "mean", "max", "min", "prod", or an associative and commutative function."""
+
+_BYTES = np.dtype(np.uint8)
+_TOLD_BYTES = 512  # of what a root tells about its arrays, in the first message
+
+
+class Communicator(Messenger):
+    """A process's place among the others of its group.
+
+    port: its way to them; the communicator closes it.  timeout_seconds: how long each wait waits where it is not told.
+    A call of the blocking kind that runs out of time raises CollectiveTimeout, and goes on without its caller: the
+    others can still end theirs.
+    """
+
+    # ------------------------------------------------------------------ all reduce
+
+    def allreduce(
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        codec: Any = None,
+        into: NDArray[Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
+
+        algorithm: "naive", "ring", "tree", "halving", "parallel"; "auto" chooses by size. The order in which values
+        are reduced is the algorithm's (its docstring).  codec: what goes over the network is encoded (float32, "sum" or
+        "mean" only; by the owners of shares, whatever the algorithm).  into: where the result of one numpy array is
+        put, x itself for in place: saves a copy of large arrays.
+        Raises ConfigError for what cannot be reduced so, CollectiveMismatch, PeerLost, CollectiveTimeout.
+        """
+        return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
+
+    def iallreduce(
+        self, x: Any, op: Op = "sum", *, algorithm: str = "auto", codec: Any = None, into: NDArray[Any] | None = None
+    ) -> Request:
+        """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not."""
+        tree = take_tree(x)
+        reductions = [find_reduction(op, dtype) for dtype in tree.sizes()]
+        operation = reductions[0].name if reductions else "sum"
+        if codec is not None:
+            coder = check_coder(codec, operation, tree)
+            text = f"allreduce({tree.text}, op={operation}, codec={coder.name})"
+        else:
+            coder = None
+            if algorithm == "auto":
+                algorithm = choose_algorithm(self.size, tree.nbytes)
+            self._check_algorithm(algorithm)
+            text = f"allreduce({tree.text}, op={operation}, algorithm={algorithm})"
+        flats = tree.pack() if into is None else [_put(tree, into)]
+
+        def phases() -> Phases:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                if coder is not None:
+                    yield coded_allreduce(self.rank, self.size, flat, coder, operation == "mean"), _BYTES
+                else:
+                    yield ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, self._chunk(flat)), flat.dtype
+
+        return self._call(text, phases(), lambda: tree.unpack(flats) if into is None else into)
+
+    def reduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Reduce the arrays of all ranks; the root gets the result, the others None."""
+        return self.ireduce(x, op, root).wait(timeout_seconds)
+
+    def ireduce(self, x: Any, op: Op = "sum", root: int = 0) -> Request:
+        """Begin a `reduce`."""
+        self._check_rank("root", root)
+        tree = take_tree(x)
+        reductions = [find_reduction(op, dtype) for dtype in tree.sizes()]
+        operation = reductions[0].name if reductions else "sum"
+        flats, algorithm = tree.pack(), self._rooted(tree.nbytes)
+
+        def phases() -> Phases:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                chunk = self._chunk(flat)
+                yield REDUCE[algorithm](self.rank, self.size, flat, reduction, root, chunk), flat.dtype
+
+        text = f"reduce({tree.text}, op={operation}, root={root})"
+        return self._call(text, phases(), lambda: tree.unpack(flats) if self.rank == root else None, confirm=True)
+
+    def reduce_scatter(self, x: Any, op: Op = "sum", *, timeout_seconds: float | None = None) -> Any:
+        """Reduce the arrays of all ranks, and give each rank its share of the result.
+
+        x: one array. The share of rank r is flat: values n r // size to n (r + 1) // size of the flattened result, n in
+        all; in the order of the ring (`ring_reduce_scatter`).
+        """
+        return self.ireduce_scatter(x, op).wait(timeout_seconds)
+
+    def ireduce_scatter(self, x: Any, op: Op = "sum") -> Request:
+        """Begin a `reduce_scatter`."""
+        tree = take_tree(x)
+        if not tree.is_leaf:
+            raise ConfigError("reduce_scatter takes one array: join the leaves of a tree first, or allreduce it")
+        reduction = find_reduction(op, tree.shapes[0].dtype)
+        (flat,) = tree.pack()
+        bounds = share_bounds(flat.size, self.size)
+        own = slice(bounds[self.rank], bounds[self.rank + 1])
+        steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat))
+        text = f"reduce_scatter({tree.text}, op={reduction.name})"
+        return self._call(text, iter([(steps, flat.dtype)]), lambda: tree.leaves[0].rebuild(flat[own].copy()))
+
+    # ------------------------------------------------------------------ spread and gather
+
+    def allgather(self, x: Any, *, timeout_seconds: float | None = None) -> list[Any]:
+        """Give all ranks a list of all ranks' arrays, by rank; all are of one shape and dtype."""
+        gathered: list[Any] = self.iallgather(x).wait(timeout_seconds)
+        return gathered
+
+    def iallgather(self, x: Any) -> Request:
+        """Begin an `allgather`."""
+        tree = take_tree(x)
+        joined, nbytes = np.empty(self.size * tree.nbytes, _BYTES), tree.nbytes
+        joined[self.rank * nbytes : (self.rank + 1) * nbytes] = np.frombuffer(tree.join(), _BYTES)
+        algorithm = "parallel" if nbytes <= 64 << 10 else "ring"
+        bounds = [nbytes * rank for rank in range(self.size + 1)]
+        steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined), bounds)
+        return self._call(
+            f"allgather({tree.text})", iter([(steps, _BYTES)]), lambda: _unpack_all(tree, joined, self.size)
+        )
+
+    def broadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Give all ranks the root's array, or tree of arrays.
+
+        x: elsewhere than on the root None, or an array of the same shape and dtype, whose kind (jax, its device) the
+        result then has; with None it is numpy. The root gets x itself.
+        """
+        return self.ibroadcast(x, root).wait(timeout_seconds)
+
+    def ibroadcast(self, x: Any = None, root: int = 0) -> Request:
+        """Begin a `broadcast`. On the root x is left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        own = take_tree(x) if x is not None or is_root else None
+        text, got = f"broadcast(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
+
+        def phases() -> Phases:
+            told: list[str] = []
+            yield from self._tell(own.text if is_root and own else "", root, told)
+            tree = own if own is not None else read_tree(told[0])
+            self._check_told(text, tree, told[0], root)
+            joined = np.frombuffer(tree.join(), _BYTES) if is_root else np.empty(tree.nbytes, _BYTES)
+            got.append((tree, joined))
+            algorithm = self._rooted(tree.nbytes)
+            yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined)), _BYTES
+
+        def make() -> Any:
+            tree, joined = got[0]
+            return x if is_root else tree.unpack(tree.split(joined))
+
+        return self._call(text, phases(), make, confirm=True)
+
+    def scatter(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Give each rank its own of the root's arrays.
+
+        xs: on the root one for each rank, all of one shape and dtype; not looked at elsewhere.
+        """
+        return self.iscatter(xs, root).wait(timeout_seconds)
+
+    def iscatter(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
+        """Begin a `scatter`. On the root xs are left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        trees = self._one_for_each("scatter", xs) if is_root else []
+        text, got = f"scatter(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
+
+        def phases() -> Phases:
+            told: list[str] = []
+            yield from self._tell(trees[0].text if is_root else "", root, told)
+            tree = trees[root] if is_root else read_tree(told[0])
+            parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
+            joined = parts[root] if is_root else np.empty(tree.nbytes, _BYTES)
+            got.append((tree, joined))
+            chunk = choose_chunk_bytes(self.size, tree.nbytes)
+            yield exchanges.scatter(self.rank, self.size, parts, joined, root, chunk), _BYTES
+
+        def make() -> Any:
+            tree, joined = got[0]
+            return xs[root] if is_root and xs is not None else tree.unpack(tree.split(joined))
+
+        return self._call(text, phases(), make, confirm=True)
+
+    def gather(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
+        """Give the root a list of all ranks' arrays, by rank, and the others None; all are of one shape and dtype."""
+        gathered: list[Any] | None = self.igather(x, root).wait(timeout_seconds)
+        return gathered
+
+    def igather(self, x: Any, root: int = 0) -> Request:
+        """Begin a `gather`. x is left alone until it is over."""
+        self._check_rank("root", root)
+        tree, is_root = take_tree(x), self.rank == root
+        part, nbytes = np.frombuffer(tree.join(), _BYTES), tree.nbytes
+        joined = np.empty(self.size * nbytes if is_root else 0, _BYTES)
+        parts = [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)] if is_root else []
+        if is_root:
+            parts[root][:] = part
+        steps = exchanges.gather(self.rank, self.size, part, parts, root, self._chunk(part))
+        return self._call(
+            f"gather({tree.text}, root={root})",
+            iter([(steps, _BYTES)]),
+            lambda: _unpack_all(tree, joined, self.size) if is_root else None,
+            confirm=True,
+        )
+
+    def all_to_all(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
+        """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
+
+        xs: one for each rank, all of one shape and dtype, on all ranks.
+        """
+        exchanged: list[Any] = self.iall_to_all(xs).wait(timeout_seconds)
+        return exchanged
+
+    def iall_to_all(self, xs: Sequence[Any]) -> Request:
+        """Begin an `all_to_all`. xs are left alone until it is over."""
+        trees = self._one_for_each("all_to_all", xs)
+        tree, nbytes = trees[self.rank], trees[self.rank].nbytes
+        joined = np.empty(self.size * nbytes, _BYTES)
+        into = [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)]
+        parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
+        into[self.rank][:] = parts[self.rank]
+        steps = exchanges.all_to_all(self.rank, self.size, parts, into, self._chunk(joined))
+        return self._call(
+            f"all_to_all({tree.text})", iter([(steps, _BYTES)]), lambda: _unpack_all(tree, joined, self.size)
+        )
+
+    def barrier(self, *, timeout_seconds: float | None = None) -> None:
+        """Return once all ranks have called this."""
+        self.ibarrier().wait(timeout_seconds)
+
+    def ibarrier(self) -> Request:
+        """Begin a `barrier`; the request is over once all ranks have begun it."""
+        return self._call("barrier()", iter([(exchanges.barrier(self.rank, self.size), _BYTES)]), lambda: None)
+
+    # ------------------------------------------------------------------ how
+
+    def _call(self, text: str, phases: Phases, make: Callable[[], Any], *, confirm: bool = False) -> Request:
+        request, group = self._request(text, make), self._group
+        self._endpoint.port.call(lambda: group.begin(request, text, phases, confirm))
+        return request
+
+    def _chunk(self, flat: NDArray[Any]) -> int:
+        """Return how many values of an array go in one message."""
+        return max(1, choose_chunk_bytes(self.size, flat.nbytes) // flat.itemsize)
+
+    def _rooted(self, nbytes: int) -> str:
+        return "tree" if self.size <= 2 or nbytes <= 256 << 10 else "chain"
+
+    def _check_algorithm(self, algorithm: str) -> None:
+        choices = [name for name in ALLREDUCE if name != "hub"]
+        if algorithm not in choices:
+            raise ConfigError(f"algorithm={algorithm!r}: choose one of auto, {', '.join(choices)}")
+
+    def _one_for_each(self, name: str, xs: Sequence[Any] | None) -> list[Tree]:
+        if xs is None or len(xs) != self.size:
+            count = "none" if xs is None else len(xs)
+            raise ConfigError(f"{name} takes one array for each of {self.size} ranks, got {count}")
+        trees = [take_tree(x) for x in xs]
+        for rank, tree in enumerate(trees):
+            if tree.text != trees[0].text:
+                raise ConfigError(
+                    f"{name} takes arrays of one shape and dtype: that for rank 0 is {trees[0].text[:200]}, that for "
+                    f"rank {rank} {tree.text[:200]}"
+                )
+        return trees
+
+    def _tell(self, text: str, root: int, told: list[str]) -> Iterator[tuple[Steps, np.dtype[Any]]]:
+        """Broadcast a text of the root's, which is put in `told`."""
+        spoken = text.encode()
+        first = np.zeros(_TOLD_BYTES, _BYTES)
+        if self.rank == root:
+            first[:8] = np.frombuffer(len(spoken).to_bytes(8, "little"), _BYTES)
+            begin = np.frombuffer(spoken[: _TOLD_BYTES - 8], _BYTES)
+            first[8 : 8 + begin.size] = begin
+        yield BROADCAST["tree"](self.rank, self.size, first, root, _TOLD_BYTES), _BYTES
+        length = int.from_bytes(first[:8].tobytes(), "little")
+        if length > MAX_TEXT_BYTES:
+            raise CollectiveMismatch(f"{self._group.name(root)} describes its arrays in {length} bytes")
+        if length > _TOLD_BYTES - 8:
+            rest = np.frombuffer(spoken, _BYTES) if self.rank == root else np.empty(length, _BYTES)
+            yield BROADCAST["tree"](self.rank, self.size, rest, root, 1 << 20), _BYTES
+            told.append(rest.tobytes().decode())
+        else:
+            told.append(first[8 : 8 + length].tobytes().decode())
+
+    def _check_told(self, text: str, tree: Tree, told: str, root: int) -> None:
+        if tree.text != told:
+            raise CollectiveMismatch(
+                f"{text}: {self._group.name(root)} has {told[:200]}, and {self._group.name(self.rank)} expects "
+                f"{tree.text[:200]}"
+            )
+
+
+def _put(tree: Tree, into: NDArray[Any]) -> NDArray[Any]:
+    """Put a single array where its result will be; return that, flat."""
+    usable = isinstance(into, np.ndarray) and into.flags.c_contiguous and into.flags.writeable
+    if not tree.is_leaf or not usable or (into.dtype, into.shape) != (tree.shapes[0].dtype, tree.shapes[0].shape):
+        raise ConfigError(f"into is a contiguous numpy array like x, which is {tree.text[:200]}")
+    flat = into.reshape(-1)
+    values = tree.leaves[0].values.reshape(-1)
+    if flat.ctypes.data != values.ctypes.data:
+        np.copyto(flat, values)
+    return flat
+
+
+def _unpack_all(tree: Tree, joined: NDArray[np.uint8], size: int) -> list[Any]:
+    """Return one tree for each rank of the bytes that were gathered."""
+    nbytes = tree.nbytes
+    return [tree.unpack(tree.split(joined[rank * nbytes : (rank + 1) * nbytes])) for rank in range(size)]

@@ -1,0 +1,427 @@
+"""Bring messages from rank to rank together with who waits for them (pure: no clock, no sockets, no thread).
+
+Rule 1: messages of one source and one tag are matched in the order in which they were sent, with receives in the order
+in which they were posted; ANY_SOURCE and ANY_TAG match all.
+Rule 2: a small message is sent at once (EAGER), as long as no more than EAGER_WINDOW_BYTES of such are unreceived at
+its receiver; of any other only the envelope is (OFFER), and its values go straight into the receiver's array once that
+is there. So what nobody has asked for takes bounded memory, and no sender waits to be able to send.
+Rule 3: who sends without a copy is done when the other side has all; until then nobody writes into the array.
+Rule 4: what to send is appended to `outgoing`, and what is over to `finished`: whoever drives this takes it from there.
+
+    sender   OFFER ──────> TAKE ──────> PIECE... (at most WINDOW_BYTES ahead of) TAKEN...      EAGER ──────> RETURNED
+    receiver       matched      <──────                                 <──────                      matched
+Source: the MPI standard 4.0, sec. 3.5 (order and progress), 3.8 (probe, matched probe, cancel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.collectives.trees import Tree, read_tree
+from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
+from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
+
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "EAGER_WINDOW_BYTES",
+    "PIECE_BYTES",
+    "WINDOW_BYTES",
+    "Envelope",
+    "Finding",
+    "Matching",
+    "Outgoing",
+    "Receiving",
+    "Sending",
+    "Transfer",
+]
+
+ANY_SOURCE = -1
+ANY_TAG = -1
+
+EAGER_WINDOW_BYTES = 1 << 20
+"""How much of small messages may be unreceived at a receiver, from each sender."""
+
+PIECE_BYTES = 1 << 20
+WINDOW_BYTES = 4 << 20
+"""How a large message is cut, and how much of it is on its way at most."""
+
+_ENVELOPE_BYTES = 64  # what an empty message counts for
+
+Outgoing = tuple[int, Head, Any]
+"""To which rank, what, and the values: anything with a buffer, or None."""
+
+
+@dataclass(slots=True, eq=False)
+class Envelope:
+    """A message that has come, or been announced, and is not received yet."""
+
+    source: int
+    tag: int
+    number: int
+    nbytes: int
+    tree: Tree
+    values: memoryview | None  # None: they wait at the sender
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Something that somebody waits for: one of the three below.
+
+    ended: it is over, well or not.  error: why not well.  owner: whoever asked for it may note itself here.
+    """
+
+    peer: int
+    tag: int
+    ended: bool = False
+    error: ZmqTrainError | None = None
+    owner: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Sending(Transfer):
+    """A message on its way to rank `peer`.
+
+    taken: somebody there receives it.  withdrawn: it never got there, its sender has it back.
+    answered: called once the other side has said whether its sender can have it back.
+    """
+
+    number: int = 0
+    values: memoryview = field(default_factory=lambda: memoryview(b""))
+    taken: bool = False
+    sent: int = 0
+    received: int = 0
+    withdrawn: bool = False
+    answered: Callable[[], object] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Receiving(Transfer):
+    """A wait for a message of rank `peer`, or of any.
+
+    into: the array that it goes into, contiguous.  envelope: of what is matched.  joined: its values as bytes.
+    """
+
+    into: NDArray[Any] | None = None
+    envelope: Envelope | None = None
+    joined: NDArray[np.uint8] | None = None
+    received: int = 0
+    reported: int = 0
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Finding(Transfer):
+    """A probe: a wait for a message to be there; take: it is then this probe's (`envelope`), and nobody else's."""
+
+    take: bool = False
+    envelope: Envelope | None = None
+    cancelled: bool = False
+
+
+def _matches(transfer: Transfer, envelope: Envelope) -> bool:
+    return transfer.peer in (ANY_SOURCE, envelope.source) and transfer.tag in (ANY_TAG, envelope.tag)
+
+
+class Matching:
+    """One rank's side of all messages between ranks.
+
+    name(rank): what people call it, for messages.
+    """
+
+    def __init__(self, rank: int, name: Callable[[int], str]) -> None:
+        self.rank = rank
+        self.outgoing: list[Outgoing] = []
+        self.finished: list[Transfer] = []
+        self._name = name
+        self._number = 0
+        self._sending: dict[int, Sending] = {}  # offered, by number
+        self._posted: list[Receiving] = []
+        self._probing: list[Finding] = []
+        self._unexpected: list[Envelope] = []
+        self._filling: dict[tuple[int, int], Receiving] = {}  # by (source, number)
+        self._gone: dict[int, ZmqTrainError] = {}  # why nothing comes from a rank, or from any
+        self._eager_sent: dict[int, int] = {}
+        self._eager_returned: dict[int, int] = {}
+        self._eager_taken: dict[int, int] = {}
+        self._eager_reported: dict[int, int] = {}
+
+    @property
+    def waiting(self) -> list[Transfer]:
+        """All that has not ended."""
+        return [*self._sending.values(), *self._posted, *self._probing, *self._filling.values()]
+
+    @property
+    def unexpected_bytes(self) -> int:
+        """The bytes of values that are here, and that nobody has asked for."""
+        return sum(envelope.values.nbytes for envelope in self._unexpected if envelope.values is not None)
+
+    # ------------------------------------------------------------------ what this rank asks for
+
+    def send(self, sending: Sending, text: str, values: memoryview) -> None:
+        """Send a message; `sending` ends when its values may be written over."""
+        to, nbytes = sending.peer, values.nbytes
+        if to in self._gone:
+            self._end(sending, self._gone[to])
+            return
+        self._number += 1
+        sending.number, sending.values = self._number, values
+        cost = nbytes + _ENVELOPE_BYTES
+        unreceived = self._eager_sent.get(to, 0) - self._eager_returned.get(to, 0)
+        if nbytes < COPIED_BELOW_BYTES and unreceived + cost <= EAGER_WINDOW_BYTES:
+            self._eager_sent[to] = self._eager_sent.get(to, 0) + cost
+            head = Head(Kind.EAGER, number=sending.number, size=nbytes, place=sending.tag, text=text)
+            self.outgoing.append((to, head, values if nbytes else None))
+            self._end(sending)
+        else:
+            self._sending[sending.number] = sending
+            self._say(to, Head(Kind.OFFER, number=sending.number, size=nbytes, place=sending.tag, text=text))
+
+    def receive(self, receiving: Receiving) -> None:
+        """Receive the first message that matches, now or when it comes."""
+        if (envelope := self._take_unexpected(receiving)) is not None:
+            self._begin(receiving, envelope)
+        elif (error := self._hopeless(receiving)) is not None:
+            self._end(receiving, error)
+        else:
+            self._posted.append(receiving)
+
+    def receive_found(self, receiving: Receiving, envelope: Envelope) -> None:
+        """Receive the message that a probe has taken."""
+        self._begin(receiving, envelope)
+
+    def probe(self, finding: Finding, *, wait: bool) -> None:
+        """Find the first message that matches; without `wait`, end at once, with no envelope if there is none."""
+        found = next((envelope for envelope in self._unexpected if _matches(finding, envelope)), None)
+        if found is not None:
+            self._find(finding, found)
+        elif not wait:
+            self._end(finding)
+        elif (error := self._hopeless(finding)) is not None:
+            self._end(finding, error)
+        else:
+            self._probing.append(finding)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Take back what is not matched yet; a message that was offered ends once the other side has answered."""
+        if isinstance(transfer, Receiving) and transfer in self._posted:
+            transfer.cancelled = True
+            _remove(self._posted, transfer)
+            self._end(transfer)
+        elif isinstance(transfer, Finding) and not transfer.ended:
+            transfer.cancelled = True
+            _remove(self._probing, transfer)
+            self._end(transfer)
+        elif isinstance(transfer, Sending) and not transfer.ended and not transfer.taken:
+            self._say(transfer.peer, Head(Kind.WITHDRAW, number=transfer.number))
+
+    def fail(self, error: ZmqTrainError) -> None:
+        """End everything with this error."""
+        for transfer in self.waiting:
+            self._forget(transfer)
+            self._end(transfer, error)
+        self._unexpected.clear()
+
+    def lose(self, rank: int, error: ZmqTrainError, alone: bool) -> None:
+        """End what waits for this rank; alone: nobody else is left, so what waits for any ends as well."""
+        self._gone[rank] = error
+        if alone:
+            self._gone[ANY_SOURCE] = error
+        self._unexpected = [e for e in self._unexpected if e.source != rank or e.values is not None]
+        for transfer in self.waiting:
+            if self._hopeless(transfer) is not None:
+                self._forget(transfer)
+                self._end(transfer, error)
+
+    def _hopeless(self, transfer: Transfer) -> ZmqTrainError | None:
+        """Return why this cannot come about any more."""
+        if isinstance(transfer, Receiving) and transfer.envelope is not None:
+            return self._gone.get(transfer.envelope.source)
+        return self._gone.get(transfer.peer)
+
+    # ------------------------------------------------------------------ what comes
+
+    def hear(self, source: int, head: Head, values: memoryview | None) -> None:
+        """Take a message of another rank in; raise FramingError for what it cannot mean."""
+        kind = head.kind
+        if kind == Kind.PIECE:
+            self._hear_piece(source, head, values)
+        elif kind == Kind.EAGER or kind == Kind.OFFER:
+            self._hear_envelope(source, head, values)
+        elif kind == Kind.TAKE:
+            self._hear_take(source, head)
+        elif kind == Kind.TAKEN:
+            sending = self._of(source, head)
+            sending.received = head.size
+            self._pump(sending)
+        elif kind == Kind.RETURNED:
+            self._eager_returned[source] = head.size
+        elif kind == Kind.WITHDRAW:
+            offered = [e for e in self._unexpected if (e.source, e.number, e.values) == (source, head.number, None)]
+            for envelope in offered:
+                _remove(self._unexpected, envelope)
+            self._say(source, Head(Kind.WITHDRAWN, number=head.number, flag=len(offered)))
+        elif kind == Kind.WITHDRAWN and (withdrawn := self._sending.get(head.number)) is not None:
+            if head.flag and withdrawn.peer == source:
+                del self._sending[head.number]
+                withdrawn.withdrawn = True
+                self._end(withdrawn)
+            elif withdrawn.answered is not None:
+                withdrawn.answered()
+
+    def _of(self, source: int, head: Head) -> Sending:
+        sending = self._sending.get(head.number)
+        if sending is None or sending.peer != source:
+            raise FramingError(f"{Kind(head.kind).name} of message {head.number}, which is not on its way there")
+        return sending
+
+    def _hear_envelope(self, source: int, head: Head, values: memoryview | None) -> None:
+        tree = read_tree(head.text)
+        if head.kind == Kind.EAGER:
+            values = memoryview(b"") if values is None else values
+        if head.size != tree.nbytes or (values is not None and values.nbytes != head.size) or head.place < 0:
+            raise FramingError(f"a message of {head.size} bytes with tag {head.place} that describes {head.text[:80]}")
+        envelope = Envelope(source, head.place, head.number, head.size, tree, values)
+        for receiving in self._posted:
+            if _matches(receiving, envelope):
+                _remove(self._posted, receiving)
+                self._begin(receiving, envelope)
+                return
+        self._unexpected.append(envelope)
+        for finding in list(self._probing):
+            if _matches(finding, envelope):
+                _remove(self._probing, finding)
+                self._find(finding, envelope)
+                if finding.take:
+                    return
+
+    def _hear_take(self, source: int, head: Head) -> None:
+        sending = self._of(source, head)
+        if head.flag:
+            del self._sending[sending.number]
+            self._end(sending, CollectiveMismatch(head.text))
+        else:
+            sending.taken = True
+            self._pump(sending)
+
+    def _hear_piece(self, source: int, head: Head, values: memoryview | None) -> None:
+        receiving = self._filling.get((source, head.number))
+        if receiving is None:
+            raise FramingError(f"values of message {head.number}, which nobody here has taken")
+        assert receiving.joined is not None
+        total, start = receiving.joined.nbytes, receiving.received
+        if values is None or head.place != start or start + values.nbytes > total:
+            raise FramingError(f"values of message {head.number} from byte {head.place} on, awaited from {start} on")
+        receiving.joined[start : start + values.nbytes] = np.frombuffer(values, np.uint8)
+        receiving.received += values.nbytes
+        if receiving.received == total or receiving.received - receiving.reported >= WINDOW_BYTES // 2:
+            receiving.reported = receiving.received
+            self._say(source, Head(Kind.TAKEN, number=head.number, size=receiving.received))
+        if receiving.received == total:
+            del self._filling[source, head.number]
+            self._end(receiving)
+
+    # ------------------------------------------------------------------ the moves
+
+    def _begin(self, receiving: Receiving, envelope: Envelope) -> None:
+        """Receive a message: its values now, where they are here, or by asking for them."""
+        receiving.envelope, source, number = envelope, envelope.source, envelope.number
+        if envelope.values is not None:
+            self._return(envelope)
+        elif (gone := self._gone.get(source)) is not None:
+            self._end(receiving, gone)
+            return
+        try:
+            joined = receiving.joined = self._room(receiving, envelope)
+        except CollectiveMismatch as error:
+            if envelope.values is None:
+                self._say(source, Head(Kind.TAKE, number=number, flag=1, text=str(error)))
+            self._end(receiving, error)
+            return
+        if envelope.values is None:
+            self._say(source, Head(Kind.TAKE, number=number))
+        elif envelope.nbytes:
+            joined[:] = np.frombuffer(envelope.values, np.uint8)
+        if envelope.values is None and envelope.nbytes:
+            self._filling[source, number] = receiving
+        else:
+            self._end(receiving)
+
+    def _room(self, receiving: Receiving, envelope: Envelope) -> NDArray[np.uint8]:
+        """Return where the values go; raise CollectiveMismatch if they do not fit there."""
+        into, tree, source = receiving.into, envelope.tree, envelope.source
+        if into is not None:
+            if not tree.is_leaf or (tree.shapes[0].dtype, tree.shapes[0].size) != (into.dtype, into.size):
+                raise CollectiveMismatch(
+                    f"{self._name(source)} sent {tree.text[:200]} (tag {envelope.tag}); {self._name(self.rank)}"
+                    f" receives into {into.dtype}{list(into.shape)}"
+                )
+            return into.reshape(-1).view(np.uint8)
+        try:
+            return np.empty(envelope.nbytes, np.uint8)
+        except MemoryError as error:
+            raise CollectiveMismatch(
+                f"{self._name(source)} sent {tree.text[:200]} (tag {envelope.tag}), for which "
+                f"{self._name(self.rank)} has not enough memory"
+            ) from error
+
+    def _return(self, envelope: Envelope) -> None:
+        source = envelope.source
+        taken = self._eager_taken[source] = self._eager_taken.get(source, 0) + envelope.nbytes + _ENVELOPE_BYTES
+        if taken - self._eager_reported.get(source, 0) >= EAGER_WINDOW_BYTES // 4:
+            self._eager_reported[source] = taken
+            self._say(source, Head(Kind.RETURNED, size=taken))
+
+    def _pump(self, sending: Sending) -> None:
+        """Send as much of a message as its window allows; end it when the other side has all."""
+        total = sending.values.nbytes
+        while sending.sent < total and sending.sent - sending.received < WINDOW_BYTES:
+            piece = sending.values[sending.sent : sending.sent + PIECE_BYTES]
+            self.outgoing.append((sending.peer, Head(Kind.PIECE, number=sending.number, place=sending.sent), piece))
+            sending.sent += piece.nbytes
+        if sending.received >= total:
+            del self._sending[sending.number]
+            self._end(sending)
+
+    def _find(self, finding: Finding, envelope: Envelope) -> None:
+        finding.envelope = envelope
+        if finding.take:
+            _remove(self._unexpected, envelope)
+        self._end(finding)
+
+    def _take_unexpected(self, receiving: Receiving) -> Envelope | None:
+        for envelope in self._unexpected:
+            if _matches(receiving, envelope):
+                _remove(self._unexpected, envelope)
+                return envelope
+        return None
+
+    def _forget(self, transfer: Transfer) -> None:
+        if isinstance(transfer, Sending):
+            self._sending.pop(transfer.number, None)
+        elif isinstance(transfer, Finding):
+            _remove(self._probing, transfer)
+        elif isinstance(transfer, Receiving):
+            _remove(self._posted, transfer)
+            for key in [key for key, filling in self._filling.items() if filling is transfer]:
+                del self._filling[key]
+
+    def _say(self, to: int, head: Head) -> None:
+        self.outgoing.append((to, head, None))
+
+    def _end(self, transfer: Transfer, error: ZmqTrainError | None = None) -> None:
+        transfer.ended, transfer.error = True, error
+        self.finished.append(transfer)
+
+
+def _remove(things: list[Any], thing: object) -> None:
+    """Take this very thing out of a list, if it is in it."""
+    for index, other in enumerate(things):
+        if other is thing:
+            del things[index]
+            return

@@ -1,0 +1,366 @@
+"""Send arrays from rank to rank, and receive them: the half of a communicator that is not collective.
+
+Rule 1: what has a name with an i returns a Request at once; without, it waits for that request.
+Rule 2: an array that is sent is left alone until its request is over; what is received is the receiver's own.
+Rule 3: any thread may call; ranks that call from several threads agree themselves on an order of collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.collectives.arrays import dtype_code
+from zmqtrain.collectives.endpoint import Endpoint
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Envelope, Finding, Receiving, Sending
+from zmqtrain.collectives.requests import Request
+from zmqtrain.collectives.trees import take_tree
+from zmqtrain.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.types import Port
+
+__all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger", "Status"]
+
+TIMEOUT_SECONDS = 120.0
+"""How long a wait waits where nobody says otherwise: longer than a first step compiles."""
+
+_GRACE_SECONDS = 5.0  # for the port's own thread to answer
+_HIGHEST_TAG = (1 << 63) - 1
+
+Self = TypeVar("Self", bound="Messenger")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A message that is there. shape, dtype: of the array; of a tree of arrays () and "tree"."""
+
+    source: int
+    tag: int
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that a matched probe has found: nobody else receives it. `imrecv` does."""
+
+    status: Status
+    envelope: Envelope
+
+
+@dataclass(frozen=True)
+class CommunicatorStatistics:
+    """Running figures of a port, over all communicators that it has had.
+
+    bytes: of messages with their heads; values: bytes of arrays alone.  relayed: ranks that the hub passes messages to.
+    """
+
+    bytes_sent: int
+    bytes_received: int
+    messages_sent: int
+    messages_received: int
+    values_sent: int
+    values_received: int
+    relayed: tuple[int, ...]
+
+    @property
+    def messages(self) -> int:
+        """Messages both ways."""
+        return self.messages_sent + self.messages_received
+
+
+def _status(envelope: Envelope) -> Status:
+    tree = envelope.tree
+    shape, dtype = (tree.shapes[0].shape, tree.shapes[0].dtype.name) if tree.is_leaf else ((), "tree")
+    return Status(envelope.source, envelope.tag, shape, dtype, envelope.nbytes)
+
+
+class Messenger:
+    """A process's place among the others of its group; see `Communicator`."""
+
+    def __init__(self, port: Port, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        if timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}")
+        self.timeout_seconds = timeout_seconds
+        self._endpoint = Endpoint(port)
+        self._group: Group = self._endpoint.start()
+        self._is_last, self._closed = True, False
+
+    # ------------------------------------------------------------------ who and where
+
+    @property
+    def rank(self) -> int:
+        """Which of the group this process is, from 0."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._group.size
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people call the processes, by rank."""
+        return self._group.names
+
+    def statistics(self) -> CommunicatorStatistics:
+        """Return the running figures."""
+        end, port = self._endpoint, self._endpoint.port
+        statistics = getattr(port, "statistics", None)
+        return CommunicatorStatistics(
+            end.bytes_sent,
+            end.bytes_received,
+            end.messages_sent,
+            end.messages_received,
+            end.values_sent,
+            end.values_received,
+            tuple(statistics().relayed) if statistics is not None else (),
+        )
+
+    def shrink(self: Self, timeout_seconds: float | None = None) -> Self:
+        """Go on after a loss: return the communicator of those who live, once all of them have called this.
+
+        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises
+        LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who lives does not call it.
+        """
+        self.check_may_wait()
+        if self._closed or self._group.broken is None:
+            state = "is closed" if self._closed else "has lost nobody"
+            raise LocalProtocolError(f"this communicator {state}: shrink is for after PeerLost or CollectiveMismatch")
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        agreed, found = threading.Event(), list[Group]()
+
+        def done(group: Group) -> None:
+            found.append(group)
+            agreed.set()
+
+        self._endpoint.port.call(lambda: self._endpoint.shrink(done))
+        if not agreed.wait(seconds):
+            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(done))
+            names = self._endpoint.port.names
+            missing = self._endpoint.unheard()
+            whom = ", ".join(f"{names[rank]} (rank {rank} at first)" for rank in missing)
+            raise CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing)
+        smaller = object.__new__(type(self))
+        smaller.__dict__.update(self.__dict__)
+        smaller._group = found[0]
+        self._is_last = False
+        return smaller
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """Leave the group, once what is queued is sent: at most so many seconds. Twice is once.
+
+        What is pending here raises PeerLost, and so does on the others what needs this rank from now on.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._is_last:
+            self._endpoint.port.call(self._group.leave)
+            self._endpoint.port.close(linger_seconds)
+            self._group.abandon(PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ from rank to rank
+
+    def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
+        """Send an array, a number or a tree of arrays to a rank; the request is over when x may be written over.
+
+        A small one (under 64 KiB) is over at once; of a large one nothing is copied, and it is when `dest` has it.
+        """
+        self._check_rank("dest", dest)
+        _check_tag(tag)
+        tree = take_tree(x)
+        values = tree.join()
+        sending = Sending(dest, tag)
+
+        def make() -> None:
+            if sending.withdrawn:
+                raise LocalProtocolError("this send was cancelled")
+
+        request = self._request(f"send({_short(tree.text)}, dest={dest}, tag={tag})", make)
+        return self._post(request, sending, lambda: self._group.matching.send(sending, tree.text, values))
+
+    def send(self, x: Any, dest: int, tag: int = 0, *, timeout_seconds: float | None = None) -> None:
+        """Send, and wait until x may be written over; see `isend`."""
+        self.isend(x, dest, tag).wait(timeout_seconds)
+
+    def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, into: NDArray[Any] | None = None) -> Request:
+        """Receive the next message of a source (or any) with a tag (or any); the request's result is what was sent.
+
+        It comes as numpy arrays (a number as a scalar of numpy). into: a contiguous array of as many values of the
+        same dtype, which is then the result.
+        """
+        return self._receive(*self._checked(source, tag), into, None)
+
+    def recv(
+        self,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        *,
+        into: NDArray[Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        """Receive, and wait for it; see `irecv`. What has not come when the time is up is not waited for any more."""
+        request = self.irecv(source, tag, into=into)
+        try:
+            return request.wait(timeout_seconds)
+        except CollectiveTimeout:
+            if request.cancel():
+                raise
+            return request.wait(timeout_seconds)
+
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
+        """Tell which message a receive would get now, without receiving it; None if there is none."""
+        envelope = self._find(*self._checked(source, tag), take=False, seconds=None)
+        return None if envelope is None else _status(envelope)
+
+    def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Status:
+        """Wait for a message that a receive would get; raise CollectiveTimeout if none comes."""
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        envelope = self._find(*self._checked(source, tag), take=False, seconds=seconds)
+        assert envelope is not None
+        return _status(envelope)
+
+    def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Message | None:
+        """Take a message that is there out of the others' reach, for `imrecv`; None if there is none."""
+        envelope = self._find(*self._checked(source, tag), take=True, seconds=None)
+        return None if envelope is None else Message(_status(envelope), envelope)
+
+    def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Message:
+        """Wait for a message, and take it out of the others' reach; raise CollectiveTimeout if none comes."""
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        envelope = self._find(*self._checked(source, tag), take=True, seconds=seconds)
+        assert envelope is not None
+        return Message(_status(envelope), envelope)
+
+    def imrecv(self, message: Message, *, into: NDArray[Any] | None = None) -> Request:
+        """Receive the message that a matched probe has found; once. into: as for `irecv`."""
+        return self._receive(message.envelope.source, message.envelope.tag, into, message.envelope)
+
+    # ------------------------------------------------------------------ how
+
+    def _request(self, what: str, make: Callable[[], Any]) -> Request:
+        if self._closed:
+            raise LocalProtocolError(f"{what}: this communicator is closed")
+        return Request(self, what, self.timeout_seconds, make)
+
+    def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
+        group, request.doing = self._group, transfer
+        self._endpoint.port.call(lambda: group.post(request, transfer, post))
+        return request
+
+    def _receive(self, source: int, tag: int, into: NDArray[Any] | None, envelope: Envelope | None) -> Request:
+        if into is not None:
+            _check_into(into)
+        receiving = Receiving(source, tag, into=into)
+
+        def make() -> Any:
+            if receiving.cancelled:
+                raise LocalProtocolError("this receive was cancelled")
+            assert receiving.envelope is not None and receiving.joined is not None
+            tree = receiving.envelope.tree
+            return into if into is not None else tree.unpack(tree.split(receiving.joined))
+
+        request = self._request(f"recv(source={_any(source)}, tag={_any(tag)})", make)
+        matching = self._group.matching
+        if envelope is None:
+            return self._post(request, receiving, lambda: matching.receive(receiving))
+        return self._post(request, receiving, lambda: matching.receive_found(receiving, envelope))
+
+    def _find(self, source: int, tag: int, *, take: bool, seconds: float | None) -> Envelope | None:
+        """Probe. seconds: how long to wait for a message; None: not at all."""
+        finding = Finding(source, tag, take=take)
+        request = self._request(f"probe(source={_any(source)}, tag={_any(tag)})", lambda: None)
+        self._post(request, finding, lambda: self._group.matching.probe(finding, wait=seconds is not None))
+        try:
+            request.wait(seconds)
+        except CollectiveTimeout:
+            if self.cancel(request):
+                raise
+        return finding.envelope
+
+    def _checked(self, source: int, tag: int) -> tuple[int, int]:
+        if source != ANY_SOURCE:
+            self._check_rank("source", source)
+        if tag != ANY_TAG:
+            _check_tag(tag)
+        return source, tag
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"{name} must be 0 to {self.size - 1} in a group of {self.size}, got {rank}")
+
+    # ------------------------------------------------------------------ the host of its requests
+
+    def check_may_wait(self) -> None:
+        """Raise LocalProtocolError in the port's own thread: what it waits for could not come about."""
+        if threading.get_ident() == self._endpoint.thread:
+            raise LocalProtocolError("a callback of a request must not wait: hand the work to another thread")
+
+    def explain(self, request: Request, waited_seconds: float) -> CollectiveTimeout | None:
+        """Ask the others, and say in an error why a request is not over; None: it is, by now."""
+        answered, found = threading.Event(), list[CollectiveTimeout | None]()
+
+        def answer(error: CollectiveTimeout | None) -> None:
+            found.append(error)
+            answered.set()
+
+        self._endpoint.port.call(lambda: self._group.explain(request, waited_seconds, answer))
+        if not answered.wait(_GRACE_SECONDS):
+            return CollectiveTimeout(f"{request.what} has waited {waited_seconds:.3g} s, and the port does not answer")
+        return found[0]
+
+    def cancel(self, request: Request) -> bool:
+        """Take a request back; True if that came in time."""
+        self.check_may_wait()
+        transfer, settled = request.doing, threading.Event()
+        if not isinstance(transfer, Sending | Receiving | Finding) or transfer.ended:
+            return False
+
+        def cancel() -> None:
+            if isinstance(transfer, Sending):
+                transfer.answered = settled.set
+            self._group.matching.cancel(transfer)
+            self._group.settle()
+            if not isinstance(transfer, Sending) or transfer.taken:
+                settled.set()
+
+        request.add_done_callback(lambda _: settled.set())
+        self._endpoint.port.call(cancel)
+        settled.wait(self.timeout_seconds)
+        return transfer.withdrawn if isinstance(transfer, Sending) else transfer.cancelled
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag <= _HIGHEST_TAG:
+        raise ConfigError(f"a tag is a number from 0 to {_HIGHEST_TAG}, got {tag}")
+
+
+def _check_into(into: NDArray[Any]) -> None:
+    """Raise ConfigError unless values can be put there as they come."""
+    if not isinstance(into, np.ndarray) or not (into.flags.c_contiguous and into.flags.writeable):
+        raise ConfigError("into is a numpy array that is contiguous and may be written")
+    dtype_code(into.dtype)
+
+
+def _any(number: int) -> str:
+    return "ANY" if number < 0 else str(number)
+
+
+def _short(text: str, longest: int = 400) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"

@@ -1,0 +1,190 @@
+"""Take trees of arrays apart, and put them together again: dict, list, tuple, NamedTuple and None, at any depth.
+
+    text = leaf / python literal of the tree with each leaf's text in its place:   {'b': 'float32[3]', 'w': [...]}
+
+Rule 1: the order of leaves is that of jax: dicts by sorted key, so that ranks agree however they filled theirs.
+Rule 2: packed, the leaves of one dtype lie in one flat array, in order: one collective serves them all.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.collectives.arrays import Leaf, LeafShape, as_bytes, read_leaf, take_leaf
+from zmqtrain.errors import ConfigError, FramingError
+
+__all__ = ["Tree", "read_tree", "take_tree"]
+
+_DEEPEST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree of arrays, taken apart.
+
+    leaves: in order; where the tree was only described (`read_tree`), their values are not there yet (empty).
+    shapes: their dtypes and shapes.  text: what describes it to other ranks.
+    structure: the tree with None for None and an int for each leaf: its place in `leaves`.
+    """
+
+    leaves: tuple[Leaf, ...]
+    shapes: tuple[LeafShape, ...]
+    text: str
+    structure: Any
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if it is one array, and no container."""
+        return isinstance(self.structure, int)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all leaves."""
+        return sum(shape.nbytes for shape in self.shapes)
+
+    def sizes(self) -> dict[np.dtype[Any], int]:
+        """Return the dtypes of the leaves, in the order in which they are met, and how many values are of each."""
+        sizes: dict[np.dtype[Any], int] = {}
+        for shape in self.shapes:
+            sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.size
+        return sizes
+
+    def empty(self) -> list[NDArray[Any]]:
+        """Return one flat array for each dtype, with room for the leaves of that dtype; not filled."""
+        return [np.empty(size, dtype) for dtype, size in self.sizes().items()]
+
+    def pack(self) -> list[NDArray[Any]]:
+        """Return the values: one flat array of the tree's own for each dtype."""
+        packed = self.empty()
+        for part, leaf in zip(self._parts(packed), self.leaves, strict=True):
+            np.copyto(part, leaf.values.reshape(-1))
+        return packed
+
+    def flat(self) -> list[NDArray[Any]]:
+        """Return the values as `pack` does, to be read only: of a single array, the caller's own memory."""
+        return [self.leaves[0].values.reshape(-1)] if self.is_leaf else self.pack()
+
+    def unpack(self, packed: Sequence[NDArray[Any]]) -> Any:
+        """Return a tree like this one with these values; its arrays lie in `packed` where their kind allows."""
+        made = [
+            leaf.rebuild(part.reshape(shape.shape))
+            for leaf, part, shape in zip(self.leaves, self._parts(packed), self.shapes, strict=True)
+        ]
+        return _build(self.structure, made)
+
+    def _parts(self, packed: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        at = {dtype: (flat, 0) for dtype, flat in zip(self.sizes(), packed, strict=True)}
+        for shape in self.shapes:
+            flat, start = at[shape.dtype]
+            at[shape.dtype] = flat, start + shape.size
+            yield flat[start : start + shape.size]
+
+    def join(self) -> memoryview:
+        """Return all values as bytes, dtype by dtype; of a single array, its own memory."""
+        packed = self.flat()
+        if len(packed) == 1:
+            return as_bytes(packed[0])
+        return memoryview(b"".join(as_bytes(flat) for flat in packed))
+
+    def split(self, joined: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """Return what `unpack` takes of the bytes that `join` made, in the same memory."""
+        packed, start = [], 0
+        for dtype, size in self.sizes().items():
+            end = start + size * dtype.itemsize
+            packed.append(joined[start:end].view(dtype))
+            start = end
+        return packed
+
+
+def take_tree(tree: Any) -> Tree:
+    """Take a caller's tree apart. Raise ConfigError for what is neither an array nor a container of them."""
+    leaves: list[Leaf] = []
+
+    def take(node: Any, depth: int) -> tuple[Any, Any]:
+        """Return the structure and the description of a node."""
+        if depth > _DEEPEST:
+            raise ConfigError(f"a tree of arrays that is more than {_DEEPEST} deep")
+        if node is None:
+            return None, None
+        if isinstance(node, dict):
+            children = {key: take(node[key], depth + 1) for key in _sorted(node)}
+            described = {key: child[1] for key, child in children.items()}
+            return {key: children[key][0] for key in node}, described
+        if isinstance(node, list | tuple):
+            taken = [take(child, depth + 1) for child in node]
+            inside, told = [child[0] for child in taken], [child[1] for child in taken]
+            return (inside, told) if isinstance(node, list) else (_like(node, inside), tuple(told))
+        leaves.append(take_leaf(node))
+        return len(leaves) - 1, str(leaves[-1].shape)
+
+    structure, described = take(tree, 0)
+    text = described if isinstance(structure, int) else repr(described)
+    return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
+
+
+def _sorted(node: dict[Any, Any]) -> list[Any]:
+    if not all(isinstance(key, str) for key in node) and not all(isinstance(key, int) for key in node):
+        raise ConfigError("the keys of a dict of arrays are all strings, or all whole numbers")
+    return sorted(node)
+
+
+def _like(node: tuple[Any, ...], inside: Sequence[Any]) -> Any:
+    """Return a tuple, or a NamedTuple of the same type."""
+    return type(node)(*inside) if hasattr(node, "_fields") else tuple(inside)
+
+
+def _build(structure: Any, leaves: Sequence[Any]) -> Any:
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return leaves[structure]
+    if isinstance(structure, dict):
+        return {key: _build(child, leaves) for key, child in structure.items()}
+    built = [_build(child, leaves) for child in structure]
+    return built if isinstance(structure, list) else _like(structure, built)
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def read_tree(text: str) -> Tree:
+    """Read what describes another rank's tree: its leaves will be numpy arrays and scalars, its NamedTuples tuples.
+
+    Raise FramingError for what describes no tree.
+    """
+    shapes: list[LeafShape] = []
+
+    def read(node: Any) -> Any:
+        if node is None:
+            return None
+        if isinstance(node, str):
+            shapes.append(read_leaf(node))
+            return len(shapes) - 1
+        if isinstance(node, dict):
+            return {key: read(child) for key, child in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(read(child) for child in node)
+        raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
+
+    structure = read(_literal(text) if text[:1] in "[({N" else text)
+    leaf = Leaf(_NOTHING, lambda values: values if values.ndim else values[()])
+    return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
+
+
+def _literal(text: str) -> Any:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[({") - (character in "])}")
+        deepest = max(deepest, depth)
+    try:
+        if deepest > 2 * _DEEPEST:
+            raise ValueError("too deep")
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise FramingError(f"{text[:80]!r} describes no tree of arrays") from error

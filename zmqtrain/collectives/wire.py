@@ -1,0 +1,137 @@
+"""Say what the ranks of a group tell one another: a head of fixed size, text behind it, and one frame of values.
+
+    message = head-frame [ values ]          values: one raw frame, little-endian, at most MAX_FRAME_BYTES
+    head-frame = head [ text ]               text: utf-8, at most MAX_TEXT_BYTES; nothing is ever executed
+
+Rule 1: `unpack` believes nothing: kind, dtype and sizes are checked before anything is made of them (FramingError).
+Rule 2: what a field means depends on the kind; `Kind` says so. A field that a kind does not name is 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from zmqtrain.errors import FramingError, LocalProtocolError
+from zmqtrain.types import MAX_FRAME_BYTES, Buffer
+
+__all__ = ["CONFIRM", "COPIED_BELOW_BYTES", "HEAD_BYTES", "MAX_TEXT_BYTES", "Head", "Kind", "digest", "pack", "unpack"]
+
+MAX_TEXT_BYTES = 1 << 20
+"""What describes a tree of arrays: some ten thousand leaves."""
+
+COPIED_BELOW_BYTES = 64 << 10
+"""A port copies smaller frames when they are sent: then nobody has to wait until they have arrived."""
+
+
+CONFIRM = 0x80
+
+
+class Kind(IntEnum):
+    """What a message says. context: which communicator of the port is meant.
+
+    Of collective number `number`:
+    PART       values of a Send of `size` bytes, from byte `place` on; digest: of the sender's call; flag: the dtype,
+               and CONFIRM where the sender waits to hear that the receiver's call has taken all
+    CONSUMED   `size` bytes of what came of it from this rank have been taken
+    CALLED     text: the sender's call of that number; compare it with your own
+    WAITING    text: the sender's call of that number, in which it waits for `place`; compare, and answer with DOING
+    DOING      number: of the sender's last call; text: what it did last
+    Of everything:
+    BROKEN     the communicator is of no use any more. flag 0: rank `place` is lost; 1: calls differ; text: why
+    LEAVING    the sender closes the communicator: nothing comes from it after this
+    SURVIVORS  text: the ranks that the sender knows to be lost, and how often calls differed: who goes on after a loss
+    Of message `number` from one rank to another, place: its tag, size: its bytes:
+    EAGER      text: what it is; its values are here
+    OFFER      text: what it is; the values wait until it is taken
+    TAKE       answer to OFFER: send the values; flag 1: it does not fit (text: why), send nothing
+    PIECE      values of it, from byte `place` on
+    TAKEN      `size` bytes of it have been taken
+    RETURNED   `size` bytes of EAGER messages have been taken, in all
+    WITHDRAW   the sender of OFFER wants it back
+    WITHDRAWN  flag 1: it has it back; 0: it was taken before
+    """
+
+    PART = 1
+    CONSUMED = 2
+    CALLED = 3
+    WAITING = 4
+    DOING = 5
+    BROKEN = 6
+    LEAVING = 7
+    SURVIVORS = 8
+    EAGER = 9
+    OFFER = 10
+    TAKE = 11
+    PIECE = 12
+    TAKEN = 13
+    RETURNED = 14
+    WITHDRAW = 15
+    WITHDRAWN = 16
+
+
+class Head(NamedTuple):
+    """What stands before the values; what each field means: `Kind`."""
+
+    kind: int
+    context: int = 0
+    number: int = 0
+    size: int = 0
+    place: int = 0
+    digest: int = 0
+    flag: int = 0
+    text: str = ""
+
+
+_HEAD = struct.Struct("<BBHIQQqQ")  # kind, flag, 0, context, number, size, place, digest
+HEAD_BYTES = _HEAD.size
+_KINDS = frozenset(int(kind) for kind in Kind)
+_WITH_VALUES = frozenset((int(Kind.PART), int(Kind.EAGER), int(Kind.PIECE)))
+
+
+def pack(head: Head) -> bytes:
+    """Return the frame of a head. Raise LocalProtocolError if its text is too long."""
+    kind, context, number, size, place, digest, flag, text = head
+    packed = _HEAD.pack(kind, flag, 0, context, number, size, place, digest)
+    if not text:
+        return packed
+    encoded = text.encode()
+    if len(encoded) > MAX_TEXT_BYTES:
+        raise LocalProtocolError(
+            f"what describes these arrays is {len(encoded)} bytes long, more than {MAX_TEXT_BYTES}: join some of them"
+        )
+    return packed + encoded
+
+
+def unpack(frames: Sequence[Buffer]) -> tuple[Head, memoryview | None]:
+    """Return the head of a message and its values as bytes (None: it has none).
+
+    Raise FramingError for what no rank of this version sends.
+    """
+    frame = frames[0]
+    length = len(frame)
+    if not HEAD_BYTES <= length <= HEAD_BYTES + MAX_TEXT_BYTES or len(frames) > 2:
+        raise FramingError(f"{len(frames)} frames, the first of {length} bytes, are no message of a communicator")
+    kind, flag, _, context, number, size, place, digest = _HEAD.unpack_from(frame)
+    if kind not in _KINDS:
+        raise FramingError(f"a communicator of this version knows no message of kind {kind}")
+    text = ""
+    if length > HEAD_BYTES:
+        try:
+            text = bytes(frame[HEAD_BYTES:]).decode()
+        except UnicodeDecodeError as error:
+            raise FramingError(f"the text of a {Kind(kind).name} message is no utf-8") from error
+    values = None
+    if len(frames) == 2:
+        values = memoryview(frames[1]).cast("B")
+        if kind not in _WITH_VALUES or values.nbytes > MAX_FRAME_BYTES:
+            raise FramingError(f"a {Kind(kind).name} message with {values.nbytes} bytes of values")
+    return Head(kind, context, number, size, place, digest, flag, text), values
+
+
+def digest(text: str) -> int:
+    """Return 64 bits that tell one text from another."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
