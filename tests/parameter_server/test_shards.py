@@ -1,0 +1,94 @@
+"""Keys over masters: every value once, the same on all clients, and nearly the same bytes everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.parameter_server.shards import ITEM_BYTES, SPLIT_BYTES, Piece, ShardMap
+
+batches = st.lists(
+    st.dictionaries(
+        st.text(min_size=1, max_size=3),
+        st.tuples(st.integers(1, 3000), st.sampled_from(sorted(ITEM_BYTES))),
+        max_size=6,
+    ),
+    max_size=8,
+)
+
+
+@given(batches, st.integers(1, 9), st.integers(8, 2000))
+def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_bytes):
+    shards = ShardMap(masters, split_bytes)
+    for batch in keys:
+        new = {key for key in batch if key not in shards}
+        for key, pieces in shards.place(batch).items():
+            if key in new:
+                values, _ = batch[key]
+                assert [piece.start for piece in pieces] == [
+                    sum(piece.values for piece in pieces[:before]) for before in range(len(pieces))
+                ]
+                assert sum(piece.values for piece in pieces) == values and all(piece.values for piece in pieces)
+                assert len({piece.master for piece in pieces}) == len(pieces)
+
+
+@given(batches, st.integers(1, 9), st.integers(8, 2000))
+def test_no_two_masters_differ_by_more_than_the_bound_at_any_time(keys, masters, split_bytes):
+    shards = ShardMap(masters, split_bytes)
+    held = [0] * masters
+    for batch in keys:
+        new = {key: batch[key][1] for key in batch if key not in shards}
+        placed = shards.place(batch)
+        for key, dtype in new.items():
+            for piece in placed[key]:
+                held[piece.master] += piece.values * ITEM_BYTES[dtype]
+        assert shards.loads == held
+        assert max(held) - min(held) <= split_bytes
+
+
+@given(batches, st.integers(1, 9), st.randoms())
+def test_the_map_does_not_depend_on_how_a_client_orders_its_keys(keys, masters, random):
+    ours, theirs = ShardMap(masters, 100), ShardMap(masters, 100)
+    for batch in keys:
+        names = list(batch)
+        random.shuffle(names)
+        assert ours.place(batch) == theirs.place({key: batch[key] for key in names})
+
+
+def test_a_key_stays_where_it_is():
+    shards = ShardMap(2)
+    placed = shards.place({"w": (10, "float32")})
+    assert shards.place({"w": (10**9, "float64"), "b": (1, "float32")})["w"] == placed["w"] == shards["w"]
+
+
+def test_a_large_key_is_cut_into_one_piece_for_each_master_and_a_small_one_is_not():
+    shards = ShardMap(4)
+    values = SPLIT_BYTES // 4
+    assert shards.place({"small": (values, "float32")})["small"] == (Piece(0, 0, values),)
+    assert [piece.values for piece in shards.place({"large": (values + 3, "float32")})["large"]] == [
+        values // 4,
+        values // 4 + 1,
+        values // 4 + 1,
+        values // 4 + 1,
+    ]
+
+
+def test_a_restored_map_goes_on_as_the_first():
+    ours, theirs = ShardMap(3, 100), ShardMap(3, 100)
+    for key, pieces in ours.place({"a": (1000, "float32"), "b": (7, "float64")}).items():
+        theirs.add(key, {"a": "float32", "b": "float64"}[key], pieces)
+    assert ours.place({"c": (5, "float32")}) == theirs.place({"c": (5, "float32")})
+
+
+@pytest.mark.parametrize("key", [(0, "float32"), (3, "int8")])
+def test_what_cannot_be_a_key_is_refused(key):
+    with pytest.raises(ConfigError, match="one at least"):
+        ShardMap(2).place({"w": key})
+
+
+@pytest.mark.parametrize("arguments", [(0,), (2, 4)])
+def test_a_map_needs_a_master_and_a_value(arguments):
+    with pytest.raises(ConfigError):
+        ShardMap(*arguments)

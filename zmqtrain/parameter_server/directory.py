@@ -1,0 +1,150 @@
+"""Know where keys lie and who brings their first values: kept by the first of the masters, for all clients.
+
+Rule 1: who declares a key first brings its values to all masters that have a piece of it, and says so (`founded`); who
+declares it later waits for that, and takes what is there.  So no key is made of two clients' values.
+Rule 2: who is lost before it has said so is succeeded by the next that waits for the key.
+Rule 3: a key keeps its shape, its dtype and its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.parameter_server.shards import ITEM_BYTES, Piece, ShardMap
+from zmqtrain.types import LeafSpec, PeerId
+
+__all__ = ["MOST_KEYS", "Placement", "Placed", "Directory"]
+
+MOST_KEYS = 1 << 18
+MAX_KEY_CHARACTERS, MAX_DIMENSIONS = 400, 32
+MOST_VALUES = 1 << 40
+ASKS = ""
+"""The dtype of who only asks where a key lies."""
+NOBODY = PeerId("")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A key, and which master has which piece of it."""
+
+    leaf: LeafSpec
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Tell a client where keys lie. found: it brings the values of these; given: the values of these are there."""
+
+    worker: PeerId
+    request: int
+    found: tuple[Placement, ...]
+    given: tuple[Placement, ...]
+
+
+@dataclass
+class _Key:
+    """founder: who brings the values; NOBODY: who did is lost; None: they are there.  waiting: who takes them, in
+    order, as (client, request, whether it has values of its own to bring)."""
+
+    placement: Placement
+    founder: PeerId | None
+    waiting: list[tuple[PeerId, int, bool]] = field(default_factory=list)
+
+
+class Directory:
+    """Where the keys lie on so many masters."""
+
+    def __init__(self, masters: int) -> None:
+        self.map = ShardMap(masters)
+        self._keys: dict[str, _Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def declare(self, worker: PeerId, request: int, leaves: Sequence[LeafSpec]) -> list[Placed]:
+        """Take a client's keys, each with the shape and dtype of its values, or with the dtype `ASKS`.
+
+        Raises ConfigError for a key that cannot be, is not known to who asks, or is of another shape or dtype than what
+        is there; then nothing has changed.
+        """
+        if len({leaf.path for leaf in leaves}) < len(leaves):
+            raise ConfigError("a key is declared twice at once")
+        new = {leaf.path: (leaf.values, leaf.dtype) for leaf in leaves if self._is_new(leaf)}
+        if len(self._keys) + len(new) > MOST_KEYS:
+            raise ConfigError(f"{len(self._keys) + len(new)} keys are more than the {MOST_KEYS} that one server has")
+        places = self.map.place(new)
+        found, given = [], []
+        for leaf in leaves:
+            if leaf.path in places:
+                self._keys[leaf.path] = _Key(Placement(leaf, places[leaf.path]), NOBODY)
+            key, brings = self._keys[leaf.path], leaf.dtype != ASKS
+            if key.founder is None:
+                given.append(key.placement)
+            elif brings and key.founder in (NOBODY, worker):
+                key.founder = worker
+                found.append(key.placement)
+            else:
+                key.waiting.append((worker, request, brings))
+        return [Placed(worker, request, tuple(found), tuple(given))] if found or given else []
+
+    def founded(self, worker: PeerId, keys: Iterable[str]) -> list[Placed]:
+        """Take note that the values of these keys, which this client brings, are there; tell who waits."""
+        told: dict[tuple[PeerId, int], list[Placement]] = {}
+        for name in keys:
+            key = self._keys.get(name)
+            if key is not None and key.founder == worker:
+                key.founder, waiting, key.waiting = None, key.waiting, []
+                for who, request, _ in waiting:
+                    told.setdefault((who, request), []).append(key.placement)
+        return [Placed(who, request, (), tuple(given)) for (who, request), given in told.items()]
+
+    def lost(self, worker: PeerId) -> list[Placed]:
+        """Forget a client: the next that waits for a key, and has values, brings them; or who declares it next."""
+        told: dict[tuple[PeerId, int], list[Placement]] = {}
+        for key in self._keys.values():
+            key.waiting = [one for one in key.waiting if one[0] != worker]
+            if key.founder == worker:
+                next_one = next((one for one in key.waiting if one[2]), None)
+                key.founder = NOBODY if next_one is None else next_one[0]
+                if next_one is not None:
+                    key.waiting.remove(next_one)
+                    told.setdefault(next_one[:2], []).append(key.placement)
+        return [Placed(who, request, tuple(found), ()) for (who, request), found in told.items()]
+
+    def founder(self, key: str) -> PeerId | None:
+        """Return who brings a key's values; None if they are there, or nobody does."""
+        return (self._keys[key].founder or None) if key in self._keys else None
+
+    def state(self) -> list[Any]:
+        """Return the keys that have values, for a checkpoint."""
+        return [
+            [key.placement.leaf.path, list(key.placement.leaf.shape), key.placement.leaf.dtype]
+            + [list(piece) for piece in key.placement.pieces]
+            for key in self._keys.values()
+            if key.founder is None
+        ]
+
+    def restore(self, state: Iterable[Sequence[Any]]) -> None:
+        """Take over what `state` gave."""
+        for path, shape, dtype, *pieces in state:
+            placement = Placement(LeafSpec(path, tuple(shape), dtype), tuple(Piece(*piece) for piece in pieces))
+            self.map.add(path, dtype, placement.pieces)
+            self._keys[path] = _Key(placement, None)
+
+    def _is_new(self, leaf: LeafSpec) -> bool:
+        known = self._keys.get(leaf.path)
+        if leaf.dtype == ASKS:
+            if known is None:
+                raise ConfigError(f"the server has no key {leaf.path!r}: init it first")
+            return False
+        if known is not None and (known.placement.leaf.shape, known.placement.leaf.dtype) != (leaf.shape, leaf.dtype):
+            raise ConfigError(f"the key {known.placement.leaf} is on the server; this client's is {leaf}")
+        if not 0 < len(leaf.path) <= MAX_KEY_CHARACTERS or len(leaf.shape) > MAX_DIMENSIONS:
+            raise ConfigError(f"the key {leaf.path[:80]!r} has no name, too long a one, or too many dimensions")
+        if leaf.dtype not in ITEM_BYTES or not 0 < prod(leaf.shape) <= MOST_VALUES or min(leaf.shape, default=1) < 1:
+            raise ConfigError(f"the key {leaf} cannot be: it has one value at least, of {' or '.join(ITEM_BYTES)}")
+        return known is None

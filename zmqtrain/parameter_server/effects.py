@@ -1,0 +1,103 @@
+"""Name what a key server's machine asks of its living half, and the rules that its clients agree on.
+
+Rule: an effect is a wish, frozen and of plain types; it names a payload by who sent it and in which request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zmqtrain.types import PeerId
+
+__all__ = [
+    "Rules",
+    "Receive",
+    "Install",
+    "Apply",
+    "Answer",
+    "Confirm",
+    "Refuse",
+    "Begin",
+    "Effect",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a server serves, as its first client says it. "" and 0: as it is there already, or the default.
+
+    store: names the keys that the masters hold together; the first gives it, the others are told.  master: which of
+    `masters` this one is.
+    workers: clocks begin to move when so many have enrolled.
+    """
+
+    store: str = ""
+    master: int = 0
+    masters: int = 1
+    consistency: str = ""
+    optimizer: str = ""
+    workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Let the payload of this request come; then say `received` or `broken`."""
+
+    worker: PeerId
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The payload of this request is the first values of a key."""
+
+    worker: PeerId
+    request: int
+    key: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Make one step of a key by the mean of these payloads, added in this order."""
+
+    key: str
+    payloads: tuple[tuple[PeerId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send a worker the values of a key, as they are after what came before this."""
+
+    worker: PeerId
+    request: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Tell a worker that this request is done."""
+
+    worker: PeerId
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell a worker that this request is not done, and why. reason: a short code; text: a sentence for people."""
+
+    worker: PeerId
+    request: int
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Step by this optimizer from now on, with fresh state. anew: and without the keys that were there."""
+
+    optimizer: str
+    anew: bool
+
+
+Effect = Receive | Install | Apply | Answer | Confirm | Refuse | Begin

@@ -1,0 +1,63 @@
+"""Name the arrays of a tree (dicts, lists, tuples, NamedTuples) as keys, and put values in their places again.
+
+Rule: a key is the way to its array, "layers/0/weight": the same tree gives the same keys on all clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zmqtrain.errors import ConfigError
+
+__all__ = ["name_leaves", "rebuild"]
+
+
+def name_leaves(tree: Any) -> dict[str, Any]:
+    """Return a tree's arrays by key, in the order of the tree; None is no array.
+
+    Raises ConfigError for a tree that is an array itself, and for keys that two of them would have.
+    """
+    if _children(tree) is None:
+        raise ConfigError(f"a dict, a list or a tuple of arrays is wanted here, not {type(tree).__name__}")
+    found: dict[str, Any] = {}
+    for key, leaf in _walk(tree, ""):
+        if key in found:
+            raise ConfigError(f"two arrays of the tree would both be the key {key!r}: rename one")
+        found[key] = leaf
+    return found
+
+
+def rebuild(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Return a tree like this one, with these values in the places of its arrays."""
+    return _rebuild(tree, values.__getitem__, "")
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(node, dict):
+        return list(node.items())
+    if hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    return list(enumerate(node)) if isinstance(node, list | tuple) else None
+
+
+def _walk(node: Any, way: str) -> Iterator[tuple[str, Any]]:
+    children = _children(node)
+    if children is None:
+        if node is not None:
+            yield way, node
+        return
+    for name, child in children:
+        yield from _walk(child, f"{way}/{name}" if way else str(name))
+
+
+def _rebuild(node: Any, value_of: Callable[[str], Any], way: str) -> Any:
+    children = _children(node)
+    if children is None:
+        return None if node is None else value_of(way)
+    built = [_rebuild(child, value_of, f"{way}/{name}" if way else str(name)) for name, child in children]
+    if isinstance(node, dict):
+        return dict(zip(node, built, strict=True))
+    if hasattr(node, "_fields"):
+        return type(node)(*built)
+    return type(node)(built)
