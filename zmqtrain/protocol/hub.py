@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from zmqtrain.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.protocol.dealing import Dealing
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
 from zmqtrain.protocol.masters import Claim, Masters
-from zmqtrain.protocol.members import ALLOWED, Member, MemberState
+from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
 from zmqtrain.protocol.messages import (
     Accumulate,
     Answer,
@@ -42,7 +43,6 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     Welcome,
     WorkRequest,
-    WorkUnit,
     model_from_wire,
     model_to_wire,
 )
@@ -103,12 +103,11 @@ class Hub:
         self.members: dict[PeerId, Member] = {}
         self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
         self._rule = rule
-        self.ledger = WorkLedger(self._units, settings.start_nodes if settings.mode == "strict" else 0)
+        self._dealing = Dealing(settings, self.members, shard)
         self._complete = not (shard and settings.mode == "strict")
         self.samples = self.contributions = self.refused = 0
         self.scores: dict[str, float] = {}
         self.score_version = -1
-        self._nodes_at_the_end = 0
         self._records = Records()
         self._probes = ProbeBudget()
         self._groups = Groups()
@@ -251,11 +250,6 @@ class Hub:
         if member is not None and member.measured != rate:
             member.measured, self._news = rate, True
 
-    @property
-    def _units(self) -> int:
-        """How many data units this hub deals before the run is over; 0: no end."""
-        return 0 if self.shard else self.settings.units
-
     # ------------------------------------------------------------------ coming and going
 
     def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
@@ -306,8 +300,7 @@ class Hub:
             effects.append(SendTo(sender, self.roster(now)))
         if state is MemberState.MASTER:  # nodes may wait for it
             effects.append(Broadcast(self.roster(now)))
-        if self.ledger.lost(sender):  # units may have been on their way to it: it will ask again
-            effects += self._feed_idle()
+        effects += self._dealing.lost(sender)  # units may have been on their way to it: it will ask again
         if before is not None:
             effects += self._founding.left(before)
         return effects + self._release(now)
@@ -399,12 +392,11 @@ class Hub:
         if member.state is MemberState.MASTER:
             self.masters.forget(member.peer)
             return [Disconnect(member.peer, "master", text), Broadcast(self.roster(now))]
-        if self.ledger.lost(member.peer):
-            effects += self._feed_idle()
+        effects += self._dealing.lost(member.peer)
         effects += self._founding.left(member)
         if self.exchange:  # who left before the end is no part of what the others end with
             self.rounds.forget(member.peer)
-        return effects + self._release(now) + self._end_when_drained()
+        return effects + self._release(now) + self._dealing.end_when_drained(self.version)
 
     def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:
         return [SendTo(member.peer, Heartbeat(heartbeat.sent, self._records.heard(member.peer)))]
@@ -466,14 +458,14 @@ class Hub:
             return []
         effects: list[HubEffect] = []
         if not self._complete:  # the first began with so many at once; here they come one after another
-            self._complete = len(self._training()) >= self.settings.start_nodes
+            self._complete = len(training(self.members)) >= self.settings.start_nodes
         while self._complete and (taken := self.rounds.take(self.live, now)):
             if self.rounds.rule.one_each:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
                 effects += [Accumulate(peer, publish) for peer, publish in taken]
             senders = {peer for peer, _ in taken}
-            everybody = max(len(self._training() | senders), self._nodes_at_the_end)
+            everybody = max(len(training(self.members) | senders), self._dealing.nodes_at_the_end)
             reduce = Reduce(
                 version=self.version + 1,
                 fragments=tuple(sorted({publish.fragment for _, publish in taken})),
@@ -506,62 +498,19 @@ class Hub:
     def _too_stale(self, staleness: int) -> bool:
         return 0 < self.settings.max_staleness < staleness
 
-    def _training(self) -> set[PeerId]:
-        """The nodes that the mean is over: idle ones too, or the last to finish would weigh more than the others."""
-        return {peer for peer, member in self.members.items() if member.state is MemberState.LIVE}
-
     # ------------------------------------------------------------------ data units
 
     def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
-        self.ledger.done(member.peer, request.done)
-        member.idle = False
-        if self.shard:
-            return self._on_idle(member, request, now)
-        if self.ledger.finished and request.idle and request.want == 0:
-            member.drained = True
-            return [*self._release(now), *self._end_when_drained()]
-        if self.ledger.finished:
-            # who drains last must not weigh more because the others have left
-            self._nodes_at_the_end = max(self._nodes_at_the_end, len(self._training()))
-            return [*self._feed_idle(), SendTo(member.peer, WorkUnit((), finished=True))]
-        numbers = self.ledger.deal(member.peer, max(0, min(request.want, 64)), self._lane(member.peer))
-        if numbers:
-            return [SendTo(member.peer, WorkUnit(numbers))]
-        # in strict mode the others' rounds still wait for a node at the end of its share: it has as many offers as they
-        member.idle = request.idle and self._lane(member.peer) is None
-        return self._release(now)
+        return [
+            *self._dealing.asked(member, request),
+            *self._release(now),
+            *self._dealing.end_when_drained(self.version),
+        ]
 
-    def _on_idle(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
-        """A node says to another master than the first that it waits for data units, or that all it had has landed."""
-        member.drained = request.idle and request.want == 0
-        if member.drained:
-            self._nodes_at_the_end = max(self._nodes_at_the_end, len(self._training()))
-        member.idle = request.idle and not member.drained and self._lane(member.peer) is None
-        return [*self._release(now), *self._end_when_drained()]
-
-    def _end_when_drained(self) -> list[HubEffect]:
-        """Let everybody go once nothing is pending anywhere: all end with the same parameters."""
-        live = [member for member in self.members.values() if member.state is MemberState.LIVE]
-        if not (self.ledger.finished or self.shard) or not all(member.drained for member in live):
-            return []
-        return [SendTo(member.peer, WorkUnit((), finished=True, end_version=self.version)) for member in live]
-
-    def _feed_idle(self) -> list[HubEffect]:
-        effects: list[HubEffect] = []
-        for member in self.members.values():
-            if not member.idle:
-                continue
-            numbers = self.ledger.deal(member.peer, 1)
-            if numbers or self.ledger.finished:
-                member.idle = False
-                effects.append(SendTo(member.peer, WorkUnit(numbers, finished=self.ledger.finished)))
-        return effects
-
-    def _lane(self, peer: PeerId) -> int | None:
-        """The node's fixed share of the data in strict mode; None when there is none, or somebody is missing."""
-        nodes = sorted(p for p, member in self.members.items() if member.state is MemberState.LIVE)
-        strict = self.settings.mode == "strict" and len(nodes) == self.ledger.lanes
-        return nodes.index(peer) if strict else None
+    @property
+    def ledger(self) -> WorkLedger:
+        """The data units: which are dealt, which are done."""
+        return self._dealing.ledger
 
     # ------------------------------------------------------------------ life after a restart
 
@@ -591,8 +540,7 @@ class Hub:
             model = model_from_wire(
                 tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
             )
-            self.ledger = WorkLedger.from_state(state["ledger"])
-            self.ledger.total = self._units
+            self._dealing.restore(state["ledger"])
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])

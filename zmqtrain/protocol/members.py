@@ -5,6 +5,7 @@ Rule: `ALLOWED` is the whole truth: a message that it does not allow costs its s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isnan
@@ -29,7 +30,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.types import ModelSpec, PeerId
 
-__all__ = ["MemberState", "ALLOWED", "Member"]
+__all__ = ["MemberState", "ALLOWED", "Member", "training"]
 
 
 class MemberState(Enum):
@@ -133,3 +134,8 @@ class Member:
     def rank(self) -> tuple[bool, float, PeerId]:
         """What members are ordered by, the best first: scores, unknown ones last, and the same order on every run."""
         return isnan(self.score), 0.0 if isnan(self.score) else self.score, self.peer
+
+
+def training(members: Mapping[PeerId, Member]) -> set[PeerId]:
+    """Return the nodes that a mean is over: idle ones too, or the last to finish would weigh more than the others."""
+    return {peer for peer, member in members.items() if member.state is MemberState.LIVE}
