@@ -23,6 +23,7 @@ from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import ALLOWED, MemberState
+from zmqtrain.protocol.keys import Done, Enrolled, Placed, Values, WirePlace
 from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     MESSAGES,
@@ -68,12 +69,14 @@ RULE_OF_TYPE: dict[Any, str] = {
     dict[str, float] | None: "maybe-scores",
     tuple[WireLeaf, ...]: "model",
     tuple[WireProcess, ...]: "processes",
+    tuple[WirePlace, ...]: "places",
     tuple[tuple[int, int], ...]: "landings",
     tuple[tuple[str, int], ...]: "origins",
     tuple[tuple[int, int, int], ...]: "schedules",
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
 FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed}
+FROM_HUB |= {Enrolled, Placed, Values, Done}
 MODEL = (LeafSpec("w", (4,), "float32"),)
 
 each_kind = pytest.mark.parametrize("kind", MESSAGES, ids=list(KINDS))
@@ -131,7 +134,7 @@ def drawn_moves() -> Iterator[tuple[str, str, str]]:
 def spoken() -> list[tuple[bool, bool, str, str]]:
     """Return (from the hub, on BULK, message, arguments) of every arrow of the conversations."""
     talks = [block for block in blocks("mermaid") if block.startswith("sequenceDiagram")]
-    assert len(talks) == 4
+    assert len(talks) == 5
     arrow = re.compile(r"^\s*(\w+)(-?->>)(\w+): (\w+)(?:\((.*)\))?$", re.MULTILINE)
     said = [match.groups(default="") for talk in talks for match in arrow.finditer(talk)]
     assert len(said) == sum(talk.count("->>") for talk in talks), "an arrow of a conversation cannot be read"
@@ -210,7 +213,13 @@ def test_every_rule_is_defined_and_used() -> None:
 def test_every_message_has_its_sentence_and_its_lane() -> None:
     said = dict(re.findall(r"^- \*\*(\w+)\*\* \(([^)]*)\): \S", PAGE, re.MULTILINE))
     assert said.keys() == KINDS.keys()
-    assert {name for name, way in said.items() if "BULK" in way} == {"Snapshot", "Aggregate", "Chunk", "Relay"}
+    assert {name for name, way in said.items() if "BULK" in way} == {
+        "Snapshot",
+        "Aggregate",
+        "Chunk",
+        "Relay",
+        "Values",
+    }
 
 
 # ---------------------------------------------------------------------- states

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zmqtrain.runtime.broker import Broker
     from zmqtrain.runtime.communicator import Communicator
     from zmqtrain.runtime.node import Node, connect
+    from zmqtrain.runtime.parameter_client import ParameterClient
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
     from zmqtrain.train.sync import DelayedSync
@@ -31,6 +32,7 @@ __all__ = [
     "TrainingLoop",
     "Program",
     "load_program",
+    "ParameterClient",
     "Broker",
     "Communicator",
     "ANY_SOURCE",
@@ -53,6 +55,7 @@ _HOMES = {
     "wait_all": "zmqtrain.collectives.requests",
     "wait_any": "zmqtrain.collectives.requests",
     "Engine": "zmqtrain.engine.executor",
+    "ParameterClient": "zmqtrain.runtime.parameter_client",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "Program": "zmqtrain.train.program",

@@ -16,6 +16,18 @@ from zmqtrain.protocol.framing import (
     encode_message,
     split,
 )
+from zmqtrain.protocol.keys import (
+    Declare,
+    Done,
+    Enrol,
+    Enrolled,
+    Founded,
+    Initialise,
+    Placed,
+    Pull,
+    Push,
+    Values,
+)
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
@@ -81,6 +93,16 @@ EXAMPLES = [
     Relayed(1, 2),
     Probe(3, 1 << 18, 0),
     Probed(3, 1.7e9, "zmqtrain 0.1.0"),
+    Enrol("s-1", 1, 2, "bsp", "sgd:rate=0.1", 4, False),
+    Enrolled("s-1", "bsp", "sgd:rate=0.1", 4),
+    Declare(1, (("w", (2, 3), "float32"),)),
+    Placed(1, (("w", (2, 3), "float32", ((0, 0, 3), (1, 3, 3))),), ()),
+    Founded(("w",)),
+    Initialise(2, "w", "float32", 3, 3, (12,)),
+    Push(3, "w", "float32", True, (12,)),
+    Pull(4, "w"),
+    Values(1, 4, 7, (12,)),
+    Done(2),
 ]
 
 

@@ -9,12 +9,26 @@ import pytest
 
 from zmqtrain.errors import CheckpointError, RemoteProtocolError
 from zmqtrain.protocol.hub import ALLOWED, MOST_WAITING, Hub, MemberState
+from zmqtrain.protocol.keys import (
+    Declare,
+    Done,
+    Enrol,
+    Enrolled,
+    Founded,
+    Initialise,
+    Placed,
+    Pull,
+    Push,
+    Values,
+)
 from zmqtrain.protocol.messages import (
+    KEY_REQUESTS,
     MESSAGES,
     Accumulate,
     Aggregate,
     Broadcast,
     Chunk,
+    Consult,
     Contribution,
     Credit,
     Disconnect,
@@ -70,6 +84,12 @@ SAMPLES = {
     Relay: Relay(1, 100),
     Relayed: Relayed(1, 1),
     Probe: Probe(1, 100, 200),
+    Enrol: Enrol("s-1", 1, 2, "bsp", "sgd:rate=0.1", 4, False),
+    Declare: Declare(1, (("w", (2, 3), "float32"),)),
+    Founded: Founded(("w",)),
+    Initialise: Initialise(2, "w", "float32", 3, 3, (12,)),
+    Push: Push(3, "w", "float32", True, (12,)),
+    Pull: Pull(4, "w"),
 }
 
 
@@ -87,6 +107,10 @@ NOT_FOR_THE_HUB = {
     Forming: Forming("default", (), 1),
     Group: Group("default", 1, 0, ()),
     Leave: Leave(3),
+    Enrolled: Enrolled("s-1", "bsp", "sgd:rate=0.1", 4),
+    Placed: Placed(1, (("w", (2, 3), "float32", ((0, 0, 3), (1, 3, 3))),), ()),
+    Values: Values(1, 4, 7, (12,)),
+    Done: Done(2),
 }
 """What only a hub says, and what goes by the machine."""
 
@@ -433,6 +457,13 @@ def test_a_process_is_no_node_of_the_run():
     assert sent(effects, Welcome) and hub.members["p"].state is MemberState.PROCESS
     assert hub.nodes == 1 and hub.live == {"a"} and [one["peer"] for one in hub.roster(0.0).members] == ["a"]
     assert hub.receive("p", Goodbye(), 0.0) == [Disconnect("p", "process", "said goodbye")]
+
+
+@pytest.mark.parametrize("kind", KEY_REQUESTS)
+def test_what_a_process_asks_the_key_server_goes_there(kind):
+    hub = hub_of()
+    hub.receive("p", Hello("p", "process"), 0.0)
+    assert hub.receive("p", SAMPLES[kind], 0.0) == [Consult("p", SAMPLES[kind])]
 
 
 def test_a_silent_process_is_lost_soon_and_its_group_is_told():

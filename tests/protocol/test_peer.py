@@ -8,6 +8,18 @@ from math import nan
 import pytest
 
 from zmqtrain.errors import ConfigError, LocalProtocolError
+from zmqtrain.protocol.keys import (
+    Declare,
+    Done,
+    Enrol,
+    Enrolled,
+    Founded,
+    Initialise,
+    Placed,
+    Pull,
+    Push,
+    Values,
+)
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
@@ -156,6 +168,16 @@ SAMPLES = {
     Relayed: Relayed(1, 1),
     Probe: Probe(1, 100, 200),
     Probed: Probed(1, 1.5, "zmqtrain"),
+    Enrol: Enrol("s-1", 1, 2, "bsp", "sgd:rate=0.1", 4, False),
+    Enrolled: Enrolled("s-1", "bsp", "sgd:rate=0.1", 4),
+    Declare: Declare(1, (("w", (2, 3), "float32"),)),
+    Placed: Placed(1, (("w", (2, 3), "float32", ((0, 0, 3), (1, 3, 3))),), ()),
+    Founded: Founded(("w",)),
+    Initialise: Initialise(2, "w", "float32", 3, 3, (12,)),
+    Push: Push(3, "w", "float32", True, (12,)),
+    Pull: Pull(4, "w"),
+    Values: Values(1, 4, 7, (12,)),
+    Done: Done(2),
 }
 
 

@@ -18,9 +18,11 @@ from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
 from zmqtrain.protocol.masters import Claim, Masters
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
 from zmqtrain.protocol.messages import (
+    KEY_REQUESTS,
     Accumulate,
     Answer,
     Broadcast,
+    Consult,
     Contribution,
     Disconnect,
     Expect,
@@ -29,6 +31,7 @@ from zmqtrain.protocol.messages import (
     Heartbeat,
     Hello,
     HubEffect,
+    KeyRequest,
     Message,
     Preempt,
     Probe,
@@ -123,6 +126,7 @@ class Hub:
             WorkRequest: self._on_work_request,
             Probe: self._on_probe,
             **self._groups.handlers,
+            **dict.fromkeys(KEY_REQUESTS, self._on_key_request),
         }
 
     # ------------------------------------------------------------------ what comes in
@@ -416,6 +420,9 @@ class Hub:
         if self._probes.take(probe, now):
             return [Answer(member.peer, probe)]
         return [SendTo(member.peer, Refused("probe", "too many probes at a time; try again in 10 s"))]
+
+    def _on_key_request(self, member: Member, request: KeyRequest, now: float) -> list[HubEffect]:
+        return [Consult(member.peer, request)]
 
     # ------------------------------------------------------------------ contributions
 

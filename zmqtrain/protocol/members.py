@@ -11,6 +11,7 @@ from enum import Enum
 from math import isnan
 
 from zmqtrain.protocol.messages import (
+    KEY_REQUESTS,
     Announcement,
     Fetch,
     Goodbye,
@@ -59,6 +60,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Publish: frozenset({MemberState.LIVE}),
     WorkRequest: frozenset({MemberState.LIVE}),
     **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed), frozenset({MemberState.PROCESS})),
+    **dict.fromkeys(KEY_REQUESTS, frozenset({MemberState.PROCESS})),
 }
 
 

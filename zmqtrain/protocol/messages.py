@@ -12,6 +12,19 @@ from dataclasses import dataclass
 from math import prod
 
 from zmqtrain.errors import FramingError
+from zmqtrain.protocol.keys import (
+    KEY_REQUESTS,
+    Declare,
+    Done,
+    Enrol,
+    Enrolled,
+    Founded,
+    Initialise,
+    Placed,
+    Pull,
+    Push,
+    Values,
+)
 from zmqtrain.types import LeafSpec, ModelSpec, PeerId
 
 __all__ = [
@@ -45,6 +58,8 @@ __all__ = [
     "MESSAGES",
     "Announcement",
     "ANNOUNCEMENTS",
+    "KeyRequest",
+    "KEY_REQUESTS",
     "WireLeaf",
     "WireProcess",
     "model_to_wire",
@@ -58,6 +73,7 @@ __all__ = [
     "Answer",
     "Forward",
     "Serve",
+    "Consult",
     "Accumulate",
     "Contribution",
     "Reduce",
@@ -455,6 +471,16 @@ Message = (
     | Relayed
     | Probe
     | Probed
+    | Enrol
+    | Enrolled
+    | Declare
+    | Placed
+    | Founded
+    | Initialise
+    | Push
+    | Pull
+    | Values
+    | Done
 )
 MESSAGES: tuple[type[Message], ...] = (
     Hello,
@@ -483,9 +509,20 @@ MESSAGES: tuple[type[Message], ...] = (
     Relayed,
     Probe,
     Probed,
+    Enrol,
+    Enrolled,
+    Declare,
+    Placed,
+    Founded,
+    Initialise,
+    Push,
+    Pull,
+    Values,
+    Done,
 )
-Announcement = Publish | Aggregate | Snapshot
-ANNOUNCEMENTS = (Publish, Aggregate, Snapshot)
+Announcement = Publish | Aggregate | Snapshot | Initialise | Push | Values
+ANNOUNCEMENTS = (Publish, Aggregate, Snapshot, Initialise, Push, Values)
+KeyRequest = Enrol | Declare | Founded | Initialise | Push | Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,6 +606,14 @@ class Forward:
 
     peer: PeerId
     message: Relay
+
+
+@dataclass(frozen=True, slots=True)
+class Consult:
+    """Give this to the key server."""
+
+    peer: PeerId
+    request: KeyRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -658,6 +703,18 @@ class Send:
 
 
 HubEffect = (
-    SendTo | Broadcast | Expect | Found | Average | Lend | Serve | Answer | Forward | Accumulate | Reduce | Disconnect
+    SendTo
+    | Broadcast
+    | Expect
+    | Found
+    | Average
+    | Lend
+    | Serve
+    | Answer
+    | Forward
+    | Consult
+    | Accumulate
+    | Reduce
+    | Disconnect
 )
 PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -31,6 +31,7 @@ from zmqtrain.errors import (
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import (
     Accumulate,
@@ -39,6 +40,7 @@ from zmqtrain.protocol.messages import (
     Average,
     Broadcast,
     Chunk,
+    Consult,
     Credit,
     Disconnect,
     Expect,
@@ -69,6 +71,7 @@ from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
+from zmqtrain.runtime.parameters import Parameters
 from zmqtrain.runtime.registration import Registration
 from zmqtrain.runtime.relays import Relays
 from zmqtrain.runtime.rules import canonical
@@ -166,6 +169,7 @@ class Broker:
         self.traffic.limit(self.share.limit())
         self._relays = Relays(self.traffic)
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
+        self.parameters = Parameters(self.traffic, self._job, f"keys-{secrets.token_hex(4)}")
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -312,6 +316,7 @@ class Broker:
             self.hub.saw(peer, now)
             self.traffic.heard(len(frames[0]))
             self.traffic.acknowledged(peer, message)
+            self.parameters.go_on(peer)
         else:
             self._behind = frames[1:]
             if isinstance(message, Probe | Relay) and sum(len(frame) for frame in self._behind) != message.size:
@@ -329,11 +334,15 @@ class Broker:
     def _check(self, announcement: Announcement, frames: Sequence[Buffer]) -> None:
         if isinstance(announcement, Publish):
             self.aggregator.check(announcement, frames)
+        elif isinstance(announcement, Initialise | Push):
+            self.parameters.check(announcement, frames)
         else:
             assert isinstance(announcement, Snapshot)
             self.aggregator.check_snapshot(announcement, frames)
 
     def _checked(self, result: object, peer: PeerId, announcement: Announcement, received: Sequence[Buffer]) -> None:
+        if isinstance(announcement, Initialise | Push):
+            return self.parameters.checked(result, peer, announcement, received)
         now = time.monotonic()
         member = self.hub.members.get(peer)
         if member is None or announcement.transfer not in member.open:
@@ -406,6 +415,8 @@ class Broker:
                 self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
             case Forward(peer, message):
                 self._relays.forward(peer, message, self._behind)
+            case Consult(peer, request):
+                self.parameters.take(peer, request)
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 
@@ -481,6 +492,7 @@ class Broker:
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self.traffic.forget(peer)
         self._relays.forget(peer)
+        self.parameters.lost(peer)
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
         if self.hub.exchange and peer not in self.hub.members:  # but one of a node in lockstep does not
             self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from zmqtrain.errors import ChannelClosed, ChannelFull, PeerLost, RemoteProtocolError
+from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zmqtrain.protocol.framing import Assembler, encode_message, split
+from zmqtrain.protocol.keys import Initialise, Push, Values
 from zmqtrain.protocol.messages import (
     Aggregate,
     Announcement,
@@ -47,6 +48,8 @@ OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
 """What may queue for one peer, at least; with more it is sent a snapshot instead."""
+HEADS_BYTES = 1 << 20
+"""The heads of one transfer are less: room for them is kept."""
 PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
 """What probes are answered with: compressed by nobody on the way, and never written."""
 
@@ -172,6 +175,20 @@ class Traffic:
         self._pump(peer)
         return True
 
+    def has_room_to(self, peer: PeerId, size: int) -> bool:
+        """Return whether `size` bytes may queue for a peer now; however many they are, they may alone."""
+        outbox = self._line(peer).outbox
+        if outbox.idle:
+            outbox.limit_bytes = max(outbox.limit_bytes, 2 * size)
+        return outbox.held_bytes + size + HEADS_BYTES <= outbox.limit_bytes
+
+    def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
+        """Send what a client's request wants, where there is room for it."""
+        values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
+        if not self._line(peer).outbox.push(values.transfer, _messages(values, frames), droppable=False):
+            raise LocalProtocolError(f"{peer} was sent values without room for them")
+        self._pump(peer)
+
     def send_aggregate(self, released: Released, reduce: Reduce) -> None:
         """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions."""
         frames = [frame for frames in released.frames for frame in frames]
@@ -286,13 +303,20 @@ class Traffic:
 
     # ------------------------------------------------------------------ toward the hub
 
-    def expect(self, peer: PeerId, announcement: Publish | Snapshot) -> None:
-        """Let a peer send what it has announced, chunk by chunk as the window of all peers has room; publishes first.
+    def has_room_from(self, peer: PeerId, size: int) -> bool:
+        """Return whether a peer may have `size` bytes more on its way; however many they are, they may alone."""
+        assembler = self._line(peer).assembler
+        if not assembler.expected_bytes:
+            assembler.limit_bytes = max(assembler.limit_bytes, size)
+        return assembler.expected_bytes + size <= assembler.limit_bytes
+
+    def expect(self, peer: PeerId, announcement: Publish | Snapshot | Initialise | Push) -> None:
+        """Let a peer send what it has announced, chunk by chunk as the window of all peers has room; deltas first.
 
         Raises FramingError for sizes that cannot be, RemoteProtocolError for a transfer that is under way.
         """
         self._line(peer).assembler.expect(announcement)
-        priority = 0 if isinstance(announcement, Publish) else 1
+        priority = 0 if isinstance(announcement, Publish | Push) else 1
         self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
         self._grant()
 
@@ -346,5 +370,5 @@ class Traffic:
         return self._lines[peer]
 
 
-def _messages(announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> list[Sequence[Buffer]]:
+def _messages(announcement: Aggregate | Snapshot | Values, frames: Sequence[Buffer]) -> list[Sequence[Buffer]]:
     return [[encode_message(announcement)], *split(announcement.transfer, frames)]

@@ -1,0 +1,360 @@
+"""The parameter server alive: real brokers and clients on 127.0.0.1, and processes where one of them is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import zmqtrain as zt
+from zmqtrain.errors import (
+    ChannelClosed,
+    CollectiveTimeout,
+    ConfigError,
+    HubUnreachable,
+    LocalProtocolError,
+    NonFiniteDelta,
+    PeerLost,
+)
+from zmqtrain.runtime.registration import MasterPlace
+from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.settings import RunSettings
+
+WAIT = 20.0
+
+
+@contextlib.contextmanager
+def brokers(count):
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(BrokerThread("tcp://127.0.0.1:0", RunSettings())) for _ in range(count)]
+        yield [broker.address for broker in started]
+
+
+@contextlib.contextmanager
+def clients(addresses, names, **rules):
+    with contextlib.ExitStack() as stack:
+        connect = zt.ParameterClient.connect
+        yield [stack.enter_context(connect(addresses, name=name, timeout_seconds=WAIT, **rules)) for name in names]
+
+
+def model(seed=0):
+    """A key that every master has a piece of, and small ones."""
+    random = np.random.default_rng(seed)
+    return {
+        "large": random.standard_normal((700, 500)).astype(np.float32),
+        "layer": {"weight": random.standard_normal((30, 10)).astype(np.float32), "bias": np.zeros(10, np.float32)},
+        "scale": np.float64(seed + 1.0),
+    }
+
+
+def leaves(tree):
+    return [tree["large"], tree["layer"]["weight"], tree["layer"]["bias"], tree["scale"]]
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(leaves(ours), leaves(theirs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def together(calls):
+    """Make calls at once, each in a thread; return their results."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(WAIT) for future in [pool.submit(call) for call in calls]]
+
+
+# ---------------------------------------------------------------------- what is asked is done
+
+
+@pytest.mark.parametrize("masters", [1, 2, 4])
+def test_keys_are_begun_pushed_to_and_pulled(masters):
+    with brokers(masters) as addresses, clients(addresses, ["a"], optimizer="sgd:rate=0.5") as (client,):
+        first = model()
+        assert_same(client.init_all(first), first)
+        assert (client.consistency, client.optimizer, client.workers) == ("async", "sgd:rate=0.5", 1)
+        client.push_all(first)
+        halved = client.pull_all(first)
+        np.testing.assert_array_equal(halved["large"], first["large"] - np.float32(0.5) * first["large"])
+        assert halved["scale"].dtype == np.float64 and halved["scale"] == 0.5
+        client.push("layer/bias", np.ones(10, np.float32))
+        into = np.empty(10, np.float32)
+        assert client.push_pull("layer/bias", np.ones(10, np.float32), into=into) is into
+        assert into.tolist() == [-1.0] * 10 and client.version("layer/bias") == 3
+        figures = client.statistics()
+        assert figures.pushes == 6 and figures.bytes_sent > 2 * first["large"].nbytes
+        assert figures.bytes_received > first["large"].nbytes
+
+
+def test_the_first_to_begin_a_key_wins_and_all_have_the_same():
+    with brokers(2) as addresses, clients(addresses, ["a", "b", "c"]) as workers:
+        begun = together([lambda seed=seed, one=one: one.init_all(model(seed)) for seed, one in enumerate(workers)])
+        winner = int(begun[0]["scale"]) - 1
+        for tree in begun:
+            assert_same(tree, model(winner))
+        late = zt.ParameterClient.connect(addresses, name="late", reads_only=True)
+        with late:  # it has begun nothing, and asks where keys lie
+            assert_same(late.pull_all(model()), model(winner))
+            with pytest.raises(ConfigError, match="only reads"):
+                late.push("scale", np.float64(1))
+
+
+def test_requests_that_are_not_waited_for_are_done_in_order():
+    with brokers(2) as addresses, clients(addresses, ["a"], optimizer="sgd:rate=1") as (client,):
+        client.init("w", np.zeros(300_000, np.float32))
+        done = threading.Event()
+        pushes = [client.ipush("w", np.full(300_000, step, np.float32)) for step in range(5)]
+        pull = client.ipull("w")
+        pull.add_done_callback(lambda request: done.set())
+        assert pull.wait()[0] == -10 and done.wait(WAIT) and pull.test()
+        assert all(push.test() and push.wait() is None for push in pushes)
+
+
+def test_jax_arrays_are_taken_as_they_are():
+    jax = pytest.importorskip("jax")
+    with brokers(1) as addresses, clients(addresses, ["a"], optimizer="sgd:rate=1") as (client,):
+        client.init("w", jax.numpy.ones((3, 4)))
+        assert client.push_pull("w", jax.numpy.ones((3, 4))).tolist() == np.zeros((3, 4)).tolist()
+
+
+# ---------------------------------------------------------------------- consistency
+
+
+def gradient(worker, step, tree):
+    return {
+        "large": tree["large"] * np.float32(0.01 * (worker + 1)),
+        "layer": {name: one + np.float32(worker + step) for name, one in tree["layer"].items()},
+        "scale": np.float64(worker),
+    }
+
+
+@pytest.mark.parametrize(("masters", "workers"), [(1, 1), (1, 3), (2, 2), (4, 3)])
+def test_bsp_is_synchronous_sgd_bit_for_bit(masters, workers):
+    steps, rate = 4, 0.1
+    names = [f"worker-{number}" for number in range(workers)]
+    rules = {"consistency": "bsp", "optimizer": f"sgd:rate={rate}", "workers": workers}
+    with brokers(masters) as addresses, clients(addresses, names, **rules) as started:
+
+        def train(number, client):
+            tree = client.init_all(model())
+            for step in range(steps):
+                tree = client.push_pull_all(gradient(number, step, tree))
+            return tree
+
+        trained = together([lambda n=n, one=one: train(n, one) for n, one in enumerate(started)])
+    expected = leaves(model())
+    for step in range(steps):
+        there = {"large": expected[0], "layer": {"weight": expected[1], "bias": expected[2]}, "scale": expected[3]}
+        pushed = [leaves(gradient(number, step, there)) for number in range(workers)]
+        for place, value in enumerate(expected):
+            total = pushed[0][place].copy()
+            for one in pushed[1:]:
+                total = total + one[place]
+            mean = total / value.dtype.type(workers) if workers > 1 else total
+            expected[place] = value + value.dtype.type(-rate) * mean
+    for tree in trained:
+        for ours, theirs in zip(leaves(tree), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_asynchronous_workers_do_not_wait_for_each_other():
+    with brokers(2) as addresses, clients(addresses, ["a", "b"], optimizer="sgd:rate=1") as (a, b):
+        a.init("w", np.zeros(10, np.float32))
+        for _ in range(20):
+            a.push_pull("w", np.ones(10, np.float32))
+        assert b.push_pull("w", np.ones(10, np.float32)).tolist() == [-21.0] * 10
+
+
+def test_a_bounded_worker_waits_for_the_slowest_and_says_for_what():
+    rules = {"consistency": "bounded:s=1", "optimizer": "sgd:rate=1", "workers": 2}
+    with brokers(1) as addresses, clients(addresses, ["a", "b"], **rules) as (a, b):
+        a.init("w", np.zeros(3, np.float32))
+        one = np.ones(3, np.float32)
+        assert a.push_pull("w", one).tolist() == [-1, -1, -1]
+        ahead = a.ipush_pull("w", one)
+        with pytest.raises(CollectiveTimeout, match=r"a has waited 0.1 s for the push_pull of 'w'"):
+            ahead.wait(0.1)
+        assert b.push_pull("w", one).tolist() == [-3, -3, -3]
+        assert ahead.wait().tolist() == [-3, -3, -3]
+
+
+# ---------------------------------------------------------------------- what is wrong costs who asked
+
+
+def test_what_is_wrong_is_refused_in_a_sentence_and_the_client_goes_on():
+    with brokers(2) as addresses, clients(addresses, ["a", "b"]) as (a, b):
+        a.init("w", np.zeros(3, np.float32))
+        with pytest.raises(ConfigError, match=r"w float32\[3\] is on the server; this client's is w float32\[4\]"):
+            b.init("w", np.zeros(4, np.float32))
+        with pytest.raises(ConfigError, match="no key 'v'"):
+            b.pull("v")
+        with pytest.raises(ConfigError, match=r"was given a gradient of w float64\[3\]"):
+            a.push("w", np.zeros(3))
+        with pytest.raises(NonFiniteDelta, match="push of 'w'"):
+            a.push("w", np.full(3, np.nan, np.float32))
+        with pytest.raises(NonFiniteDelta):
+            b.init("bad", np.full(3, np.inf, np.float32))
+        with pytest.raises(ConfigError, match="float32 or float64, not int64"):
+            a.init("i", np.zeros(3, np.int64))
+        with pytest.raises(ConfigError, match="no values"):
+            a.init("e", np.zeros(0, np.float32))
+        with pytest.raises(ConfigError, match="into"):
+            a.pull("w", into=np.zeros(3))
+        assert b.pull("w").tolist() == a.pull("w").tolist() == [0, 0, 0]
+
+
+def test_other_rules_and_other_masters_are_refused_naming_both():
+    connect = zt.ParameterClient.connect
+    with brokers(2) as addresses, clients(addresses, ["a"], consistency="bsp", optimizer="adam"):
+        with pytest.raises(ConfigError, match=r"consistency is 'bsp' on the server, as a said first; .* 'async'"):
+            connect(addresses, consistency="async")
+        with pytest.raises(ConfigError, match=r"optimizer is 'adam:rate=0.001"):
+            connect(addresses, optimizer="adam:rate=0.01")
+        for wrong in (addresses[::-1], addresses[:1], addresses[1:]):
+            with pytest.raises(ConfigError, match="the same masters in the same order"):
+                connect(wrong)
+        with pytest.raises(ConfigError, match="there is no 'ssp'"):
+            connect(addresses, consistency="ssp")
+        with pytest.raises(ConfigError, match="named twice"):
+            connect(addresses[:1] * 2)
+        with pytest.raises(HubUnreachable, match=r"no broker answers at tcp://127.0.0.1:1 "):
+            connect("tcp://127.0.0.1:1", timeout_seconds=0.2)
+
+
+def test_a_client_that_was_closed_says_so():
+    with brokers(1) as addresses, clients(addresses, ["a", "b"], consistency="bsp", workers=2) as (a, _):
+        a.init("w", np.zeros(3, np.float32))
+        waiting = a.ipush_pull("w", np.zeros(3, np.float32))
+        a.close()
+        with pytest.raises(ChannelClosed):
+            waiting.wait()
+        with pytest.raises(ChannelClosed):
+            a.pull("w")
+        a.close()
+
+
+def test_a_callback_may_not_wait():
+    with brokers(1) as addresses, clients(addresses, ["a", "b"], consistency="bsp", workers=2) as (a, _):
+        a.init_all({"v": np.zeros(3, np.float32), "w": np.zeros(3, np.float32)})
+        waiting, told, errors = a.ipush_pull("w", np.zeros(3, np.float32)), threading.Event(), []
+
+        def wait_here(request):
+            try:
+                waiting.wait()
+            except LocalProtocolError as error:
+                errors.append(error)
+            told.set()
+
+        a.ipull("v").add_done_callback(wait_here)
+        assert told.wait(WAIT) and "must not wait for the push_pull of 'w'" in str(errors[0])
+
+
+# ---------------------------------------------------------------------- who is lost
+
+WORKER = """
+import sys
+import numpy as np
+import zmqtrain as zt
+
+client = zt.ParameterClient.connect(sys.argv[1:], name="victim")
+client.init("w", np.zeros(1_000_000, np.float32))
+while True:
+    client.push_pull("w", np.ones(1_000_000, np.float32))
+    print("one more", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def process(*argv):
+    with subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as one:
+        try:
+            yield one
+        finally:
+            one.kill()
+
+
+def wait_for_line(one, pattern):
+    said = ""
+    for line in one.stdout:
+        said += line
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(said)
+
+
+@pytest.mark.parametrize("consistency", ["async", "bsp"])
+def test_a_killed_master_is_lost_to_all_clients_in_all_calls(consistency):
+    with (
+        brokers(1) as addresses,
+        process("-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0") as master,
+    ):
+        addresses.append(wait_for_line(master, r"(tcp://127\S+:\d+)")[1])
+        with clients(addresses, ["a", "b"], consistency=consistency, workers=2) as workers:
+            begun = threading.Barrier(3)
+
+            def train(client):
+                client.init("w", np.zeros(1_000_000, np.float32))
+                one = np.ones(1_000_000, np.float32)
+                client.push_pull("w", one)
+                begun.wait(WAIT)
+                with pytest.raises(PeerLost) as lost:
+                    while True:
+                        client.push_pull("w", one)
+                with pytest.raises(PeerLost):
+                    client.pull("w")
+                return lost.value
+
+            with ThreadPoolExecutor(2) as pool:
+                ends = [pool.submit(train, client) for client in workers]
+                begun.wait(WAIT)
+                master.send_signal(signal.SIGKILL)
+                for end in ends:
+                    lost = end.result(WAIT)
+                    assert lost.rank == 1 and addresses[1] in str(lost)
+        with clients(addresses[:1], ["a", "b"]) as (again, _):  # with those that are left
+            again.init("w", np.zeros(3, np.float32))
+            assert again.pull("w").tolist() == [0, 0, 0]
+
+
+def test_a_killed_worker_stops_nobody_under_bsp():
+    rules = {"consistency": "bsp", "optimizer": "sgd:rate=1", "workers": 3}
+    with brokers(2) as addresses, clients(addresses, ["a", "b"], **rules) as (a, b):
+        one = np.ones(1_000_000, np.float32)
+        with process("-c", WORKER, *addresses) as victim:
+            together([lambda: a.init("w", 0 * one), lambda: b.init("w", 0 * one)])
+            together([lambda: a.push_pull("w", one), lambda: b.push_pull("w", one)])
+            wait_for_line(victim, "one more")
+            victim.send_signal(signal.SIGKILL)
+            for _ in range(5):
+                values = together([lambda: a.push_pull("w", one), lambda: b.push_pull("w", one)])
+            np.testing.assert_array_equal(values[0], values[1])
+            assert a.version("w") == 6
+
+
+def test_a_broker_that_is_stopped_says_goodbye_to_its_clients():
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(BrokerThread("tcp://127.0.0.1:0", RunSettings()))
+        (client,) = stack.enter_context(clients([broker.address], ["a"]))
+        client.init("w", np.zeros(3, np.float32))
+        broker.stop()
+        with pytest.raises(PeerLost, match="said goodbye"):
+            while True:
+                client.pull("w")
+
+
+def test_the_first_of_several_masters_tells_where_the_others_are():
+    settings = RunSettings(masters=2, initial="founder")
+    with BrokerThread("tcp://127.0.0.1:0", settings) as first:
+        place = MasterPlace(shard=1, masters=2, first=first.address)
+        with BrokerThread("tcp://127.0.0.1:0", None, place=place) as other:
+            with clients(first.address, ["a"]) as (client,):
+                assert client.addresses == (first.address, other.address)
+                client.init_all(model())
+                assert_same(client.pull_all(model()), model())
+            with pytest.raises(ConfigError, match="name the first"):
+                zt.ParameterClient.connect(other.address)

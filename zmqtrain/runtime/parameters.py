@@ -1,0 +1,221 @@
+"""Be a broker's key server alive: its machine, its directory and its store, on the broker's traffic and codec thread.
+
+Rule 1: the machine is moved by the broker's loop, the store by its codec thread alone; jobs keep the order of effects.
+Rule 2: payloads travel as all others do: announced, granted, acknowledged; what a peer has no room for yet waits here,
+as a head, and costs no memory.  Rule 3: what cannot be costs its sender that request; it never stops the broker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
+from zmqtrain.parameter_server.directory import Directory, Placed, Placement
+from zmqtrain.parameter_server.effects import (
+    Answer,
+    Apply,
+    Begin,
+    Confirm,
+    Effect,
+    Install,
+    Receive,
+    Refuse,
+    Rules,
+)
+from zmqtrain.parameter_server.machine import KeyServer
+from zmqtrain.parameter_server.optimizers import optimizer_from_spec
+from zmqtrain.parameter_server.store import Store
+from zmqtrain.protocol import keys
+from zmqtrain.protocol.messages import KeyRequest, Refused, model_from_wire
+from zmqtrain.runtime.traffic import Traffic
+from zmqtrain.types import Buffer, PeerId
+
+__all__ = ["Parameters"]
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.5
+"""Of this machine's memory, what keys may take, with all that belongs to them."""
+
+Payload = keys.Initialise | keys.Push
+Job = Callable[..., None]
+
+
+class Parameters:
+    """The key server of one broker.
+
+    traffic: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
+    the loop; a CodecError is a result.  name: unlike any other master's.
+    """
+
+    def __init__(self, traffic: Traffic, job: Job, name: str) -> None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.machine = KeyServer(name, int(MEMORY_SHARE * memory))
+        self.store = Store(optimizer_from_spec(self.machine.rules.optimizer))
+        self.directory = Directory(1)
+        self._traffic, self._job = traffic, job
+        self._announced: dict[tuple[PeerId, int], Payload] = {}
+        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # checked, and not yet used
+        self._incoming: dict[PeerId, deque[Payload]] = {}  # what waits for room
+        self._outgoing: dict[PeerId, deque[Answer]] = {}
+        self._effects: deque[Effect | Placed] = deque()
+        self._carrying_out = False
+
+    # ------------------------------------------------------------------ what comes in
+
+    def take(self, peer: PeerId, request: KeyRequest) -> None:
+        """Take what a client says. Raises RemoteProtocolError, FramingError for what no client of ours says."""
+        machine = self.machine
+        match request:
+            case keys.Enrol():
+                self._enrol(peer, request)
+            case keys.Declare(number, declared):
+                self._declare(peer, number, declared)
+            case keys.Founded(names):
+                self._carry_out(self.directory.founded(peer, names))
+            case keys.Pull(number, key):
+                self._carry_out(machine.pull(peer, number, key))
+            case keys.Initialise(number, key, dtype, start, values, sizes):
+                self._announce(peer, request, machine.initialise(peer, number, key, dtype, start, values, sizes))
+            case keys.Push(number, key, dtype, pull, sizes):
+                self._announce(peer, request, machine.push(peer, number, key, dtype, sizes, pull))
+
+    def _enrol(self, peer: PeerId, enrol: keys.Enrol) -> None:
+        rules = Rules(enrol.store, enrol.master, enrol.masters, enrol.consistency, enrol.optimizer, enrol.workers)
+        try:
+            effects = self.machine.enrol(peer, rules, enrol.reads)
+        except ConfigError as error:
+            self._traffic.send(peer, Refused("rules", str(error)))
+            return
+        self._carry_out(effects)
+        said = self.machine.rules
+        self._traffic.send(peer, keys.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
+
+    def _declare(self, peer: PeerId, number: int, declared: tuple[keys.WireKey, ...]) -> None:
+        if self.machine.rules.master or not self.machine.serves(peer):
+            raise RemoteProtocolError(peer, "no client of the first master", "Declare")
+        try:
+            placed = self.directory.declare(peer, number, model_from_wire(declared))
+        except ConfigError as error:
+            self._traffic.send(peer, Refused("key", str(error), number))
+        else:
+            self._carry_out(placed)
+
+    def _announce(self, peer: PeerId, payload: Payload, effects: list[Effect]) -> None:
+        if not any(isinstance(effect, Refuse) for effect in effects):
+            self._announced[peer, payload.transfer] = payload
+        self._carry_out(effects)
+
+    def check(self, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Look at a whole payload (codec thread). Raises NonFiniteDelta."""
+        self.store.check(payload.dtype, frames)
+
+    def checked(self, result: object, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Take a payload that was checked. result: the CodecError if it is not sound."""
+        name = peer, payload.transfer
+        if self._announced.get(name) is not payload:
+            return  # of a client that has left
+        del self._announced[name]
+        if isinstance(result, CodecError):
+            reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
+            self._carry_out(self.machine.broken(*name, reason, str(result)))
+        else:
+            self._whole[name] = frames
+            self._carry_out(self.machine.received(*name))
+        self.go_on(peer)
+
+    def lost(self, peer: PeerId) -> None:
+        """Forget a client."""
+        self._incoming.pop(peer, None)
+        self._outgoing.pop(peer, None)
+        self._announced = {name: payload for name, payload in self._announced.items() if name[0] != peer}
+        self._carry_out([*self.machine.lost(peer), *self.directory.lost(peer)])
+
+    def go_on(self, peer: PeerId) -> None:
+        """Let come and go what has waited for room, after a client has sent or taken something."""
+        incoming, outgoing = self._incoming.get(peer), self._outgoing.get(peer)
+        while incoming and self._traffic.has_room_from(peer, sum(incoming[0].sizes)):
+            self._expect(peer, incoming.popleft())
+        asked = 0
+        while outgoing:
+            asked += self.machine.keys[outgoing[0].key].size
+            if not self._traffic.has_room_to(peer, asked):
+                break
+            self._answer(outgoing.popleft())
+
+    # ------------------------------------------------------------------ carrying out effects
+
+    def _carry_out(self, effects: Sequence[Effect | Placed]) -> None:
+        """Carry out effects in the order in which they came, also those that carrying out one brings about."""
+        self._effects.extend(effects)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._effects:
+                self._carry_out_one(self._effects.popleft())
+        finally:
+            self._carrying_out = False
+
+    def _carry_out_one(self, effect: Effect | Placed) -> None:
+        match effect:
+            case Receive(worker, request):
+                if (payload := self._announced.get((worker, request))) is not None:
+                    self._incoming.setdefault(worker, deque()).append(payload)
+                    self.go_on(worker)
+            case Install(worker, request, key, dtype):
+                self._job(partial(self.store.install, key, dtype, self._whole.pop((worker, request))))
+            case Apply(key, payloads):
+                self._job(partial(self.store.apply, key, [self._whole.pop(name) for name in payloads]))
+            case Answer():
+                self._answer(effect)
+            case Confirm(worker, request):
+                self._traffic.send(worker, keys.Done(request))
+            case Refuse(worker, request, reason, text):
+                logger.info("refused what %s asked: %s", worker, text)
+                self._whole.pop((worker, request), None)
+                self._traffic.send(worker, Refused(reason, text, request))
+            case Begin(optimizer, anew):
+                self._begin(optimizer, anew)
+            case Placed(worker, request, found, given):
+                self._traffic.send(worker, keys.Placed(request, _to_wire(found), _to_wire(given)))
+
+    def _begin(self, optimizer: str, anew: bool) -> None:
+        rules = self.machine.rules
+        text = "serving keys as master %d of %d: %s, %s, workers: %d"
+        logger.info(text, rules.master, rules.masters, rules.consistency, optimizer, rules.workers)
+        if anew:
+            self.directory = Directory(rules.masters)
+            self._whole.clear()
+        self._job(partial(self.store.begin, optimizer_from_spec(optimizer), anew))
+
+    def _expect(self, peer: PeerId, payload: Payload) -> None:
+        try:
+            self._traffic.expect(peer, payload)
+        except FramingError as error:
+            del self._announced[peer, payload.transfer]
+            self._carry_out(self.machine.broken(peer, payload.transfer, "size", str(error)))
+
+    def _answer(self, answer: Answer) -> None:
+        self._job(partial(self.store.read, answer.key), self._send, answer)
+
+    def _send(self, values: tuple[int, Sequence[Buffer]], answer: Answer) -> None:
+        version, frames = values
+        peer = answer.worker
+        if not self.machine.serves(peer):
+            return
+        if self._traffic.has_room_to(peer, sum(len(frame) for frame in frames)):
+            self._traffic.send_values(peer, answer.request, version, frames)
+        else:  # it is read again when there is room: no fewer gradients are in it then
+            self._outgoing.setdefault(peer, deque()).append(answer)
+
+
+def _to_wire(placements: Sequence[Placement]) -> tuple[keys.WirePlace, ...]:
+    return tuple(
+        (one.leaf.path, one.leaf.shape, one.leaf.dtype, tuple(tuple(piece) for piece in one.pieces))  # type: ignore[misc]
+        for one in placements
+    )
