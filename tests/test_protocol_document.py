@@ -31,6 +31,8 @@ from zmqtrain.protocol.messages import (
     Chunk,
     Credit,
     Fetch,
+    Fold,
+    Folded,
     Forming,
     Goodbye,
     Group,
@@ -75,7 +77,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     tuple[tuple[int, int, int], ...]: "schedules",
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
-FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed}
+FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, Folded}
 FROM_HUB |= {Enrolled, Placed, Values, Done}
 MODEL = (LeafSpec("w", (4,), "float32"),)
 
@@ -219,6 +221,8 @@ def test_every_message_has_its_sentence_and_its_lane() -> None:
         "Chunk",
         "Relay",
         "Values",
+        "Fold",
+        "Folded",
     }
 
 
@@ -301,7 +305,7 @@ def test_who_speaks_in_a_conversation_may_say_that() -> None:
     for from_hub, bulk, name, _ in spoken():
         kind = KINDS[name]
         assert kind in (FROM_HUB if from_hub else ALLOWED.keys() | {Chunk, Credit}), f"{name}, from_hub={from_hub}"
-        assert bulk == (kind in (Chunk, Relay) or (from_hub and kind in ANNOUNCEMENTS)), (
+        assert bulk == (kind in (Chunk, Relay, Fold, Folded) or (from_hub and kind in ANNOUNCEMENTS)), (
             f"{name} goes on the other lane"
         )
 

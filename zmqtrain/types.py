@@ -45,6 +45,9 @@ __all__ = [
     "HubChannel",
     "PortListener",
     "Port",
+    "HUB",
+    "HubChunk",
+    "HubPort",
 ]
 
 VERSION = "0.1.0"
@@ -492,4 +495,35 @@ class Port(Protocol):
         """Send what is queued for at most `linger_seconds`, tell the others that this process leaves, end the thread.
 
         From any thread; twice is once.
+        """
+
+
+HUB = -1
+"""The rank of the hub, as one that reduces."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubChunk:
+    """What the hub is to do with a chunk of values.
+
+    key: 0 to 2^63 - 1, the same on all ranks for the chunks of one reduction, and for no other that is under way.
+    op: sum, mean, max, min or prod.  dtype: of the values, by its numpy name.
+    """
+
+    key: int
+    op: str
+    dtype: str
+
+
+class HubPort(Port, Protocol):
+    """A port whose hub reduces: who finds a `reduce` at a port may use it."""
+
+    def reduce(self, chunk: HubChunk, frames: Sequence[Buffer]) -> None:
+        """Have the hub reduce a chunk with those of all other ranks: the n-th of this key with the n-th of theirs.
+
+        In the port's thread only; it never waits. frames: the last is the values, not empty; those before it (at most
+        2, of 4 KiB in all) are this rank's own. The result comes as a message of rank HUB: this rank's own frames, then
+        the values: ((x[0] op x[1]) op ...) op x[size-1]. Where ranks differ in op, dtype or length nothing comes: they
+        compare their calls. If the hub is gone, `on_lost` says so of rank HUB; if a rank is, nothing comes.
+        Raises ConfigError for an operation or a dtype that the hub does not reduce.
         """

@@ -6,15 +6,23 @@ import asyncio
 import os
 import signal
 
+import numpy as np
 import pytest
 from runs import BrokerProcess
 
-from zmqtrain.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused, LocalProtocolError
+from zmqtrain.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    HubUnreachable,
+    JoinRefused,
+    LocalProtocolError,
+    ZmqTrainError,
+)
 from zmqtrain.runtime.mesh import LEFT
 from zmqtrain.runtime.rendezvous import open_port
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
-from zmqtrain.types import Lane, PeerId
+from zmqtrain.types import HUB, HubChunk, Lane, PeerId
 
 from meshes import NOWHERE, Remembering, broker, echoing, open_all, ports, send
 
@@ -274,3 +282,58 @@ def test_strangers_are_counted_and_ignored(hub):
         send(opened[0], 1, [b"sound"])
         listeners[1].wait(lambda one: opened[1].statistics().strangers == 6 and one.messages)
         assert listeners[1].messages == [(0, [b"sound"])] and not listeners[1].lost
+
+
+# ---------------------------------------------------------------------- the hub reduces
+
+
+def reduce(port, chunk, *messages):
+    port.call(lambda: [port.reduce(chunk, message) for message in messages])
+
+
+def test_the_hub_reduces_chunks_of_all_ranks_more_than_fit_its_window(hub):
+    count, values = 40, np.arange(100_000, dtype=np.float32)
+    with ports(hub, 3, group="reduce") as (opened, listeners):
+        for rank, port in enumerate(opened):
+            chunks = [[b"%d of %d" % (index, rank), (values * (rank + index)).data] for index in range(count)]
+            reduce(port, HubChunk(5, "sum", "float32"), *chunks)
+        for rank, listener in enumerate(listeners):
+            listener.wait(lambda one: len(one.messages) == count)
+            for index, (source, (own, result)) in enumerate(listener.messages):
+                assert (source, own) == (HUB, b"%d of %d" % (index, rank))
+                expected = values * index + values * (1 + index) + values * (2 + index)
+                np.testing.assert_array_equal(np.frombuffer(result, np.float32), expected)
+
+
+def test_what_the_hub_does_not_reduce_is_refused_at_once(hub):
+    with ports(hub, 1, group="refused") as ((port,), (listener,)):
+        errors = []
+
+        def attempt(chunk, frames):
+            try:
+                port.reduce(chunk, frames)
+            except ZmqTrainError as error:
+                errors.append(str(error))
+
+        wrong = [
+            (HubChunk(1, "xor", "int32"), [bytes(4)]),
+            (HubChunk(1, "sum", "bfloat16"), [bytes(4)]),
+            (HubChunk(1, "sum", "int32"), [bytes(5)]),
+            (HubChunk(-1, "sum", "int32"), [bytes(4)]),
+            (HubChunk(1, "sum", "int32"), [bytes(5000), bytes(4)]),
+        ]
+        for chunk, frames in wrong:
+            port.call(lambda chunk=chunk, frames=frames: attempt(chunk, frames))
+        reduce(port, HubChunk(1, "prod", "int32"), [b"\x03\0\0\0"])
+        listener.wait(lambda one: one.messages)
+        assert listener.messages == [(HUB, [b"\x03\0\0\0"])] and len(errors) == len(wrong)
+
+
+def test_when_the_hub_that_reduces_is_gone_its_rank_is_lost():
+    with BrokerProcess(RunSettings(), None) as hub, ports(hub.address, 2) as (opened, listeners):
+        reduce(opened[0], HubChunk(1, "sum", "int32"), [bytes(4)])
+        hub.interrupt()
+        listeners[0].wait(lambda one: HUB in one.lost)
+        reduce(opened[1], HubChunk(1, "sum", "int32"), [bytes(4)])
+        listeners[1].wait(lambda one: HUB in one.lost)
+        assert set(listeners[0].lost) == set(listeners[1].lost) == {HUB}

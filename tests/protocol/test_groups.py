@@ -21,8 +21,22 @@ from zmqtrain.protocol.groups import (
     list_names,
 )
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import Forming, Forward, Group, GroupLost, JoinGroup, Refused, Relay, Relayed, SendTo
+from zmqtrain.protocol.messages import (
+    Combine,
+    Discard,
+    Fold,
+    Forming,
+    Forward,
+    Group,
+    GroupLost,
+    JoinGroup,
+    Refused,
+    Relay,
+    Relayed,
+    SendTo,
+)
 
+FOLD = Fold(7, "sum", "float32", 100)
 ASKED = JoinGroup("default", 3, address="tcp://10.0.0.1:5000", token="0a")
 
 
@@ -42,7 +56,8 @@ def met(*peers, **changes):
 
 
 def told(effects, kind):
-    return {effect.peer: effect.message for effect in effects if isinstance(effect.message, kind)}
+    sent = [effect for effect in effects if isinstance(effect, SendTo)]
+    return {effect.peer: effect.message for effect in sent if isinstance(effect.message, kind)}
 
 
 def refusal(effects):
@@ -270,6 +285,13 @@ def test_what_was_on_its_way_to_who_is_lost_takes_no_room_any_more():
     assert groups.relay(process("b"), Relay(2, 1), 0.0) == [], "it does not know yet that it is lost"
 
 
+def test_chunks_are_reduced_as_long_as_nobody_of_the_group_is_lost():
+    groups, _ = met(*"ab")
+    assert groups.fold(process("b"), FOLD, 0.0) == [Combine(1, 1, ("a", "b"), FOLD)]
+    assert Discard(1) in groups.gone("a", "killed")
+    assert groups.fold(process("b"), FOLD, 0.0) == groups.fold(process("a"), FOLD, 0.0) == []
+
+
 # ---------------------------------------------------------------------- whatever they do
 
 PEERS = [f"{name}#{number}" for name in "abcd" for number in "12"]
@@ -287,10 +309,14 @@ class GroupsMachine(RuleBasedStateMachine):
         self.members = {}  # generation -> {rank: peer}, of those who were told
         self.lost = {}  # peer -> ranks that it was told are lost, in order
         self.on_their_way = {}  # sender -> [(receiver, size)]
+        self.discarded = set()  # generations that somebody of is lost
 
     def carry_out(self, effects):
         for effect in effects:
-            if isinstance(effect, Forward):
+            if isinstance(effect, Discard):
+                assert effect.generation not in self.discarded
+                self.discarded.add(effect.generation)
+            if not isinstance(effect, SendTo):
                 continue
             peer, message = effect.peer, effect.message
             match message:
@@ -381,6 +407,18 @@ class GroupsMachine(RuleBasedStateMachine):
         assert self.groups.relayed(process(receiver), relayed, self.now) == [
             SendTo(sender, Relayed(self.within[receiver][1], 1))
         ]
+
+    @precondition(lambda self: self.within)
+    @rule(data=st.data())
+    def fold(self, data):
+        peer = data.draw(st.sampled_from(sorted(self.within)))
+        generation, rank = self.within[peer]
+        effects = self.groups.fold(process(peer), FOLD, self.now)
+        if generation in self.discarded:
+            assert effects == []
+        else:
+            by_rank = tuple(self.members[generation][one] for one in sorted(self.members[generation]))
+            assert effects == [Combine(generation, rank, by_rank, FOLD)]
 
     @rule(seconds=st.sampled_from([0.1, 1.0]))
     def time_passes(self, seconds):

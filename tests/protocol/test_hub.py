@@ -34,6 +34,8 @@ from zmqtrain.protocol.messages import (
     Disconnect,
     Expect,
     Fetch,
+    Fold,
+    Folded,
     Forming,
     Found,
     Goodbye,
@@ -83,6 +85,7 @@ SAMPLES = {
     GroupLost: GroupLost(1, "silent"),
     Relay: Relay(1, 100),
     Relayed: Relayed(1, 1),
+    Fold: Fold(1, "sum", "float32", 100),
     Probe: Probe(1, 100, 200),
     Enrol: Enrol("s-1", 1, 2, "bsp", "sgd:rate=0.1", 4, False),
     Declare: Declare(1, (("w", (2, 3), "float32"),)),
@@ -111,6 +114,7 @@ NOT_FOR_THE_HUB = {
     Placed: Placed(1, (("w", (2, 3), "float32", ((0, 0, 3), (1, 3, 3))),), ()),
     Values: Values(1, 4, 7, (12,)),
     Done: Done(2),
+    Folded: Folded(1, 100),
 }
 """What only a hub says, and what goes by the machine."""
 

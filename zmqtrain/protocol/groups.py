@@ -18,6 +18,9 @@ from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.masters import ADDRESS
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import (
+    Combine,
+    Discard,
+    Fold,
     Forming,
     Forward,
     Group,
@@ -89,6 +92,7 @@ class _Complete:
     hub relays, oldest first."""
 
     group: str
+    generation: int
     names: tuple[str, ...]
     here: dict[PeerId, int]
     on_their_way: dict[int, dict[int, deque[int]]] = field(default_factory=dict)
@@ -114,6 +118,7 @@ class Groups:
             GroupLost: self.accused,
             Relay: self.relay,
             Relayed: self.relayed,
+            Fold: self.fold,
         }
 
     # ------------------------------------------------------------------ meeting
@@ -180,10 +185,10 @@ class Groups:
             process, asked = forming.waiting[by_rank[rank]]
             members.append((process, asked.address, asked.key, asked.token))
         here = {by_rank[rank]: rank for rank in range(forming.size)}
-        complete = _Complete(name, tuple(member[0] for member in members), here)
+        self._generation += 1
+        complete = _Complete(name, self._generation, tuple(member[0] for member in members), here)
         self._complete.append(complete)
         self._in |= dict.fromkeys(here, complete)
-        self._generation += 1
         return [SendTo(peer, Group(name, self._generation, rank, tuple(members))) for peer, rank in here.items()]
 
     def tick(self, now: float) -> list[HubEffect]:
@@ -231,6 +236,7 @@ class Groups:
         return self._lose(group, peer, f"{lost.why[:MAX_WHY]} (noticed by {member.name})", False)
 
     def _lose(self, group: _Complete, peer: PeerId, why: str, left: bool) -> list[HubEffect]:
+        effects: list[HubEffect] = [Discard(group.generation)] if group.whole else []
         del self._in[peer]
         rank = group.here.pop(peer)
         group.on_their_way.pop(rank, None)
@@ -239,7 +245,7 @@ class Groups:
         if not group.here:
             self._complete.remove(group)
         told = [*group.here] if left else [*group.here, peer]
-        return [SendTo(other, GroupLost(rank, why, left)) for other in told]
+        return effects + [SendTo(other, GroupLost(rank, why, left)) for other in told]
 
     # ------------------------------------------------------------------ what goes through the hub
 
@@ -275,6 +281,13 @@ class Groups:
         for _ in range(relayed.messages):
             waiting.popleft()
         return [SendTo(sender, Relayed(rank, relayed.messages))]
+
+    def fold(self, member: Member, fold: Fold, now: float) -> list[HubEffect]:
+        """Have a chunk reduced; nothing if somebody of the group is lost."""
+        group = self._in.get(member.peer)
+        if group is None or not group.whole:
+            return []
+        return [Combine(group.generation, group.here[member.peer], tuple(group.here), fold)]
 
 
 def _describe(name: str, forming: _Forming) -> Forming:

@@ -14,6 +14,7 @@ from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     Announcement,
     Fetch,
+    Fold,
     Goodbye,
     GroupLost,
     Heartbeat,
@@ -59,7 +60,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Snapshot: frozenset({MemberState.FOUNDING, MemberState.LENDING}),
     Publish: frozenset({MemberState.LIVE}),
     WorkRequest: frozenset({MemberState.LIVE}),
-    **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed), frozenset({MemberState.PROCESS})),
+    **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed, Fold), frozenset({MemberState.PROCESS})),
     **dict.fromkeys(KEY_REQUESTS, frozenset({MemberState.PROCESS})),
 }
 

@@ -52,6 +52,8 @@ __all__ = [
     "Leave",
     "Relay",
     "Relayed",
+    "Fold",
+    "Folded",
     "Probe",
     "Probed",
     "Message",
@@ -72,6 +74,8 @@ __all__ = [
     "Lend",
     "Answer",
     "Forward",
+    "Combine",
+    "Discard",
     "Serve",
     "Consult",
     "Accumulate",
@@ -423,6 +427,29 @@ class Relayed:
 
 
 @dataclass(frozen=True, slots=True)
+class Fold:
+    """Process to hub: reduce this chunk with that of every other rank. `size` bytes come behind it, in frames: the last
+    one is the values, those before it are the sender's own and come back.
+
+    key: of one reduction all ranks send their chunks with the same key, in one order.  op, dtype: as in HubChunk.
+    """
+
+    key: int
+    op: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Hub to process: a chunk of all ranks, reduced, in the frames behind it: the receiver's own of its Fold, and the
+    values."""
+
+    key: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
 
@@ -469,6 +496,8 @@ Message = (
     | Leave
     | Relay
     | Relayed
+    | Fold
+    | Folded
     | Probe
     | Probed
     | Enrol
@@ -507,6 +536,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Leave,
     Relay,
     Relayed,
+    Fold,
+    Folded,
     Probe,
     Probed,
     Enrol,
@@ -617,6 +648,23 @@ class Consult:
 
 
 @dataclass(frozen=True, slots=True)
+class Combine:
+    """Reduce what came behind this message with what the other ranks of the group send; peers: all of it, by rank."""
+
+    generation: int
+    rank: int
+    peers: tuple[PeerId, ...]
+    fold: Fold
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Somebody of this group is lost: nothing of it will be reduced any more."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Accumulate:
     """Add this received publish to the sum of the round."""
 
@@ -713,6 +761,8 @@ HubEffect = (
     | Answer
     | Forward
     | Consult
+    | Combine
+    | Discard
     | Accumulate
     | Reduce
     | Disconnect

@@ -40,10 +40,13 @@ from zmqtrain.protocol.messages import (
     Average,
     Broadcast,
     Chunk,
+    Combine,
     Consult,
     Credit,
+    Discard,
     Disconnect,
     Expect,
+    Fold,
     Forward,
     Found,
     Goodbye,
@@ -72,6 +75,7 @@ from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.parameters import Parameters
+from zmqtrain.runtime.reducer import Reducers
 from zmqtrain.runtime.registration import Registration
 from zmqtrain.runtime.relays import Relays
 from zmqtrain.runtime.rules import canonical
@@ -168,6 +172,7 @@ class Broker:
         self.traffic = Traffic(channel, self._queue_bytes, self._lost)
         self.traffic.limit(self.share.limit())
         self._relays = Relays(self.traffic)
+        self._reducers = Reducers(self._relays.forward)
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
         self.parameters = Parameters(self.traffic, self._job, f"keys-{secrets.token_hex(4)}")
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
@@ -319,7 +324,7 @@ class Broker:
             self.parameters.go_on(peer)
         else:
             self._behind = frames[1:]
-            if isinstance(message, Probe | Relay) and sum(len(frame) for frame in self._behind) != message.size:
+            if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self._behind) != message.size:
                 raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
             self.traffic.heard(sum(len(frame) for frame in frames))
             self._carry_out(self.hub.receive(peer, message, now))
@@ -417,6 +422,13 @@ class Broker:
                 self._relays.forward(peer, message, self._behind)
             case Consult(peer, request):
                 self.parameters.take(peer, request)
+            case Combine(_, rank, peers):
+                try:
+                    self._reducers.combine(effect, self._behind)
+                except (FramingError, RemoteProtocolError) as error:
+                    self._expel(peers[rank], error)
+            case Discard(generation):
+                self._reducers.discard(generation)
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 

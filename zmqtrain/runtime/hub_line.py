@@ -18,6 +18,8 @@ from zmqtrain.errors import ChannelClosed, CollectiveTimeout, FramingError, HubU
 from zmqtrain.protocol.framing import decode_message, encode_message
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, list_names
 from zmqtrain.protocol.messages import (
+    Fold,
+    Folded,
     Forming,
     Goodbye,
     Group,
@@ -33,8 +35,9 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.outgoing import Outgoing, keep
+from zmqtrain.runtime.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
 from zmqtrain.transport.zmq_channel import DealerChannel
-from zmqtrain.types import Buffer, Lane
+from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
 __all__ = ["HubListener", "HubLine"]
 
@@ -54,7 +57,7 @@ class HubListener(Protocol):
         """The hub says that a rank is lost."""
 
     def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
-        """A message of that rank has come through the hub."""
+        """A message of that rank has come through the hub; of rank HUB: a chunk, reduced."""
 
 
 class HubLine:
@@ -69,6 +72,9 @@ class HubLine:
         self._control, self._bulk = Outgoing(channel, Lane.CONTROL), Outgoing(channel, Lane.BULK)
         self._queued: deque[tuple[int, int, list[Buffer]]] = deque()  # rank, bytes, frames: not relayed yet
         self._on_their_way: dict[int, deque[int]] = {}  # by rank the sizes of what is
+        self._unfolded: deque[tuple[Fold, list[Buffer]]] = deque()  # chunks that are not at the hub yet
+        self._folding: list[Fold] = []  # those that are
+        self._fold_bytes = FOLD_BYTES
 
     # ------------------------------------------------------------------ meeting
 
@@ -159,6 +165,12 @@ class HubLine:
                 for _ in range(min(messages, len(waiting))):
                     waiting.popleft()
                 self._pump()
+            case Folded(key):
+                folding = next((fold for fold in self._folding if fold.key == key), None)
+                if folding is not None:
+                    self._folding.remove(folding)
+                    told.on_relayed(HUB, frames[1:])
+                    self._pump_folds()
             case Goodbye(reason):
                 self.give_up(told, reason or "it said goodbye")
             case Refused(_, text):
@@ -169,6 +181,7 @@ class HubLine:
         if self.there:
             self.there = False
             self._queued.clear()
+            self._unfolded.clear()
             told.on_hub_gone(why)
 
     # ------------------------------------------------------------------ through the hub
@@ -198,6 +211,23 @@ class HubLine:
             self._queued.popleft()
             self._on_their_way.setdefault(rank, deque()).append(size)
             self._bulk.send([encode_message(Relay(rank, size)), *frames])
+
+    def fold(self, chunk: HubChunk, frames: Sequence[Buffer], size: int) -> None:
+        """Have a chunk reduced, when the window has room for it. size: of the group."""
+        self._fold_bytes = window_bytes(size)
+        total = sum(memoryview(frame).nbytes for frame in frames)
+        self._unfolded.append((Fold(chunk.key, chunk.op, chunk.dtype, total), keep(frames)))
+        self._pump_folds()
+
+    def _pump_folds(self) -> None:
+        while self._unfolded and self.there:
+            fold, frames = self._unfolded[0]
+            there = sum(one.size for one in self._folding)
+            if len(self._folding) >= FOLD_MESSAGES or (there and there + fold.size > self._fold_bytes):
+                return
+            self._unfolded.popleft()
+            self._folding.append(fold)
+            self._bulk.send([encode_message(fold), *frames])
 
     @property
     def all_sent(self) -> bool:

@@ -27,9 +27,10 @@ from zmqtrain.protocol.messages import Goodbye, Group, GroupLost, Heartbeat, Lea
 from zmqtrain.protocol.vigil import BEAT_SECONDS, Accuse, CutOff, Declare, Vigil
 from zmqtrain.runtime.hub_line import HubLine
 from zmqtrain.runtime.outgoing import Outgoing, keep
+from zmqtrain.runtime.reducer import MAX_OWN_BYTES, MAX_OWN_FRAMES, find_fold
 from zmqtrain.transport.limits import check_message
 from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
-from zmqtrain.types import Buffer, Clock, Lane, PeerId, PortListener
+from zmqtrain.types import HUB, MAX_FRAME_BYTES, Buffer, Clock, HubChunk, Lane, PeerId, PortListener
 
 __all__ = ["LEFT", "MeshPort", "MeshStatistics", "Meeting"]
 
@@ -93,7 +94,7 @@ class Meeting:
 
 
 class MeshPort:
-    """A process's way to the others of its group (a `Port`). Made by `zmqtrain.runtime.rendezvous.open_port`.
+    """A process's way to the others of its group (a `HubPort`). Made by `zmqtrain.runtime.rendezvous.open_port`.
 
     meet: makes the sockets and meets the others, in the port's loop.  direct_seconds: a rank that is not reached within
     this is sent to through the hub.
@@ -105,7 +106,7 @@ class MeshPort:
         self._untold: deque[Callable[[PortListener], object]] = deque()
         self._calls: deque[Callable[[], object]] = deque()
         self._calls_lock = threading.Lock()
-        self._woken = self._closing = self._cut_off = False
+        self._woken = self._closing = self._cut_off = self._reduces = self._hub_told = False
         self._linger_seconds = 0.0
         self._ways: dict[int, _Way] = {}
         self._ranks: dict[PeerId, int] = {}  # by the id that only a process of the group can have here
@@ -196,8 +197,7 @@ class MeshPort:
         Raises LocalProtocolError in another thread, for a rank that is not one of the others, and for a message that
         cannot be sent.
         """
-        if threading.get_ident() != self._thread.ident:
-            raise LocalProtocolError("a port sends in its own thread: use call")
+        self._check_thread()
         way = self._ways.get(rank)
         if way is None:
             raise LocalProtocolError(f"rank {self.rank} of {len(self.names)} has no way to rank {rank}")
@@ -213,6 +213,33 @@ class MeshPort:
             self._line.relay(rank, frames)
         else:
             way.waiting.append(keep(frames))
+
+    def reduce(self, chunk: HubChunk, frames: Sequence[Buffer]) -> None:
+        """Have the hub reduce a chunk with those of all other ranks; see `HubPort.reduce`.
+
+        Raises LocalProtocolError in another thread and for frames that cannot be sent so, ConfigError for an operation
+        or a dtype that the hub does not reduce.
+        """
+        self._check_thread()
+        size = check_message(frames)
+        values = memoryview(frames[-1]).nbytes
+        _, dtype = find_fold(chunk.op, chunk.dtype)
+        if not 0 < values <= MAX_FRAME_BYTES or values % dtype.itemsize or not 0 <= chunk.key < 1 << 63:
+            raise LocalProtocolError(f"a chunk with key {chunk.key} of {values} bytes, which are no values of {dtype}")
+        if len(frames) > 1 + MAX_OWN_FRAMES or size - values > MAX_OWN_BYTES:
+            raise LocalProtocolError(f"{size - values} bytes in {len(frames) - 1} frames go to the hub with a chunk")
+        if self._cut_off:
+            return
+        self._reduces = True
+        if not self._line.there:
+            return self._lose_hub()
+        self._messages_sent += 1
+        self._bytes_sent += size
+        self._line.fold(chunk, frames, len(self.names))
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread.ident:
+            raise LocalProtocolError("a port sends in its own thread: use call")
 
     def _tell_all(self, message: GroupLost | Leave) -> None:
         head = encode_message(message)
@@ -296,7 +323,7 @@ class MeshPort:
     def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
         """See HubListener."""
         way = self._ways.get(rank)
-        if way is not None and way.state is not _State.LOST and frames:
+        if frames and (rank == HUB or (way is not None and way.state is not _State.LOST)):
             self._on_message(rank, frames)
 
     def on_hub_heard(self) -> None:
@@ -312,6 +339,8 @@ class MeshPort:
         for rank, way in self._ways.items():
             if way.state is _State.RELAYED:
                 self._declare(rank, f"it was reached through the hub only, which is gone: {why}")
+        if self._reduces:
+            self._lose_hub()
 
     def on_group_lost(self, lost: GroupLost) -> None:
         """See HubListener."""
@@ -401,6 +430,12 @@ class MeshPort:
             self._close_way(way)
             logger.info("%s: %s (rank %d) is lost: %s", self._here, way.name, rank, why)
         self._tell(lambda listener: listener.on_lost(rank, why))
+
+    def _lose_hub(self) -> None:
+        """Say that the hub is gone to who has it reduce, once."""
+        if not self._hub_told:
+            self._hub_told = True
+            self._tell(lambda listener: listener.on_lost(HUB, "the hub is gone"))
 
     def _close_way(self, way: _Way) -> None:
         way.control.drop()

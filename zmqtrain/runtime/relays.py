@@ -8,7 +8,7 @@ as they came, never looked into and never copied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Message
@@ -23,18 +23,22 @@ class Relays:
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
-        self._waiting: dict[PeerId, deque[list[Buffer]]] = {}
+        self._waiting: dict[PeerId, deque[tuple[list[Buffer], Callable[[], object] | None]]] = {}
 
-    def forward(self, peer: PeerId, message: Message, frames: Sequence[Buffer]) -> None:
-        """Send a message and what came behind it, after all that waits for this peer."""
-        self._waiting.setdefault(peer, deque()).append([encode_message(message), *frames])
+    def forward(
+        self, peer: PeerId, message: Message, frames: Sequence[Buffer], sent: Callable[[], object] | None = None
+    ) -> None:
+        """Send a message with frames behind it, after all that waits for this peer; call `sent` when it has gone."""
+        self._waiting.setdefault(peer, deque()).append(([encode_message(message), *frames], sent))
         self.pump(peer)
 
     def pump(self, peer: PeerId) -> None:
         """Send what there is room for."""
         waiting = self._waiting.get(peer)
-        while waiting and self._traffic.forward(peer, waiting[0]):
-            waiting.popleft()
+        while waiting and self._traffic.forward(peer, waiting[0][0]):
+            _, sent = waiting.popleft()
+            if sent is not None:
+                sent()
         if not waiting:
             self._waiting.pop(peer, None)
 
