@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zmqtrain.runtime.communicator import Communicator
     from zmqtrain.runtime.node import Node, connect
     from zmqtrain.runtime.parameter_client import ParameterClient
+    from zmqtrain.train.gradients import GradientLoop
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
     from zmqtrain.train.sync import DelayedSync
@@ -30,6 +31,7 @@ __all__ = [
     "Node",
     "DelayedSync",
     "TrainingLoop",
+    "GradientLoop",
     "Program",
     "load_program",
     "ParameterClient",
@@ -58,6 +60,7 @@ _HOMES = {
     "ParameterClient": "zmqtrain.runtime.parameter_client",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
+    "GradientLoop": "zmqtrain.train.gradients",
     "Program": "zmqtrain.train.program",
     "load_program": "zmqtrain.programs",
 }

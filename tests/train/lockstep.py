@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ class MemoryGroup:
     def names(self):
         return self.table.names
 
-    def iallreduce(self, values, op="sum", *, algorithm="auto", codec=None, timeout_seconds=None):
+    def iallreduce(self, values, op="sum", *, algorithm="auto", codec=None):
         number, self.number = self.number, self.number + 1
         self.bytes += values.nbytes
         self.before(number)
@@ -108,7 +109,7 @@ class MemoryGroup:
             self.table.changed.notify_all()
         return Request(lambda: sum(self.table.exchange(self.rank, number, mine)))
 
-    def allreduce(self, values, op="sum", *, algorithm="auto", timeout_seconds=None):
+    def allreduce(self, values, op="sum", *, timeout_seconds=None):
         return self.iallreduce(values, op).wait()
 
     def broadcast(self, values, root=0, *, timeout_seconds=None):
@@ -116,12 +117,12 @@ class MemoryGroup:
         self.before(number)
         return self.table.exchange(self.rank, number, np.array(values))[root].copy()
 
-    def shrink(self):
+    def shrink(self, timeout_seconds=None):
         table = self.table.after
         return MemoryGroup(table, table.names.index(self.names[self.rank]), self.before)
 
-    def traffic(self):
-        return self.bytes, self.bytes
+    def statistics(self):
+        return SimpleNamespace(bytes_sent=self.bytes, bytes_received=self.bytes)
 
     def close(self):
         self.table.lose(self.rank)
@@ -188,7 +189,7 @@ class Process(threading.Thread):
         self.exchange = AllreduceExchange(group, algorithm)
         self.batches = batches
         self.result = self.failure = None
-        self.loop = GradientLoop(program or REGRESSION, self.run_of, lambda: self.exchange, **options)
+        self.loop = GradientLoop(program or REGRESSION, self.run_of, lambda model, version: self.exchange, **options)
 
     def run(self):
         try:

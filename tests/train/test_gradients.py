@@ -163,12 +163,12 @@ def test_overlapped_steps_are_equal_on_all_and_lose_no_sample(batches):
 
 def test_overlap_needs_to_know_which_micro_batch_is_the_last():
     with pytest.raises(ConfigError, match="overlap=next needs steps of a fixed number"):
-        GradientLoop(REGRESSION, Run("pc-1", minibatch="timed:seconds=1"), lambda: None, overlap="next")
+        GradientLoop(REGRESSION, Run("pc-1", minibatch="timed:seconds=1"), lambda model, version: None, overlap="next")
 
 
 def test_nodes_with_parameters_of_their_own_are_not_in_lockstep():
     with pytest.raises(ConfigError, match="have the same parameters"):
-        GradientLoop(REGRESSION, Run("pc-1", initial="own"), lambda: None)
+        GradientLoop(REGRESSION, Run("pc-1", initial="own"), lambda model, version: None)
 
 
 # ---------------------------------------------------------------------- whoever is lost

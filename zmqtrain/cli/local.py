@@ -61,8 +61,8 @@ class _Child:
 class Federation:
     """A broker, or several masters, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
-    pace_seconds: of every node.  pin: give each node a share of the cores.  watch: called with every roster, in the
-    broker's thread.  At the end of the block the nodes send what they have, then the broker saves and ends.
+    pace_seconds, exchange: of every node.  pin: give each node a share of the cores.  watch: called with every roster,
+    in the broker's thread.  At the end of the block the nodes send what they have, then the broker saves and ends.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class Federation:
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 60.0,
         watch: Callable[[Roster], None] = lambda roster: None,
+        exchange: str = "hub",
     ) -> None:
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
+        self.exchange = exchange
         self._broker: BrokerThread | None = None
         self._others: list[BrokerThread] = []
         self._checkpoint, self._checkpoint_seconds, self._watch = checkpoint, checkpoint_seconds, watch
@@ -187,7 +189,7 @@ class Federation:
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "zmqtrain.cli.node", self.broker.address, "--name", name, "--follow-stdin"]
         process = subprocess.Popen(
-            [*command, "--pace-seconds", str(self.pace_seconds)],
+            [*command, "--pace-seconds", str(self.pace_seconds), "--exchange", self.exchange],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -235,6 +237,7 @@ def _run(config: LocalConfig) -> int:
         pace_seconds=config.pace_seconds,
         checkpoint=config.checkpoint,
         checkpoint_seconds=config.checkpoint_seconds,
+        exchange=config.exchange,
     )
     lost: list[Departure] = []
     with federation:

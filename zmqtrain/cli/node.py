@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -35,10 +35,12 @@ from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_comma
 from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
+from zmqtrain.runtime.lockstep import open_gradients, unit_wait_seconds
 from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import Induced, induced_from_spec
+from zmqtrain.train.lockstep import Allreduce
 
 if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
@@ -76,6 +78,7 @@ def _run(config: NodeConfig) -> int:
             events=recorder,
             link=config.link,
             share=config.share,
+            exchange="" if config.lockstep is None else config.lockstep.name,
         ) as node:
             program = load_run_program(node.settings, config.data, config.hub)
             if config.devices == "all":
@@ -86,7 +89,7 @@ def _run(config: NodeConfig) -> int:
             display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}{slowed}")
             interruption.display = display
             with display:
-                result = _train(node, program, interruption, config, induced)
+                result = _train(node, program, interruption, config, induced, server_key)
             if recorder is not None:
                 _record_end(recorder, result)
     except KeyboardInterrupt:  # nothing was trained
@@ -94,27 +97,40 @@ def _run(config: NodeConfig) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-    Console(highlight=False).print(result_table(result, program.sample_word))
+    Console(highlight=False).print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
     return 0
 
 
 def _train(
-    node: Node | MastersNode, program: Program, interruption: Interruption, config: NodeConfig, induced: Induced
+    node: Node | MastersNode,
+    program: Program,
+    interruption: Interruption,
+    config: NodeConfig,
+    induced: Induced,
+    server_key: bytes | None,
 ) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
     from zmqtrain.train.sync import DelayedSync
 
-    batches = paced(interruption.watch(node.batches(program)), config.pace_seconds)
+    lockstep, wait_seconds = config.lockstep, unit_wait_seconds(node.settings)
+    coming = node.batches(program) if lockstep is None else node.batches_as_they_come(program, wait_seconds)
+    batches = paced(interruption.watch(coming), config.pace_seconds)
     slow = induced.compute_delays(node.name)
     node.message_delay = induced.message_delays(node.name) if induced.message_sigma else None
+    options: dict[str, Any] = {
+        "stop": interruption,
+        "before_step": lambda: time.sleep(slow()),
+        "make_sync": partial(DelayedSync, anchor=config.anchor),
+    }
     try:
-        return TrainingLoop(
-            program,
-            node,
-            stop=interruption,
-            before_step=lambda: time.sleep(slow()),
-            make_sync=partial(DelayedSync, anchor=config.anchor),
-        ).run(batches)
+        if lockstep is None:
+            return TrainingLoop(program, node, **options).run(batches)
+        from zmqtrain.train.gradients import GradientLoop
+
+        if isinstance(lockstep, Allreduce):
+            options |= {"overlap": lockstep.overlap, "check_steps": lockstep.check_steps}
+        gradients = partial(open_gradients, lockstep, node, server_key)
+        return GradientLoop(program, node, gradients, bucket_bytes=lockstep.bucket_bytes, **options).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(
             f"{error}. The run's model was made from the program arguments (and the data) that its first node had: the "
@@ -221,23 +237,26 @@ class Interruption:
 
 
 def paced(batches: Iterable[Batch], pace_seconds: float) -> Iterator[Batch]:
-    """Give the batches on, no two of them within `pace_seconds`; what was late is not made up for."""
+    """Give the batches on, no two of them within `pace_seconds`; what was late is not made up for. None is none."""
     due = 0.0
     for batch in batches:
+        if batch is None:
+            yield batch
+            continue
         if pace_seconds and (early := due - time.monotonic()) > 0:
             time.sleep(early)
         due = time.monotonic() + pace_seconds
         yield batch
 
 
-def result_table(result: TrainingResult, sample_word: str) -> Table:
-    """Return the figures of a node that has ended."""
+def result_table(result: TrainingResult, sample_word: str, in_lockstep: bool = False) -> Table:
+    """Return the figures of a node that has ended. in_lockstep: each step was an exchange."""
     figures = result.statistics
     exchanges = max(1, figures.aggregates_applied)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column()
-    for name, value in (
+    rows = [
         ("trained for", format_seconds(result.seconds)),
         ("steps", f"{figures.steps:,}"),
         (sample_word, format_count(result.samples)),
@@ -247,8 +266,10 @@ def result_table(result: TrainingResult, sample_word: str) -> Table:
         ("sent, received", f"{format_bytes(figures.bytes_sent)}, {format_bytes(figures.bytes_received)}"),
         ("median age", f"{format_number(figures.age_steps, 0)} steps"),
         ("held", f"{1000 * figures.held_seconds / exchanges:.1f} ms of training per exchange"),
-    ):
-        table.add_row(name, value)
+    ]
+    for name, value in rows:
+        if not (in_lockstep and name in ("offers", "aggregates", "median age")):
+            table.add_row(name, value)
     return table
 
 

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,9 +25,11 @@ from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
 from zmqtrain.runtime.auto import link_share
+from zmqtrain.runtime.lockstep import read_exchange
 from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps
 from zmqtrain.train.induce import induced_from_spec
+from zmqtrain.train.lockstep import Lockstep, Server
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.zmq_channel import load_public_key
 
@@ -246,6 +248,12 @@ class NodeConfig:
     """For experiments: delays of this node, drawn at random, as "cedar", "niagara,scale=0.1" or
     "mixture=0.1:0.02:0.8/0.3:0.05:0.2,message=0.05": each gradient is late by a draw from a mixture of Gaussians
     (mean:deviation:weight, in seconds), each message by |N(0, message)|."""
+    exchange: str = "hub"
+    """hub: publish to the broker every so many steps, and wait for nobody. To train in lockstep with the other nodes,
+    which must say the same: "allreduce:ring" (or tree, halving, naive, auto; size=4, overlap=next, bucket=8MB,
+    check=100, timeout=600, codec=int8), or "server:bsp" (or async, bounded:s=3; optimizer=adam:rate=0.001)."""
+    masters: int = 0
+    """With --exchange server: how many masters the run must have (the broker's --shard); 0: as many as it has."""
     codec_on: Literal["auto", "host", "device"] = "auto"
     """Where deltas are compressed (to the same bytes): auto: on the device that trains, unless that is a processor."""
     devices: Literal["one", "all"] = "one"
@@ -271,6 +279,7 @@ class NodeConfig:
         link_share(self.link, self.share)
         _require("wait_seconds", self.wait_seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
+        self._check_exchange()
         if self.card_memory:
             parse_bytes(self.card_memory, "card_memory")
         if self.induce:
@@ -278,6 +287,25 @@ class NodeConfig:
                 induced_from_spec(self.induce)
             except ConfigError as error:
                 raise ConfigError(f"induce = {error}") from error
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """How this node trains in lockstep with others; None: it publishes to the broker."""
+        choice = read_exchange(self.exchange)
+        return replace(choice, masters=self.masters) if self.masters and isinstance(choice, Server) else choice
+
+    def _check_exchange(self) -> None:
+        choice = read_exchange(self.exchange)
+        _require("masters", self.masters, 0)
+        if self.masters and not isinstance(choice, Server):
+            raise ConfigError("masters is said with --exchange server; elsewhere how many there are is the broker's")
+        if self.masters and isinstance(choice, Server) and choice.masters not in (0, self.masters):
+            raise ConfigError(f"--exchange {self.exchange} and --masters {self.masters} say two numbers of masters")
+        if choice is not None and self.record is not None:
+            raise ConfigError(
+                f"what nodes exchange with --exchange {self.exchange} does not pass the broker, and cannot be recorded "
+                "nor lived again: leave --record out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +323,9 @@ class LocalConfig(_RunOptions):
     """End the run after so long; 0: when its units are done, or at Ctrl-C."""
     pace_seconds: float = 0.0
     """Every step of every node takes at least so long: to emulate slower PCs."""
+    exchange: str = "hub"
+    """To train in lockstep: "allreduce:ring", "server:async" ..., as for zmqtrain-node; the run then begins with all
+    nodes."""
     checkpoint: Folder = None
     """Save the run here, and resume it from here if there is one."""
     checkpoint_seconds: float = 60.0
@@ -305,6 +336,8 @@ class LocalConfig(_RunOptions):
     """Log what is of use only to who looks for an error."""
 
     def __post_init__(self) -> None:
+        if read_exchange(self.exchange) is not None and self.start_nodes == 1:
+            object.__setattr__(self, "start_nodes", self.nodes)
         super().__post_init__()
         check_rules(self)
         _require("nodes", self.nodes, 1)

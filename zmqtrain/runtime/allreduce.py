@@ -7,19 +7,15 @@ Rule 2: where a process is lost, those who are left make a group of their own, a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import PeerLost
 from zmqtrain.types import Array, Turn
 
 __all__ = ["Pending", "Group", "AllreduceExchange"]
-
-logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 600.0
 """How long one process may take longer than the others for a step, for its first compilation or an evaluation."""
@@ -45,30 +41,20 @@ class Group(Protocol):
     def names(self) -> tuple[str, ...]:
         """Of all processes, by rank."""
 
-    def allreduce(
-        self, values: Any, op: str = "sum", *, algorithm: str = "auto", timeout_seconds: float | None = None
-    ) -> Any:
+    def allreduce(self, x: Any, op: str = "sum", *, timeout_seconds: float | None = None) -> Any:
         """Return the sum of all processes' arrays."""
 
-    def iallreduce(
-        self,
-        values: Any,
-        op: str = "sum",
-        *,
-        algorithm: str = "auto",
-        codec: str | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Pending:
-        """Begin an allreduce."""
+    def iallreduce(self, x: Any, op: str = "sum", *, algorithm: str = "auto", codec: Any = None) -> Pending:
+        """Begin an allreduce; what comes of it is the caller's own."""
 
-    def broadcast(self, values: Any, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+    def broadcast(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
         """Return the array of `root`."""
 
-    def shrink(self) -> Group:
-        """Return a group of those who are left."""
+    def shrink(self, timeout_seconds: float | None = None) -> Group:
+        """Return the group of those who live, after a loss."""
 
-    def traffic(self) -> tuple[int, int]:
-        """Return the bytes sent and received."""
+    def statistics(self) -> Any:
+        """Return its figures: bytes_sent, bytes_received."""
 
     def close(self) -> None:
         """Leave."""
@@ -96,7 +82,6 @@ class AllreduceExchange:
         self.algorithm, self.codec, self.timeout_seconds = algorithm, codec, timeout_seconds
         self._group = group
         self._pending: list[Pending] = []
-        self._sent = self._received = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,10 +100,7 @@ class AllreduceExchange:
 
     def begin(self, leaves: Sequence[int], values: Array) -> None:
         """See GradientExchange."""
-        request = self._group.iallreduce(
-            values, "sum", algorithm=self.algorithm, codec=self.codec, timeout_seconds=self.timeout_seconds
-        )
-        self._pending.append(request)
+        self._pending.append(self._group.iallreduce(values, "sum", algorithm=self.algorithm, codec=self.codec))
 
     def finish(self) -> list[Array]:
         """See GradientExchange: the sums over all, which are the mean, as each is weighed."""
@@ -147,21 +129,12 @@ class AllreduceExchange:
     def recover(self) -> None:
         """See GradientExchange: whoever is lost meanwhile is left out, too."""
         self._pending.clear()
-        while True:
-            lost = self._group
-            try:
-                self._group = lost.shrink()
-            except PeerLost as error:
-                logger.warning("%s, too", error)
-                continue
-            sent, received = lost.traffic()
-            self._sent, self._received = self._sent + sent, self._received + received
-            return
+        self._group = self._group.shrink(self.timeout_seconds)
 
     def traffic(self) -> tuple[int, int]:
         """See GradientExchange."""
-        sent, received = self._group.traffic()
-        return self._sent + sent, self._received + received
+        figures = self._group.statistics()
+        return figures.bytes_sent, figures.bytes_received
 
     def close(self) -> None:
         """See GradientExchange."""

@@ -57,6 +57,8 @@ class ServerExchange:
 
     connect(reads_only): makes a client; one that only reads is nobody whom others wait for.  model: the parameters.
     version: of the run's parameters that training begins with; the same on all nodes.  name: of this node.
+    meetings: how many pushes of a key of its own it takes until a worker has heard of all (of "bounded:s=3" five): they
+    come first, so that nobody leaves, for want of data, before all are there.
     timeout_seconds: how long an answer may take; then CollectiveTimeout is raised.
 
     Samples do not weigh here: a master knows gradients, and each node's counts alike.
@@ -71,11 +73,13 @@ class ServerExchange:
         version: Version,
         name: str,
         *,
+        meetings: int = 0,
         timeout_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self._connect, self._model, self._name = connect, model, name
         self._keys = [f"{version}/{leaf.path}" for leaf in model]
+        self._meeting, self._meetings = f"{version}", meetings
         self._client: Client | None = None
         self._reads_only = False
         self._pending: list[tuple[Array, list[Answer]]] = []
@@ -125,7 +129,15 @@ class ServerExchange:
         tree = {key: leaf for key, leaf in zip(self._keys, own, strict=True) if leaf.size}
         ask = self._here.init_all if step < 0 else self._here.pull_all
         there = ask(tree, timeout_seconds=self.timeout_seconds)
+        if step < 0:
+            self._meet()
         return max(step, 0), [there.get(key, leaf) for key, leaf in zip(self._keys, own, strict=True)]
+
+    def _meet(self) -> None:
+        nothing = np.zeros(1, np.float32)
+        self._here.init_all({self._meeting: nothing}, timeout_seconds=self.timeout_seconds)
+        for _ in range(self._meetings):
+            self._here.ipush_pull(self._meeting, nothing).wait(self.timeout_seconds)
 
     def gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """See GradientExchange."""

@@ -39,7 +39,7 @@ from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, TrainState, describe_model
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
-from zmqtrain.types import Array, Exchange, GradientExchange, ModelSpec, Turn
+from zmqtrain.types import Array, Exchange, GradientExchange, ModelSpec, Turn, Version
 
 __all__ = ["GradientLoop"]
 
@@ -54,7 +54,8 @@ ALONE_SECONDS = 10.0
 class GradientLoop:
     """Train a Program in lockstep with the others of its run, until the data of all has ended.
 
-    open_gradients: makes the way to the others, once this node has joined the run; the loop closes it.
+    open_gradients: makes the way to the others, once this node has joined the run, for its model, at the version of
+    its parameters; the loop closes it.
     bucket_bytes: gradients travel in pieces of about so many bytes: one is on the wire while the next comes from the
     device.
     overlap: "none" (the default) exchanges the mean of a step's m micro-batches when the last one is computed. With C
@@ -72,7 +73,7 @@ class GradientLoop:
         self,
         program: Program,
         exchange: Exchange,
-        open_gradients: Callable[[], GradientExchange],
+        open_gradients: Callable[[ModelSpec, Version], GradientExchange],
         *,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: Overlap = "none",
@@ -112,7 +113,7 @@ class GradientLoop:
         """
         began = self.exchange.clock.monotonic()
         sync, state = begin(self.program, self.exchange, self.local, self.stop, self.make_sync)
-        gradients = self.open_gradients()
+        gradients = self.open_gradients(describe_model(state.params), sync.version)
         try:
             lockstep = _Lockstep(self, sync, gradients, state, _Coming(batches, self.stop))
             del state

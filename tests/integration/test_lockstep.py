@@ -1,0 +1,234 @@
+"""Nodes in lockstep over real sockets: they end with the same bits, the broker with them, whoever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.integration.lockstep_node import train
+from tests.integration.runs import broker
+from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
+from zmqtrain.errors import JoinRefused
+from zmqtrain.runtime.node import connect
+from zmqtrain.runtime.registration import MasterPlace
+from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.settings import RunSettings
+
+BATCHES_OF_A_UNIT = 2
+SECONDS = 120.0
+HERE = Path(__file__)
+
+
+def run_of(units, nodes, **settings):
+    return RunSettings(
+        **{"units": units, "start_nodes": nodes, "initial": "founder", "evaluate_seconds": 0.0, "mode": "default"}
+        | settings
+    )
+
+
+class Nodes:
+    """Nodes of one run, each in a thread."""
+
+    def __init__(self, hub, exchanges, **options):
+        self.results, self.failures = {}, {}
+        self.threads = [
+            threading.Thread(target=self._train, args=(hub, f"pc-{i + 1}", exchange, options), daemon=True)
+            for i, exchange in enumerate(exchanges)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _train(self, hub, name, exchange, options):
+        try:
+            self.results[name] = train(hub, name, exchange, **options)
+        except BaseException as failure:
+            self.failures[name] = failure
+
+    def finish(self):
+        for thread in self.threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive(), (self.results, self.failures)
+        return [self.results[name] for name in sorted(self.results)]
+
+
+@contextlib.contextmanager
+def masters_of(settings):
+    """The brokers of a run, the first first."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(broker(settings))
+        places = [
+            MasterPlace(shard=shard, masters=settings.masters, first=first.address)
+            for shard in range(1, settings.masters)
+        ]
+        others = [stack.enter_context(BrokerThread("tcp://127.0.0.1:0", None, place=place)) for place in places]
+        yield [first, *others]
+
+
+def beginning():
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(REGRESSION.init(0))]
+
+
+def parameters(result):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.params)]
+
+
+def same_bits(everyone):
+    first, *others = everyone
+    for other in others:
+        for one, leaf in zip(first, other, strict=True):
+            np.testing.assert_array_equal(one, leaf)
+    return first
+
+
+def close(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+def in_the_broker(running):
+    """The parameters that the broker has: those that a newcomer would get."""
+    arrays = running.broker.aggregator.arrays()
+    return [arrays["published/a/w"], arrays["published/b"]]
+
+
+@pytest.mark.parametrize(
+    "exchange", ["allreduce:ring", "allreduce:tree,check=3", "allreduce:overlap=next", "allreduce:codec=bf16"]
+)
+def test_all_end_with_the_same_bits_and_the_broker_with_them(exchange):
+    with broker(run_of(9, 3)) as running:
+        nodes = Nodes(running.address, [exchange] * 3)
+        results = nodes.finish()
+        assert not nodes.failures
+        final = same_bits([parameters(result) for result in results])
+        close(final, in_the_broker(running))
+        assert running.broker.hub.version >= 1
+        assert running.broker.hub.samples == 9 * BATCHES_OF_A_UNIT * SAMPLES
+    assert sum(result.samples for result in results) == 9 * BATCHES_OF_A_UNIT * SAMPLES
+    assert len({result.statistics.steps for result in results}) == 1
+    assert all((one != leaf).any() for one, leaf in zip(final, beginning(), strict=True))
+
+
+@pytest.mark.parametrize("exchange", ["server:bsp", "server:async", "server:bounded:s=1"])
+@pytest.mark.parametrize("masters", [1, 2])
+def test_through_a_server_all_end_with_its_weights_and_the_run_with_them(exchange, masters):
+    with masters_of(run_of(9, 3, masters=masters)) as running:
+        nodes = Nodes(running[0].address, [f"{exchange},masters={masters},optimizer=adam:rate=0.02"] * 3)
+        results = nodes.finish()
+        assert not nodes.failures
+        final = same_bits([parameters(result) for result in results])
+        assert running[0].broker.hub.samples == 9 * BATCHES_OF_A_UNIT * SAMPLES
+        if masters == 1:
+            close(final, in_the_broker(running[0]))
+    assert sum(result.samples for result in results) == 9 * BATCHES_OF_A_UNIT * SAMPLES
+    assert all((one != leaf).any() for one, leaf in zip(final, beginning(), strict=True))
+
+
+def test_bulk_synchronous_steps_of_a_server_are_those_of_the_mean_gradient():
+    units = 6
+    with broker(run_of(units, 2, mode="strict", release="all")) as running:
+        results = Nodes(running.address, ["server:bsp,optimizer=sgd:rate=0.1"] * 2).finish()
+        final = same_bits([parameters(result) for result in results])
+    params = REGRESSION.init(0)
+    for first, second in zip(batches_of(range(0, units, 2)), batches_of(range(1, units, 2)), strict=True):
+        gradients = [jax.grad(REGRESSION.loss)(params, batch) for batch in (first, second)]
+        params = jax.tree.map(lambda p, one, other: p - 0.1 * (one + other) / 2, params, *gradients)
+    close(final, [np.asarray(leaf) for leaf in jax.tree.leaves(params)])
+
+
+def test_a_run_of_another_number_of_masters_is_refused():
+    with broker(run_of(2, 1)) as running:
+        nodes = Nodes(running.address, ["server:masters=4"])
+        nodes.finish()
+    assert "--masters 4 was asked for, and this run has 1" in str(nodes.failures["pc-1"])
+
+
+def test_a_run_of_one_node_that_says_how_many_begin_waits_for_them():
+    with broker(run_of(4, 1)) as running:
+        results = Nodes(running.address, ["allreduce:size=2"] * 2).finish()
+        same_bits([parameters(result) for result in results])
+        assert len(results) == 2
+
+
+def test_the_final_parameters_of_an_allreduce_reach_several_masters_too():
+    with masters_of(run_of(6, 2, masters=2)) as running:
+        nodes = Nodes(running[0].address, ["allreduce:ring"] * 2)
+        results = nodes.finish()
+        assert not nodes.failures
+        final = same_bits([parameters(result) for result in results])
+        assert min(one.broker.hub.version for one in running) >= 1
+    assert all((one != leaf).any() for one, leaf in zip(final, beginning(), strict=True))
+
+
+def test_another_exchange_in_the_same_run_is_refused_with_both_named():
+    with broker(run_of(0, 1)) as running, connect(running.address, "pc-1", exchange="allreduce:algorithm=ring"):
+        with pytest.raises(JoinRefused, match="pc-2 would train with no --exchange, and pc-1, which is in this run"):
+            connect(running.address, "pc-2")
+        with pytest.raises(JoinRefused, match="--exchange server:consistency=bsp"):
+            connect(running.address, "pc-3", exchange="server:consistency=bsp")
+
+
+def start(hub, name, exchange, folder):
+    command = [sys.executable, str(HERE.with_name("lockstep_node.py")), hub, name, exchange, str(folder / name)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=HERE.parents[2])
+
+
+class Watch:
+    """Waits for what a broker's roster says."""
+
+    def __init__(self):
+        self.changed, self.roster = threading.Condition(), None
+
+    def __call__(self, roster):
+        with self.changed:
+            self.roster = roster
+            self.changed.notify_all()
+
+    def wait(self, condition):
+        with self.changed:
+            came = self.changed.wait_for(lambda: self.roster is not None and condition(self.roster), SECONDS)
+        assert came, self.roster
+
+
+def ended(processes, folder):
+    words = {name: process.communicate(timeout=SECONDS)[1] for name, process in processes.items()}
+    assert all(process.returncode == 0 for process in processes.values()), words
+    loaded = [np.load(folder / f"{name}.npz") for name in sorted(processes)]
+    return [[one[key] for key in ("arr_0", "arr_1")] for one in loaded], loaded, words
+
+
+def kill_in_mid_run(exchange, folder):
+    """Kill pc-2 of three processes with -9 once it trains; return the broker's parameters and what the others say."""
+    watch, units = Watch(), 90
+    with broker(run_of(units, 3), watch=watch) as running:
+        processes = {name: start(running.address, name, exchange, folder) for name in ("pc-1", "pc-2", "pc-3")}
+        try:
+            watch.wait(lambda roster: any(m["name"] == "pc-2" and m.get("step", 0) > 5 for m in roster.members))
+            killed = processes.pop("pc-2")
+            killed.send_signal(signal.SIGKILL)
+            killed.communicate()
+            params, figures, words = ended(processes, folder)
+        finally:
+            for process in processes.values():
+                process.kill()
+        assert running.broker.hub.ledger.done_count == units
+        return params, in_the_broker(running), figures, words
+
+
+def test_killed_with_9_in_mid_run_the_others_go_on_to_the_end_with_the_same_bits(tmp_path):
+    params, published, figures, words = kill_in_mid_run("allreduce:ring", tmp_path)
+    close(same_bits(params), published)
+    assert int(figures[0]["steps"]) == int(figures[1]["steps"])
+    assert all("pc-2 is lost" in said and "2 are left: pc-1, pc-3" in said for said in words.values())
+
+
+def test_killed_with_9_in_mid_run_the_other_workers_of_a_server_go_on(tmp_path):
+    params, published, _, _ = kill_in_mid_run("server:bsp", tmp_path)
+    close(same_bits(params), published)
