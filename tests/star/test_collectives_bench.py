@@ -1,0 +1,47 @@
+"""The bench of collectives on a small star: little data, for the rows alone; needs root, `ip` and `tc`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives import Case, Group, main, measure
+from rivals import LAUNCHED_TOGETHER, find_rivals
+
+
+def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
+    written = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["collectives.py", *arguments, "--json", str(written)])
+    main()
+    rows: list[dict[str, object]] = json.loads(written.read_text())["rows"]
+    return rows
+
+
+def test_a_row_of_each_algorithm_has_times_and_bytes_beside_its_formula(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algorithms = ["naive", "ring", "tree"]
+    small = ["--nodes", "2", "--megabytes", "0.2", "--repetitions", "1", "--no-rivals", "--algorithms", *algorithms]
+    rows = run_bench(monkeypatch, tmp_path, *small)
+    assert [(row["megabytes"], row["algorithm"]) for row in rows] == [
+        (size, name) for size in (8e-6, 0.2) for name in algorithms
+    ]
+    for row in rows:
+        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("best_ms", "limit_ms", "cpu_s_per_gb"))
+    assert all(row["all_sent_mb"] > row["all_formula_mb"] for row in rows)
+    assert all(row["overhead"] < 0.05 for row in rows[3:])
+    assert "10^6 bytes that each of 2 ranks has sent" in capsys.readouterr().out
+
+
+def test_a_rank_that_cannot_go_on_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"rank on [01] ended with"):
+        measure(Group(library="zmqtrain", nodes=2), [Case(algorithm="no such one", values_bytes=8)])
+
+
+def test_rivals_are_found_or_not_without_being_loaded() -> None:
+    assert set(find_rivals()) == {"gloo", *LAUNCHED_TOGETHER}
+    assert "torch" not in sys.modules and "mpi4py" not in sys.modules

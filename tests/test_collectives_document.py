@@ -1,0 +1,47 @@
+"""docs/collectives.md is held to the code: every algorithm in its four lines, and the generator on the page runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.costs import COSTS
+from zmqtrain.collectives.rooted import BROADCAST, REDUCE
+from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER
+
+PAGE = (Path(__file__).parents[1] / "docs" / "collectives.md").read_text()
+ENTRIES = {
+    title: (algorithms, re.findall(r"^- (\w+):", body, re.MULTILINE), body)
+    for title, algorithms, body in re.findall(r"^\*\*([^*]+)\*\*([^\n]*)\n((?:- .*\n(?:  .*\n)*)+)", PAGE, re.MULTILINE)
+}
+LINES = ["What", "When", "Cost", "Source"]
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_every_allreduce_is_described_in_four_lines_with_its_cost(algorithm: str) -> None:
+    _, lines, body = ENTRIES[algorithm]
+    assert lines == LINES
+    said = " ".join(body.split())
+    if algorithm not in ("halving", "tree"):
+        assert f"sends {COSTS[algorithm].each.partition(';')[0]};" in said
+    assert re.search(rf"\b{re.escape(COSTS[algorithm].steps.partition(',')[0])}\s+steps?\b", said)
+
+
+@pytest.mark.parametrize(
+    ("title", "registries"),
+    [("reduce_scatter, allgather", (REDUCE_SCATTER, ALLGATHER)), ("broadcast, reduce", (BROADCAST, REDUCE))],
+)
+def test_the_algorithms_of_the_others_are_named(title: str, registries: tuple[dict[str, object], ...]) -> None:
+    algorithms, lines, _ = ENTRIES[title]
+    assert lines == LINES
+    assert all(re.findall(r"`(\w+)`", algorithms) == list(registry) for registry in registries)
+
+
+def test_the_generator_on_the_page_does_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "run_locally" in text)
+    exec(example, {})
+    said = re.findall(r"print\(.*\)  # (.*)", example)
+    assert capsys.readouterr().out.splitlines() == said
