@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import rivals
 from collectives import Case, Group, main, measure
 from rivals import LAUNCHED_TOGETHER, find_rivals
+from star import Star
 
 
 def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
@@ -45,3 +48,11 @@ def test_a_rank_that_cannot_go_on_is_named() -> None:
 def test_rivals_are_found_or_not_without_being_loaded() -> None:
     assert set(find_rivals()) == {"gloo", *LAUNCHED_TOGETHER}
     assert "torch" not in sys.modules and "mpi4py" not in sys.modules
+
+
+def test_the_launchers_agent_runs_a_command_on_the_node_with_an_address_under_a_name_of_its_own() -> None:
+    with Star(2, 1e9) as star:
+        agent = [sys.executable, rivals.__file__, star.name, star.node_address(1)]
+        command = ["hostname", "&&", "ip", "-brief", "-4", "address", "show", "eth0"]  # words of one line, as for ssh
+        printed = subprocess.run([*agent, *command], capture_output=True, text=True, check=True).stdout.split()
+    assert printed[0] == "n1" and f"{star.node_address(1)}/16" in printed

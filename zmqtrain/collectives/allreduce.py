@@ -181,7 +181,7 @@ def hub(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) 
 
 
 def reduce_at_the_hub(size: int, values: int, dtype: np.dtype[Any], op: Reduction, chunk_values: int) -> Steps:
-    """The broker's part of `hub`: reduce so many values of this dtype of all ranks, chunk by chunk.
+    """The hub's part of `hub`, for `run_locally`: reduce so many values of this dtype of all ranks, chunk by chunk.
 
     It holds at most CHUNKS_AT_THE_HUB chunks of each rank, and as many results.
     """
