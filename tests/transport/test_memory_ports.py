@@ -94,6 +94,19 @@ def test_a_killed_rank_is_told_to_the_others_and_says_nothing_more(ports: Memory
     assert recorders[0].next() == ("message", 2, [b"alive"])
 
 
+def test_a_rank_is_killed_in_the_middle_of_what_it_sends(ports: MemoryPorts) -> None:
+    recorders = listen(ports)
+    ports.kill_after(0, 2)
+
+    def send() -> None:
+        for index in range(4):
+            ports[0].send(1, [b"%d" % index])
+
+    ports[0].call(send)
+    assert [recorders[1].next() for _ in range(2)] == [("message", 0, [b"0"]), ("message", 0, [b"1"])]
+    assert recorders[1].next()[:2] == ("lost", 0) == recorders[2].next()[:2]
+
+
 def test_who_closes_sends_what_it_was_asked_to_before_the_others_are_told(ports: MemoryPorts) -> None:
     recorders = listen(ports)
     ports[0].call(lambda: ports[0].send(1, [b"last"]))

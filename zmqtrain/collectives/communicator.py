@@ -71,9 +71,19 @@ class Communicator(Messenger):
         return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
 
     def iallreduce(
-        self, x: Any, op: Op = "sum", *, algorithm: str = "auto", codec: Any = None, into: NDArray[Any] | None = None
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        codec: Any = None,
+        into: NDArray[Any] | None = None,
+        timeout_seconds: float | None = None,
     ) -> Request:
-        """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not."""
+        """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not.
+
+        timeout_seconds: how long the request's `wait` waits where it is not told.
+        """
         tree = take_tree(x)
         reductions = [find_reduction(op, dtype) for dtype in tree.sizes()]
         operation = reductions[0].name if reductions else "sum"
@@ -95,7 +105,9 @@ class Communicator(Messenger):
                 else:
                     yield ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, self._chunk(flat)), flat.dtype
 
-        return self._call(text, phases(), lambda: tree.unpack(flats) if into is None else into)
+        return self._call(
+            text, phases(), lambda: tree.unpack(flats) if into is None else into, timeout_seconds=timeout_seconds
+        )
 
     def reduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Any:
         """Reduce the arrays of all ranks; the root gets the result, the others None."""
@@ -271,8 +283,16 @@ class Communicator(Messenger):
 
     # ------------------------------------------------------------------ how
 
-    def _call(self, text: str, phases: Phases, make: Callable[[], Any], *, confirm: bool = False) -> Request:
-        request, group = self._request(text, make), self._group
+    def _call(
+        self,
+        text: str,
+        phases: Phases,
+        make: Callable[[], Any],
+        *,
+        confirm: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> Request:
+        request, group = self._request(text, make, timeout_seconds), self._group
         self._endpoint.port.call(lambda: group.begin(request, text, phases, confirm))
         return request
 

@@ -31,9 +31,6 @@ class Endpoint:
     def __init__(self, port: Port) -> None:
         self.port = port
         self.thread: int | None = None
-        self.messages_sent = self.messages_received = 0
-        self.bytes_sent = self.bytes_received = 0
-        self.values_sent = self.values_received = 0  # bytes of them
         self._groups: dict[int, Group] = {}
         self._over: set[int] = set()
         self._early: list[tuple[int, Head, memoryview | None]] = []
@@ -61,17 +58,14 @@ class Endpoint:
 
     # ------------------------------------------------------------------ the port's thread
 
-    def send(self, rank: int, head: Head, values: memoryview | None) -> None:
-        """Send one message to a rank of the port."""
+    def send(self, rank: int, head: Head, values: memoryview | None) -> int:
+        """Send one message to a rank of the port; return its bytes."""
         packed = pack(head)
-        self.messages_sent += 1
-        self.bytes_sent += len(packed)
         if values is None:
             self.port.send(rank, [packed])
-            return
-        self.bytes_sent += values.nbytes
-        self.values_sent += values.nbytes
+            return len(packed)
         self.port.send(rank, [packed, values])
+        return len(packed) + values.nbytes
 
     def on_message(self, rank: int, frames: list[Buffer]) -> None:
         """See PortListener."""
@@ -80,15 +74,11 @@ class Endpoint:
         except FramingError as error:
             logger.warning("%s sent what is no message: %s", self.port.names[rank], error)
             return
-        self.messages_received += 1
-        self.bytes_received += len(frames[0])
-        if values is not None:
-            self.bytes_received += values.nbytes
-            self.values_received += values.nbytes
         group = self._groups.get(head.context)
         if head.kind == Kind.SURVIVORS:
             self._hear_survivors(rank, head.text)
         elif group is not None:
+            group.traffic.count_received(len(frames[0]), 0 if values is None else values.nbytes)
             group.hear(group.members.index(rank), head, values)
         elif head.context not in self._over and len(self._early) < _EARLY_MESSAGES:
             self._early.append((rank, head, values))

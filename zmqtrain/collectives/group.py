@@ -26,7 +26,7 @@ from zmqtrain.errors import (
     ZmqTrainError,
 )
 
-__all__ = ["EXPLAIN_SECONDS", "Group", "Post"]
+__all__ = ["EXPLAIN_SECONDS", "Group", "Post", "Traffic"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,38 @@ _LEFT = "it has closed its communicator"
 class Post(Protocol):
     """What a group needs of its endpoint."""
 
-    def send(self, rank: int, head: Head, values: memoryview | None) -> None:
-        """Send one message to a rank of the port."""
+    def send(self, rank: int, head: Head, values: memoryview | None) -> int:
+        """Send one message to a rank of the port; return its bytes."""
 
     def note_lost(self, rank: int, why: str) -> None:
         """Count a rank of the port among the lost."""
 
     def note_difference(self, context: int) -> None:
         """Remember that calls differed in a communicator."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a communicator has moved. bytes: of messages with their heads; values: bytes of arrays alone."""
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    values_sent: int = 0
+    values_received: int = 0
+
+    def count_sent(self, size: int, values: int) -> None:
+        """Count a message of so many bytes."""
+        self.messages_sent += 1
+        self.bytes_sent += size
+        self.values_sent += values
+
+    def count_received(self, head: int, values: int) -> None:
+        """Count a message of so many bytes of head and of values."""
+        self.messages_received += 1
+        self.bytes_received += head + values
+        self.values_received += values
 
 
 @dataclass(slots=True)
@@ -69,6 +93,7 @@ class Group:
     def __init__(self, post: Post, context: int, members: tuple[int, ...], rank: int, names: tuple[str, ...]) -> None:
         self.context, self.members, self.size, self.rank, self.names = context, members, len(members), rank, names
         self._endpoint = post
+        self.traffic = Traffic()
         self.broken: ZmqTrainError | None = None
         self.calls = Calls(self.rank, self.size, self.name, self._say_doing)
         self.matching = Matching(self.rank, self.name)
@@ -127,7 +152,8 @@ class Group:
 
     def _send(self, to: int, head: Head, values: memoryview | None) -> None:
         if to != self.rank:
-            self._endpoint.send(self.members[to] if to >= 0 else to, head._replace(context=self.context), values)
+            size = self._endpoint.send(self.members[to] if to >= 0 else to, head._replace(context=self.context), values)
+            self.traffic.count_sent(size, 0 if values is None else values.nbytes)
             return
         if values is not None and values.nbytes < COPIED_BELOW_BYTES:
             values = memoryview(bytes(values))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class Message:
 
 @dataclass(frozen=True)
 class CommunicatorStatistics:
-    """Running figures of a port, over all communicators that it has had.
+    """Running figures of a communicator.
 
     bytes: of messages with their heads; values: bytes of arrays alone.  relayed: ranks that the hub passes messages to.
     """
@@ -92,6 +93,7 @@ class Messenger:
         self._endpoint = Endpoint(port)
         self._group: Group = self._endpoint.start()
         self._is_last, self._closed = True, False
+        self._requests: WeakSet[Request] = WeakSet()
 
     # ------------------------------------------------------------------ who and where
 
@@ -112,17 +114,21 @@ class Messenger:
 
     def statistics(self) -> CommunicatorStatistics:
         """Return the running figures."""
-        end, port = self._endpoint, self._endpoint.port
-        statistics = getattr(port, "statistics", None)
+        moved, of_port = self._group.traffic, getattr(self._endpoint.port, "statistics", None)
+        relayed = tuple(of_port().relayed) if of_port is not None else ()
         return CommunicatorStatistics(
-            end.bytes_sent,
-            end.bytes_received,
-            end.messages_sent,
-            end.messages_received,
-            end.values_sent,
-            end.values_received,
-            tuple(statistics().relayed) if statistics is not None else (),
+            moved.bytes_sent,
+            moved.bytes_received,
+            moved.messages_sent,
+            moved.messages_received,
+            moved.values_sent,
+            moved.values_received,
+            tuple(self._group.members.index(rank) for rank in relayed if rank in self._group.members),
         )
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received, with heads."""
+        return self._group.traffic.bytes_sent, self._group.traffic.bytes_received
 
     def shrink(self: Self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
@@ -165,7 +171,10 @@ class Messenger:
         if self._is_last:
             self._endpoint.port.call(self._group.leave)
             self._endpoint.port.close(linger_seconds)
-            self._group.abandon(PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
+            error = PeerLost(self.names[self.rank], "its communicator is closed", self.rank)
+            self._group.abandon(error)
+            for request in list(self._requests):
+                request.complete(error)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -254,10 +263,12 @@ class Messenger:
 
     # ------------------------------------------------------------------ how
 
-    def _request(self, what: str, make: Callable[[], Any]) -> Request:
+    def _request(self, what: str, make: Callable[[], Any], timeout_seconds: float | None = None) -> Request:
         if self._closed:
             raise LocalProtocolError(f"{what}: this communicator is closed")
-        return Request(self, what, self.timeout_seconds, make)
+        request = Request(self, what, self.timeout_seconds if timeout_seconds is None else timeout_seconds, make)
+        self._requests.add(request)
+        return request
 
     def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
         group, request.doing = self._group, transfer

@@ -48,9 +48,16 @@ class Communicator(communicator.Communicator):
         return cls(port, timeout_seconds=timeout_seconds)
 
     def iallreduce(
-        self, x: Any, op: Op = "sum", *, algorithm: str = "auto", codec: Any = None, into: NDArray[Any] | None = None
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        codec: Any = None,
+        into: NDArray[Any] | None = None,
+        timeout_seconds: float | None = None,
     ) -> Request:
         """Begin an `allreduce`. codec: a spec such as "int8", or a codec.  Raises ConfigError for one there is not."""
         if isinstance(codec, str):
             codec = codec_from_spec(codec)
-        return super().iallreduce(x, op, algorithm=algorithm, codec=codec, into=into)
+        return super().iallreduce(x, op, algorithm=algorithm, codec=codec, into=into, timeout_seconds=timeout_seconds)

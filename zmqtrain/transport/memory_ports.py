@@ -2,7 +2,7 @@
 
 Rule 1: it behaves as ports on the network do: in order per pair, a large frame is read when it is delivered, not when
 it is sent (who writes into it too early is found out), calls and news come in the port's own thread.
-Rule 2: faults come when a test asks for them: `kill`, `hold` and `release`, a delay.
+Rule 2: faults come when a test asks for them: `kill`, `kill_after`, `hold` and `release`, a delay.
 """
 
 from __future__ import annotations
@@ -144,12 +144,18 @@ class MemoryPorts(list[MemoryPort]):
         super().__init__(MemoryPort(self, rank, names) for rank in range(len(names)))
         self._delay_seconds = delay_seconds
         self._lock = threading.Lock()
+        self._last_messages: dict[int, int] = {}
         self._held: dict[tuple[int, int], list[tuple[MemoryPort, _Doing]]] = {}
 
     def kill(self, rank: int, why: str = "its process was killed") -> None:
         """End a rank in the middle of whatever it does, without a word of its own; the others are told."""
         self[rank]._end()
         self._say_lost(rank, why)
+
+    def kill_after(self, rank: int, messages: int) -> None:
+        """End a rank as `kill` does when it has sent so many messages more: the last of them still arrives."""
+        with self._lock:
+            self._last_messages[rank] = messages
 
     def hold(self, source: int, to: int) -> None:
         """Keep on the way what `source` sends to `to` from now on, until `release`."""
@@ -169,7 +175,14 @@ class MemoryPorts(list[MemoryPort]):
 
     def _carry(self, source: int, to: int, frames: list[Buffer]) -> None:
         port = self[to]
-        self._put(source, to, lambda: port._deliver(source, frames))
+        with self._lock:
+            left = self._last_messages.get(source)
+            if left is not None:
+                self._last_messages[source] = left - 1
+        if left is None or left > 0:
+            self._put(source, to, lambda: port._deliver(source, frames))
+        if left is not None and left <= 1 and not self[source]._ended:
+            self.kill(source)
 
     def _say_lost(self, rank: int, why: str) -> None:
         for to, port in enumerate(self):

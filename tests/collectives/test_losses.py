@@ -1,0 +1,182 @@
+"""A rank that is lost in the middle: the others are told who, wherever they wait, and go on without it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zmqtrain.errors import CollectiveTimeout, LocalProtocolError, PeerLost
+
+Make = Callable[..., Any]
+LOST = 1
+
+LARGE = 300_000
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "allreduce naive": lambda comm: comm.allreduce(np.ones(LARGE), algorithm="naive"),
+    "allreduce ring": lambda comm: comm.allreduce(np.ones(LARGE), algorithm="ring"),
+    "allreduce tree": lambda comm: comm.allreduce(np.ones(LARGE), algorithm="tree"),
+    "allreduce halving": lambda comm: comm.allreduce(np.ones(LARGE), algorithm="halving"),
+    "allreduce parallel": lambda comm: comm.allreduce(np.ones(LARGE), algorithm="parallel"),
+    "allreduce with a codec": lambda comm: comm.allreduce(np.ones(LARGE, np.float32), codec="int8"),
+    "reduce": lambda comm: comm.reduce(np.ones(LARGE), root=LOST),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(np.ones(LARGE)),
+    "allgather": lambda comm: comm.allgather(np.ones(LARGE)),
+    "broadcast": lambda comm: comm.broadcast(None, root=LOST),
+    "scatter": lambda comm: comm.scatter(None, root=LOST),
+    "gather": lambda comm: comm.gather(np.ones(LARGE), root=LOST),
+    "all_to_all": lambda comm: comm.all_to_all([np.ones(LARGE)] * comm.size),
+    "barrier": lambda comm: comm.barrier(),
+    "send": lambda comm: comm.send(np.ones(LARGE), dest=LOST),
+    "recv": lambda comm: comm.recv(source=LOST),
+    "recv of any": lambda comm: comm.recv(),
+    "probe": lambda comm: comm.probe(source=LOST),
+    "mprobe": lambda comm: comm.mprobe(),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_rank_that_is_lost_in_the_middle_is_named_by_all_who_go_on_without_it(ranks: Make, what: str) -> None:
+    group = ranks(4)
+    survivors = [comm for comm in group.communicators if comm.rank != LOST]
+    waiting = threading.Barrier(len(survivors) + 1)
+
+    def part(comm: Any) -> Any:
+        request = threading.Thread(target=waiting.wait)
+        request.start()  # it is told that this rank begins to wait
+        with pytest.raises(PeerLost) as caught:
+            WAITS[what](comm)
+        with pytest.raises(PeerLost) as later:
+            comm.barrier()
+        assert (caught.value.rank, caught.value.peer) == (later.value.rank, later.value.peer) == (LOST, "pc-1")
+        smaller = comm.shrink()
+        assert smaller.names == ("pc-0", "pc-2", "pc-3") and smaller.size == 3
+        return smaller.rank, smaller.allreduce(np.arange(LARGE) + smaller.rank)[0]
+
+    def kill() -> None:
+        waiting.wait(20)
+        if "recv" not in what and "probe" not in what:  # it has begun its part of it
+            group.communicators[LOST]._endpoint.port.call(lambda: group.ports.kill(LOST))
+        else:
+            group.ports.kill(LOST)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    results = group.play(part, survivors)
+    killer.join()
+    assert results == [(0, 3), (1, 3), (2, 3)], results
+
+
+PARTS = {name: WAITS[name] for name in WAITS if "recv" not in name and "probe" not in name and name != "send"} | {
+    "broadcast": lambda comm: comm.broadcast(np.ones(LARGE), root=LOST),
+    "scatter": lambda comm: comm.scatter([np.ones(LARGE)] * comm.size, root=LOST),
+    "messages": lambda comm: [comm.isend(np.ones(LARGE), to) for to in range(4)] and [comm.recv() for _ in range(4)],
+}
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3, 5])
+@pytest.mark.parametrize("what", PARTS)
+def test_a_rank_that_dies_while_it_sends_is_named_by_all(ranks: Make, what: str, messages: int) -> None:
+    group = ranks(4)
+    group.ports.kill_after(LOST, messages)
+
+    survivors = [comm for comm in group.communicators if comm.rank != LOST]
+
+    def repeat(comm: Any) -> Any:
+        with pytest.raises((PeerLost, LocalProtocolError)) as caught:  # the one that dies is closed by the test
+            while True:  # what it had sent all of ends well
+                PARTS[what](comm)
+        return caught.value
+
+    def part(comm: Any) -> Any:
+        assert repeat(comm).rank == LOST
+        return comm.shrink().allreduce(comm.rank)
+
+    dying = threading.Thread(target=repeat, args=(group.communicators[LOST],))
+    dying.start()
+    assert group.play(part, survivors) == [5, 5, 5]
+    group.communicators[LOST].close()
+    dying.join()
+
+
+def test_two_lost_ranks_leave_two_who_go_on(ranks: Make) -> None:
+    group = ranks(4)
+    group.ports.kill(0)
+    group.ports.kill(3)
+
+    def part(comm: Any) -> Any:
+        with pytest.raises(PeerLost):
+            comm.barrier()
+        return comm.shrink().allgather(comm.rank)
+
+    assert group.play(part, group.communicators[1:3]) == [[1, 2], [1, 2]]
+
+
+def test_one_more_may_be_lost_after_each_shrinking(ranks: Make) -> None:
+    group = ranks(4)
+
+    def part(comm: Any) -> Any:
+        sizes = []
+        while comm.size > 1:
+            if comm.rank == comm.size - 1:
+                group.ports.kill(group.communicators.index(original[comm.names[comm.rank]]))
+                return sizes
+            with pytest.raises(PeerLost):
+                comm.allreduce(np.ones(LARGE))
+            comm = comm.shrink()
+            sizes.append(comm.allreduce(1))
+        return sizes
+
+    original = {comm.names[comm.rank]: comm for comm in group.communicators}
+    assert group.play(part) == [[3, 2, 1], [3, 2], [3], []]
+
+
+def test_shrinking_waits_for_all_who_live_and_says_for_whom(ranks: Make) -> None:
+    group = ranks(3)
+    group.ports.kill(0)
+    comm = group.communicators[2]
+    with pytest.raises(PeerLost):
+        comm.barrier()
+    with pytest.raises(CollectiveTimeout, match="pc-1") as caught:
+        comm.shrink(timeout_seconds=0.1)
+    assert caught.value.waiting_for == (1,)
+    assert group.play(lambda comm: comm.shrink().allreduce(1), group.communicators[1:]) == [2, 2]
+
+
+def test_who_leaves_is_missed_only_by_those_who_need_it(ranks: Make) -> None:
+    group = ranks(3)
+
+    def part(comm: Any) -> Any:
+        if comm.rank == 0:
+            comm.send(np.arange(3), dest=1)
+            comm.close()
+            return None
+        others = comm.recv(source=3 - comm.rank) if comm.rank == 1 else comm.send(np.ones(LARGE), dest=1)
+        if comm.rank == 1:
+            np.testing.assert_array_equal(comm.recv(source=0), np.arange(3))
+            with pytest.raises(PeerLost, match="has closed"):
+                comm.recv(source=0)
+        comm.send(others is None, dest=3 - comm.rank)
+        assert comm.recv(source=3 - comm.rank) == (comm.rank == 1)
+        with pytest.raises(PeerLost) as caught:
+            comm.barrier()
+        assert caught.value.rank == 0
+        return comm.shrink().size
+
+    assert group.play(part) == [None, 2, 2]
+
+
+def test_what_waits_on_a_closed_communicator_ends(ranks: Make) -> None:
+    group = ranks(2)
+    comm = group.communicators[0]
+    receive, collective = comm.irecv(source=1), comm.ibarrier()
+    comm.close()
+    for request in (receive, collective):
+        with pytest.raises(PeerLost, match="closed"):
+            request.wait()
+    with pytest.raises(LocalProtocolError, match="is closed"):
+        comm.shrink()
