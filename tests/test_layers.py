@@ -39,7 +39,7 @@ SPOKEN_ONLY_IN = {
 """Outside word: the files that may import it."""
 
 CLOCKS = ("time", "datetime")
-PURE_ROOMS = ("protocol/*", "codecs/*", "strategies/*", "engine/graph.py", "engine/trace.py")
+PURE_ROOMS = ("protocol/*", "codecs/*", "strategies/*", "parameter_server/*", "engine/graph.py", "engine/trace.py")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 ENVIRONMENT_READERS: dict[str, str] = {}
 """File that may read the environment: the reason. There is none: a setting comes from a flag or a file."""

@@ -23,7 +23,7 @@ from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import ALLOWED, MemberState
-from zmqtrain.protocol.keys import Done, Enrolled, Placed, Values, WirePlace
+from zmqtrain.protocol.keys import Awaited, Done, Enrolled, Placed, Values, WirePlace
 from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     MESSAGES,
@@ -78,7 +78,7 @@ RULE_OF_TYPE: dict[Any, str] = {
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
 FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, Folded}
-FROM_HUB |= {Enrolled, Placed, Values, Done}
+FROM_HUB |= {Enrolled, Placed, Values, Done, Awaited}
 MODEL = (LeafSpec("w", (4,), "float32"),)
 
 each_kind = pytest.mark.parametrize("kind", MESSAGES, ids=list(KINDS))

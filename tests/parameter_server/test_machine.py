@@ -167,7 +167,18 @@ def test_whom_a_worker_waits_for_is_known():
     server = Server("bsp", workers="abc").key("w")
     server.push("a", pull=True)
     server.push("b")
-    assert server.machine.awaited("a") == {2: ("c",)} and server.machine.awaited("c") == {}
+    assert server.machine.awaited() == {"a": ("c",)}
+    server.machine.push("b", 9, "w", "float32", SIZES, False)
+    assert server.machine.awaited() == {"a": ("c",), "b": ("c",)}
+    server.push("c")
+    assert server.machine.awaited() == {}
+
+
+def test_own_pushes_that_are_on_their_way_are_nobody_elses_fault():
+    server = Server(workers="ab").key("w")
+    server.machine.push("b", 1, "w", "float32", SIZES, False)
+    server.pull("b")
+    assert server.machine.awaited() == {}
 
 
 # ---------------------------------------------------------------------- bounded

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
-from zmqtrain.parameter_server.store import FRAME_BYTES, Store, cut_frames, frame_sizes, join_frames
+from zmqtrain.parameter_server.store import FRAME_BYTES, Store, cut_frames, frame_sizes, is_cut, join_frames
 
 
 def store_with(spec="sgd:rate=0.5", **arrays):
@@ -31,10 +31,29 @@ def values_of(store, key):
 def test_frames_are_cut_as_announced_and_joined_again(count, dtype):
     values = np.arange(count, dtype=dtype)
     frames = cut_frames(values)
-    assert tuple(len(frame) for frame in frames) == frame_sizes(values.nbytes)
+    sizes = tuple(len(frame) for frame in frames)
+    assert sizes == frame_sizes(values.nbytes) and is_cut(values.nbytes, sizes)
     into = np.empty_like(values)
     join_frames(frames, into)
     np.testing.assert_array_equal(into, values)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        (0, ()),
+        (4, ()),
+        (4, (2, 2)),
+        (4, (5,)),
+        (FRAME_BYTES + 4, (4, FRAME_BYTES)),
+        (FRAME_BYTES, (FRAME_BYTES, 0)),
+        (2 * FRAME_BYTES, (2 * FRAME_BYTES,)),
+        (1 << 60, (FRAME_BYTES,)),
+        (FRAME_BYTES, (-4, FRAME_BYTES + 4)),
+    ],
+)
+def test_other_frames_are_not_those_of_a_piece(size, sizes):
+    assert not is_cut(size, sizes)
 
 
 def test_what_is_cut_is_not_copied():

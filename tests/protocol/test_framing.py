@@ -17,6 +17,7 @@ from zmqtrain.protocol.framing import (
     split,
 )
 from zmqtrain.protocol.keys import (
+    Awaited,
     Declare,
     Done,
     Enrol,
@@ -107,6 +108,7 @@ EXAMPLES = [
     Pull(4, "w"),
     Values(1, 4, 7, (12,)),
     Done(2),
+    Awaited(("worker-1",), 2),
 ]
 
 

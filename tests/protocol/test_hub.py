@@ -10,6 +10,7 @@ import pytest
 from zmqtrain.errors import CheckpointError, RemoteProtocolError
 from zmqtrain.protocol.hub import ALLOWED, MOST_WAITING, Hub, MemberState
 from zmqtrain.protocol.keys import (
+    Awaited,
     Declare,
     Done,
     Enrol,
@@ -115,6 +116,7 @@ NOT_FOR_THE_HUB = {
     Values: Values(1, 4, 7, (12,)),
     Done: Done(2),
     Folded: Folded(1, 100),
+    Awaited: Awaited(("worker-1",), 2),
 }
 """What only a hub says, and what goes by the machine."""
 

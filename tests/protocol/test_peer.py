@@ -9,6 +9,7 @@ import pytest
 
 from zmqtrain.errors import ConfigError, LocalProtocolError
 from zmqtrain.protocol.keys import (
+    Awaited,
     Declare,
     Done,
     Enrol,
@@ -182,6 +183,7 @@ SAMPLES = {
     Pull: Pull(4, "w"),
     Values: Values(1, 4, 7, (12,)),
     Done: Done(2),
+    Awaited: Awaited(("worker-1",), 2),
 }
 
 

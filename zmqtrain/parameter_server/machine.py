@@ -30,7 +30,7 @@ from zmqtrain.parameter_server.effects import (
 )
 from zmqtrain.parameter_server.optimizers import DEFAULT_OPTIMIZER, optimizer_from_spec
 from zmqtrain.parameter_server.shards import ITEM_BYTES
-from zmqtrain.parameter_server.store import frame_sizes
+from zmqtrain.parameter_server.store import is_cut
 from zmqtrain.types import PeerId
 
 __all__ = [
@@ -171,15 +171,16 @@ class KeyServer:
             key.pulls = [one for one in key.pulls if one.worker != worker]
         return self._settle_all()
 
-    def awaited(self, worker: PeerId) -> dict[int, tuple[PeerId, ...]]:
-        """Return, for each request of a worker that waits for others, whom it waits for."""
-        found = {}
-        for request in self._workers[worker].open.values():
-            key = self.keys.get(request.key)
-            if key is not None and (request in key.pulls or request in key.deferred):
-                behind = tuple(peer for peer, clock in self._counted(key) if clock == key.clock and peer != worker)
-                found[request.number] = behind
-        return found
+    def awaited(self) -> dict[PeerId, tuple[PeerId, ...]]:
+        """Return, for each worker that waits for others, for whom; for nobody: for those who have not enrolled."""
+        found: dict[PeerId, set[PeerId]] = {}
+        for key in self.keys.values():
+            waiting = [asked for asked in (*key.deferred, *key.pulls) if not self._is_near(asked, key)]
+            if waiting:
+                behind = {peer for peer, clock in self._counted(key) if clock == key.clock}
+                for asked in waiting:
+                    found.setdefault(asked.worker, set()).update(behind - {asked.worker})
+        return {worker: tuple(sorted(behind)) for worker, behind in found.items()}
 
     @property
     def missing(self) -> int:
@@ -195,7 +196,7 @@ class KeyServer:
         known = self.keys.get(key)
         if (why := self._why_not(worker, request)) is not None:
             return [Refuse(worker, request, *why)]
-        if dtype not in ITEM_BYTES or start < 0 or values < 1 or sizes != frame_sizes(values * ITEM_BYTES[dtype]):
+        if dtype not in ITEM_BYTES or start < 0 or values < 1 or not is_cut(values * ITEM_BYTES[dtype], sizes):
             return [Refuse(worker, request, "size", f"{values} values of {dtype!r} in {len(sizes)} frames are no key")]
         if known is not None and known.pushed:
             return [Refuse(worker, request, "key", f"the key {key!r} is there already, and trained")]
@@ -219,7 +220,7 @@ class KeyServer:
         entry = self.keys[key]
         if self._workers[worker].reads:
             return [Refuse(worker, request, "reads", f"this client only reads: it cannot push {key!r}")]
-        if dtype != entry.dtype or sizes != frame_sizes(entry.size):
+        if dtype != entry.dtype or not is_cut(entry.size, sizes):
             text = f"{sum(sizes)} bytes of {dtype} came for {key!r}, of which {entry.size} of {entry.dtype} are here"
             return [Refuse(worker, request, "size", text)]
         clock = entry.asked.get(worker, entry.clock)
@@ -316,12 +317,15 @@ class KeyServer:
         return [effect for key in self.keys.values() for effect in self._settle(key)]
 
     def _may_proceed(self, asked: _Request) -> bool:
-        """Return whether consistency lets a request go on now; a pull also waits for the worker's own pushes."""
+        """Return whether a request goes on now: the consistency lets it, and its worker's pushes before it are here."""
         key = self.keys[asked.key]
         if asked.clock is None:
             return True
         own = asked.kind is _Kind.PUSH or key.clocks.get(asked.worker, asked.clock) >= asked.clock
-        return own and self.consistency.may_proceed(asked.clock - key.clock)
+        return own and self._is_near(asked, key)
+
+    def _is_near(self, asked: _Request, key: _Key) -> bool:
+        return asked.clock is None or self.consistency.may_proceed(asked.clock - key.clock)
 
     def _answer_or_wait(self, asked: _Request) -> list[Effect]:
         if not self._may_proceed(asked):

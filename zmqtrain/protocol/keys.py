@@ -21,6 +21,7 @@ __all__ = [
     "Pull",
     "Values",
     "Done",
+    "Awaited",
     "KEY_REQUESTS",
 ]
 
@@ -131,6 +132,14 @@ class Done:
     """Master to client: this request, which wants no values, is done."""
 
     request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Master to client: your requests wait for these workers, and for so many that have not enrolled."""
+
+    workers: tuple[str, ...]
+    missing: int
 
 
 KEY_REQUESTS = (Enrol, Declare, Founded, Initialise, Push, Pull)

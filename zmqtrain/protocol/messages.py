@@ -14,6 +14,7 @@ from math import prod
 from zmqtrain.errors import FramingError
 from zmqtrain.protocol.keys import (
     KEY_REQUESTS,
+    Awaited,
     Declare,
     Done,
     Enrol,
@@ -510,6 +511,7 @@ Message = (
     | Pull
     | Values
     | Done
+    | Awaited
 )
 MESSAGES: tuple[type[Message], ...] = (
     Hello,
@@ -550,6 +552,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Pull,
     Values,
     Done,
+    Awaited,
 )
 Announcement = Publish | Aggregate | Snapshot | Initialise | Push | Values
 ANNOUNCEMENTS = (Publish, Aggregate, Snapshot, Initialise, Push, Values)

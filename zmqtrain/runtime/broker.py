@@ -204,6 +204,7 @@ class Broker:
                 self._see_rates()
                 self._carry_out(self.hub.tick(time.monotonic()))
                 self._relays.pump_all()
+                self.parameters.tick(time.monotonic())
                 for peer in self.traffic.idle_holders():
                     text = "granted chunks, and none came for longer than they take on a slow link"
                     self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back

@@ -116,6 +116,17 @@ class KeyMasters:
         for line in self.lines:
             line.fail(self.failure)
 
+    def say_waiting(self) -> str:
+        """Return what is waited for at which master, for a sentence; any thread may ask."""
+        said = []
+        for line in self.lines:
+            if line.waits:
+                names, missing = line.awaited.workers, line.awaited.missing
+                more = f"{missing} worker{'s' * (missing != 1)} to enrol" if missing else ""
+                whom = " and ".join(part for part in (", ".join(names), more) if part)
+                said.append(f"master {line.master} at {line.address}{f', which waits for {whom}' if whom else ''}")
+        return "; ".join(said)
+
     # ------------------------------------------------------------------ where keys lie
 
     def _on_placed(self, placed: Placed) -> None:

@@ -49,7 +49,7 @@ class MasterLine:
     """One master, as a client reaches it.
 
     master: its number.  channel: to it.  name: of this client.  placed: told of each Placed.
-    failed: told once, when the line is of no use any more.
+    failed: told once, when the line is of no use any more.  awaited: whom requests wait for there, as it last said.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class MasterLine:
         self.welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.enrolled: asyncio.Future[keys.Enrolled] = asyncio.get_running_loop().create_future()
         self.bytes_received = 0
+        self.awaited = keys.Awaited((), 0)
         self._channel, self._placed, self._failed = channel, placed, failed
         self._sender = Sender()
         self._assembler = Assembler(ASSEMBLED_BYTES)
@@ -86,9 +87,9 @@ class MasterLine:
         return self._sender.bytes_sent
 
     @property
-    def open_requests(self) -> int:
-        """How many requests are not answered."""
-        return len(self._open)
+    def waits(self) -> bool:
+        """Whether a request is not answered."""
+        return bool(self._open)
 
     # ------------------------------------------------------------------ out
 
@@ -217,6 +218,8 @@ class MasterLine:
                 self.conclude(request)
             case keys.Placed():
                 self._placed(message)
+            case keys.Awaited():
+                self.awaited = message
             case Refused():
                 self._refused(message)
             case Welcome() if not self.welcome.done():

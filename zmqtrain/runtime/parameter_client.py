@@ -308,7 +308,8 @@ class ParameterClient:
         except TimeoutError:
             if future.done():
                 raise
-            raise CollectiveTimeout(f"{self.name} has waited {seconds:g} s for the {what}") from None
+            text = f"{self.name} has waited {seconds:g} s for the {what}: {self._masters.say_waiting()}"
+            raise CollectiveTimeout(text) from None
 
     def _init(self, arrays: Mapping[str, Any], timeout_seconds: float | None) -> dict[str, Vector]:
         leaves = {key: _as_array(key, array) for key, array in arrays.items()}

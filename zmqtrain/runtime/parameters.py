@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
+from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta
 from zmqtrain.parameter_server.directory import Directory, Placed, Placement
 from zmqtrain.parameter_server.effects import (
     Answer,
@@ -38,6 +38,8 @@ __all__ = ["Parameters"]
 
 logger = logging.getLogger(__name__)
 
+AWAITED_SECONDS = 1.0
+MOST_NAMED = 8
 MEMORY_SHARE = 0.5
 """Of this machine's memory, what keys may take, with all that belongs to them."""
 
@@ -62,13 +64,15 @@ class Parameters:
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # checked, and not yet used
         self._incoming: dict[PeerId, deque[Payload]] = {}  # what waits for room
         self._outgoing: dict[PeerId, deque[Answer]] = {}
+        self._awaited: dict[PeerId, keys.Awaited] = {}  # as they were told
+        self._looked_at = 0.0
         self._effects: deque[Effect | Placed] = deque()
         self._carrying_out = False
 
     # ------------------------------------------------------------------ what comes in
 
     def take(self, peer: PeerId, request: KeyRequest) -> None:
-        """Take what a client says. Raises RemoteProtocolError, FramingError for what no client of ours says."""
+        """Take what a client says. Raises FramingError for keys of a shape that no array has."""
         machine = self.machine
         match request:
             case keys.Enrol():
@@ -97,7 +101,9 @@ class Parameters:
 
     def _declare(self, peer: PeerId, number: int, declared: tuple[keys.WireKey, ...]) -> None:
         if self.machine.rules.master or not self.machine.serves(peer):
-            raise RemoteProtocolError(peer, "no client of the first master", "Declare")
+            text = "keys are declared at the first master, by who has enrolled there"
+            self._traffic.send(peer, Refused("enrol", text, number))
+            return
         try:
             placed = self.directory.declare(peer, number, model_from_wire(declared))
         except ConfigError as error:
@@ -127,6 +133,21 @@ class Parameters:
             self._whole[name] = frames
             self._carry_out(self.machine.received(*name))
         self.go_on(peer)
+
+    def tick(self, now: float) -> None:
+        """Tell clients that wait for others whom they wait for, now and then (monotonic seconds)."""
+        if now - self._looked_at < AWAITED_SECONDS:
+            return
+        self._looked_at, missing = now, self.machine.missing
+        awaited = {
+            peer: keys.Awaited(tuple(_name(one) for one in others[:MOST_NAMED]), missing)
+            for peer, others in self.machine.awaited().items()
+        }
+        for peer in {*awaited, *self._awaited}:
+            said = awaited.get(peer, keys.Awaited((), 0))
+            if self.machine.serves(peer) and self._awaited.get(peer) != said:
+                self._traffic.send(peer, said)
+        self._awaited = awaited
 
     def lost(self, peer: PeerId) -> None:
         """Forget a client."""
@@ -219,3 +240,7 @@ def _to_wire(placements: Sequence[Placement]) -> tuple[keys.WirePlace, ...]:
         (one.leaf.path, one.leaf.shape, one.leaf.dtype, tuple(tuple(piece) for piece in one.pieces))  # type: ignore[misc]
         for one in placements
     )
+
+
+def _name(peer: PeerId) -> str:
+    return peer.rpartition("#")[0] or peer
