@@ -29,8 +29,8 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-TRACED_OPERATIONS = 200_000
-"""A trace holds so many operations, the latest: about 100 MB of memory."""
+TRACED_OPERATIONS = 100_000
+"""A trace holds so many operations, the latest: some 75 MB of memory, and 100 MB of JSON."""
 
 NAMED_IN_TIMEOUT = 4
 
@@ -39,7 +39,7 @@ class Engine:
     """Runs pushed operations on `workers` threads, in an order that leaves what pushing order would have left.
 
     workers: as many threads (by default one for each core, at least two).  name: of the threads, and of the process in
-    a trace.  trace: keep what ran when (the last 200,000 operations), for `write_trace`.
+    a trace.  trace: keep what ran when (the last 100,000 operations), for `write_trace`.
     Raise ConfigError if workers is less than 1.
     """
 
