@@ -15,6 +15,7 @@ from zmqtrain.protocol.groups import MAX_PROCESSES
 from zmqtrain.protocol.messages import JoinGroup
 from zmqtrain.runtime.hub_line import HubLine
 from zmqtrain.runtime.mesh import Meeting, MeshPort
+from zmqtrain.runtime.registration import public_address
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel, RouterChannel
 from zmqtrain.types import PeerId
@@ -65,7 +66,8 @@ def open_port(
     keys = CurveKeys.generate() if server_key is not None else None
 
     async def meet() -> Meeting:
-        router = RouterChannel.bind(listen or _address_towards(hub), keys=keys)
+        bound = listen or _address_towards(hub)
+        router = RouterChannel.bind(bound, keys=keys)
         try:
             channel = DealerChannel.connect(hub, peer=peer, server_key=server_key, beside=router)
         except BaseException:
@@ -73,7 +75,8 @@ def open_port(
             raise
         line = HubLine(channel, hub, name)
         key, token = keys.public.decode() if keys is not None else "", secrets.token_hex(16)
-        asked = JoinGroup(group, size, -1 if rank is None else rank, description, address or router.address, key, token)
+        said = address or public_address(bound, router.address, hub)
+        asked = JoinGroup(group, size, -1 if rank is None else rank, description, said, key, token)
         try:
             return Meeting(router, line, await line.meet(asked, timeout_seconds))
         except BaseException:
