@@ -8,7 +8,7 @@ a row, and the time is that of one. The first call of each case is not timed: it
 Rule 3: other libraries run the same cases on the same star, if they are installed; those that are not are named.
 Rule 4: bytes are counted by the communicator itself, with all that it sends (heads, heartbeats), and stand beside the
 formula's.
-Rule 5: `--table` prints which algorithm is the fastest for each size: what "auto" goes by (`collectives/choice`).
+Rule 5: `--table` prints which algorithm is the fastest for each size, as "auto" has it (`collectives/choice`).
 
 Columns: best_ms, median_ms: of the repetitions.  limit_ms, best_over_limit, median_over_limit: as said above.
 cpu_s_per_gb: CPU seconds of all ranks' processes, with all their threads, per 10^9 bytes that went from one rank to
@@ -49,7 +49,7 @@ SMALL_BYTES = 64 << 10
 SMALL = "latency of 8 bytes"
 BAR_MEGABYTES = 10
 """From so much on a ring is held to its bars."""
-TABLE_BYTES = (8, 1_000, 10_000, 100_000, 1_000_000, 10_000_000)
+TABLE_BYTES = (8, 1_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 10_000_000)
 MEET_SECONDS = 60.0
 ALGORITHMS = [name for name in COSTS if name != "hub"]
 
@@ -106,7 +106,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5, help="of each case (default %(default)s)")
     parser.add_argument("--no-rivals", action="store_true", help="leave out the other libraries")
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
-    parser.add_argument("--table", action="store_true", help='print which is the fastest, as `"auto"` wants to know it')
+    parser.add_argument("--table", action="store_true", help='print which is the fastest by size, for "auto"')
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     return parser.parse_args(arguments)
 
@@ -175,7 +175,8 @@ def _measure_all(options: argparse.Namespace) -> None:
         here = [row for row in rows if row["nodes"] == nodes]
         what = f"{nodes} ranks, every port {format_rate(options.rate)}"
         if options.table:
-            print_table(_fastest(here), f"the fastest allreduce, {what}")
+            print_table(fastest := _fastest(here), f"best ms, {what}")
+            print(_as_choice(nodes, fastest))
             continue
         small, large = [[row for row in here if _is_small(row) == wanted] for wanted in (True, False)]
         print_table(
@@ -264,12 +265,23 @@ def _is_small(row: dict[str, Any]) -> bool:
 
 
 def _fastest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return per size which algorithm was the fastest, and the milliseconds of all."""
+    """Return per size which algorithm was the fastest, and the milliseconds of all, at their best."""
     table = []
     for megabytes in dict.fromkeys(row["megabytes"] for row in rows):
-        times = {row["algorithm"]: row["median_ms"] for row in rows if row["megabytes"] == megabytes}
-        table.append({"bytes": int(1e6 * megabytes), "fastest": min(times, key=times.__getitem__), **times})
+        times = {row["algorithm"]: row["best_ms"] for row in rows if row["megabytes"] == megabytes}
+        table.append({"bytes": round(1e6 * megabytes), "fastest": min(times, key=times.__getitem__), **times})
     return table
+
+
+def _as_choice(nodes: int, table: list[dict[str, Any]]) -> str:
+    """Return the fastest ones as a line of `choice.TABLE`; between two sizes it changes at their geometric mean."""
+    parts = []
+    for row, larger in itertools.zip_longest(table, table[1:]):
+        if larger is None:
+            parts.append(f'(inf, "{row["fastest"]}")')
+        elif larger["fastest"] != row["fastest"]:
+            parts.append(f'({round((row["bytes"] * larger["bytes"]) ** 0.5):_}, "{row["fastest"]}")')
+    return f"    ({nodes}, ({', '.join(parts)},)),"
 
 
 def _only(row: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import collectives
 import rivals
 from collectives import Case, Group, main, measure
 from rivals import LAUNCHED_TOGETHER, find_rivals
@@ -38,6 +39,17 @@ def test_a_row_of_each_algorithm_has_times_and_bytes_beside_its_formula(
     assert all(row["all_sent_mb"] > row["all_formula_mb"] for row in rows)
     assert all(row["overhead"] < 0.05 for row in rows[3:])
     assert "10^6 bytes that each of 2 ranks has sent" in capsys.readouterr().out
+
+
+def test_the_table_of_the_fastest_is_printed_as_auto_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collectives, "TABLE_BYTES", (8, 100_000))
+    run_bench(monkeypatch, tmp_path, "--table", "--nodes", "2", "--repetitions", "1", "--algorithms", "naive", "ring")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    ("))
+    (row,) = eval(f"[{line}]", {"inf": math.inf})
+    assert row[0] == 2 and row[1][-1][0] == math.inf
+    assert {algorithm for _, algorithm in row[1]} <= {"naive", "ring"}
 
 
 def test_a_rank_that_cannot_go_on_is_named() -> None:
