@@ -16,6 +16,7 @@ import pytest
 import zmqtrain as zt
 from zmqtrain.errors import (
     ChannelClosed,
+    CheckpointError,
     CollectiveTimeout,
     ConfigError,
     HubUnreachable,
@@ -353,6 +354,34 @@ def test_a_killed_worker_stops_nobody_under_bsp():
                 values = together([lambda: a.push_pull("w", one), lambda: b.push_pull("w", one)])
             np.testing.assert_array_equal(values[0], values[1])
             assert a.version("w") == 6
+
+
+def test_keys_live_on_in_the_checkpoints_of_all_masters(tmp_path):
+    def begin(stack):
+        folders = [tmp_path / "first", tmp_path / "second"]
+        return [
+            stack.enter_context(BrokerThread("tcp://127.0.0.1:0", RunSettings(), checkpoint=folder)).address
+            for folder in folders
+        ]
+
+    first, one = model(), np.ones(10, np.float32)
+    with contextlib.ExitStack() as stack:
+        (client,) = stack.enter_context(clients(begin(stack), ["a"], optimizer="momentum:rate=1,momentum=0.5"))
+        client.init_all(first)
+        assert client.push_pull("layer/bias", one).tolist() == [-1.0] * 10
+    with contextlib.ExitStack() as stack:
+        (client,) = stack.enter_context(clients(begin(stack), ["a"]))
+        assert client.optimizer == "momentum:rate=1,momentum=0.5,nesterov=0"
+        again = client.init_all(model(1))
+        np.testing.assert_array_equal(again["large"], first["large"])
+        assert again["layer"]["bias"].tolist() == [-1.0] * 10
+        assert client.push_pull("layer/bias", one).tolist() == [-2.5] * 10 and client.version("layer/bias") == 2
+
+
+def test_keys_that_cannot_be_read_are_not_begun_without(tmp_path):
+    (tmp_path / "keys.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="Move that file away"):
+        BrokerThread("tcp://127.0.0.1:0", RunSettings(), checkpoint=tmp_path)
 
 
 def test_a_broker_that_is_stopped_says_goodbye_to_its_clients():

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Install, Receive, Refuse, Rules
+from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Install, Receive, Refuse
 from zmqtrain.parameter_server.machine import MOST_REQUESTS, KeyServer
+from zmqtrain.parameter_server.rules import Rules
 
 SIZES = (400,)
 
@@ -337,6 +338,19 @@ def test_what_comes_of_who_has_left_is_of_no_use():
     assert (
         server.machine.received("b", 1) == server.machine.broken("b", 1, "size", "") == server.machine.lost("b") == []
     )
+
+
+def test_a_restored_machine_has_the_keys_and_the_rules_and_waits_for_all_workers():
+    server = Server("bsp", workers="ab", optimizer="adam").key("v", "w")
+    server.push("a")
+    other = Server()
+    other.machine.restore(server.machine.state(), {"v": 0, "w": 4})
+    assert other.machine.held_bytes == server.machine.held_bytes
+    assert other.machine.enrol("c", Rules(server.machine.rules.store), False) == []
+    assert other.machine.rules == server.machine.rules and other.machine.missing == 1
+    assert other.pull("c") == [Answer("c", 1, "w")]
+    assert initialise(other, "w", "float32", 0, 100, SIZES, worker="c")[0].reason == "key"
+    assert kinds(initialise(other, "v", "float32", 0, 100, SIZES, worker="c")) == ["Receive"]
 
 
 # ---------------------------------------------------------------------- laws

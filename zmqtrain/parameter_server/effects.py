@@ -1,4 +1,4 @@
-"""Name what a key server's machine asks of its living half, and the rules that its clients agree on.
+"""Name what a key server's machine asks of its living half.
 
 Rule: an effect is a wish, frozen and of plain types; it names a payload by who sent it and in which request.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from zmqtrain.types import PeerId
 
 __all__ = [
-    "Rules",
     "Receive",
     "Install",
     "Apply",
@@ -20,23 +19,6 @@ __all__ = [
     "Begin",
     "Effect",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How a server serves, as its first client says it. "" and 0: as it is there already, or the default.
-
-    store: names the keys that the masters hold together; the first gives it, the others are told.  master: which of
-    `masters` this one is.
-    workers: clocks begin to move when so many have enrolled.
-    """
-
-    store: str = ""
-    master: int = 0
-    masters: int = 1
-    consistency: str = ""
-    optimizer: str = ""
-    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

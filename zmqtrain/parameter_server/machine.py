@@ -11,11 +11,11 @@ Rule 5: what cannot be is refused in a sentence, and costs its sender that reque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Any
 
-from zmqtrain.errors import ConfigError
 from zmqtrain.parameter_server.consistency import Consistency, consistency_from_spec
 from zmqtrain.parameter_server.effects import (
     Answer,
@@ -26,20 +26,18 @@ from zmqtrain.parameter_server.effects import (
     Install,
     Receive,
     Refuse,
-    Rules,
 )
-from zmqtrain.parameter_server.optimizers import DEFAULT_OPTIMIZER, optimizer_from_spec
+from zmqtrain.parameter_server.optimizers import optimizer_from_spec
+from zmqtrain.parameter_server.rules import DEFAULT_RULES, Rules, canonical, check_equal
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.store import is_cut
 from zmqtrain.types import PeerId
 
 __all__ = [
-    "DEFAULT_CONSISTENCY",
     "MOST_REQUESTS",
     "KeyServer",
 ]
 
-DEFAULT_CONSISTENCY = "async"
 MOST_REQUESTS = 1 << 16
 """So many requests of one worker may be open: each is held in memory."""
 
@@ -108,8 +106,8 @@ class KeyServer:
 
     def __init__(self, name: str, limit_bytes: int) -> None:
         self.name, self.limit_bytes, self.held_bytes, self.pushes = name, limit_bytes, 0, 0
-        self.rules = Rules(consistency=DEFAULT_CONSISTENCY, optimizer=DEFAULT_OPTIMIZER, workers=1)
-        self.consistency: Consistency = consistency_from_spec(DEFAULT_CONSISTENCY)
+        self.rules = DEFAULT_RULES
+        self.consistency: Consistency = consistency_from_spec(DEFAULT_RULES.consistency)
         self.keys: dict[str, _Key] = {}
         self._slots = 0
         self._stores = 0
@@ -128,11 +126,11 @@ class KeyServer:
 
         With no other client here its rules are the server's from now on; what it leaves open stays as it was.
         """
-        wanted = _canonical(rules)
+        wanted = canonical(rules)
         effects: list[Effect] = []
         others = [peer for peer in self._workers if peer != worker]
         if others:
-            _check_equal(self.rules, wanted, self._set_by)
+            check_equal(self.rules, wanted, self._set_by)
         else:
             effects = self._begin(worker, wanted)
         self._workers[worker] = _Worker(reads, counts=not reads and not self._complete)
@@ -143,7 +141,7 @@ class KeyServer:
         return effects
 
     def _begin(self, worker: PeerId, wanted: Rules) -> list[Effect]:
-        before, self._complete, self._set_by = self.rules, False, _name(worker)
+        before, self._complete, self._set_by = self.rules, False, worker.rpartition("#")[0] or worker
         store = wanted.store if wanted.master else before.store
         place = (wanted.master, wanted.masters)
         if anew := not store or (before.store, before.master, before.masters) != (store, *place):
@@ -285,6 +283,27 @@ class KeyServer:
             effects += self._settle(key)
         return effects
 
+    # ------------------------------------------------------------------ life after a restart
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold besides the values: the rules, and what lies here of which key."""
+        return {
+            "rules": asdict(self.rules),
+            "keys": [[key.name, key.dtype, key.start, key.values] for key in self.keys.values()],
+        }
+
+    def restore(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
+        """Take over what `state` gave, without a client. versions: of the values.
+
+        Raises ConfigError, KeyError, TypeError or ValueError for what `state` did not give.
+        """
+        self.rules = canonical(Rules(**state["rules"]))
+        self.consistency = consistency_from_spec(self.rules.consistency)
+        self._slots = len(optimizer_from_spec(self.rules.optimizer).slots)
+        for name, dtype, start, values in state["keys"]:
+            self.keys[name] = _Key(str(name), str(dtype), int(start), int(values), pushed=versions[name] > 0)
+            self.held_bytes += self._cost(self.keys[name].size)
+
     # ------------------------------------------------------------------ clocks
 
     def _counted(self, key: _Key) -> Iterator[tuple[PeerId, int]]:
@@ -357,33 +376,3 @@ class KeyServer:
 
     def _take(self, worker: PeerId, request: int) -> _Request | None:
         return self._workers[worker].open.pop(request, None) if worker in self._workers else None
-
-
-def _canonical(rules: Rules) -> Rules:
-    """Return rules with canonical specs. Raises ConfigError for what is none."""
-    if not (1 <= rules.masters <= 1024 and 0 <= rules.master < rules.masters and 0 <= rules.workers <= 1 << 16):
-        raise ConfigError(
-            f"master {rules.master} of {rules.masters}, for {rules.workers} workers: there is no such one"
-        )
-    return Rules(
-        rules.store,
-        rules.master,
-        rules.masters,
-        consistency_from_spec(rules.consistency).name if rules.consistency else "",
-        optimizer_from_spec(rules.optimizer).name if rules.optimizer else "",
-        rules.workers,
-    )
-
-
-def _check_equal(there: Rules, wanted: Rules, set_by: str) -> None:
-    for what in ("masters", "master", "store", "consistency", "optimizer", "workers"):
-        ours, theirs = getattr(there, what), getattr(wanted, what)
-        if (theirs not in ("", 0) or what == "master") and ours != theirs:
-            text = f"{what} is {ours!r} on the server, as {set_by} said first; this client says {theirs!r}"
-            if what in ("master", "masters", "store"):
-                text += ": name the same masters in the same order in all clients"
-            raise ConfigError(text)
-
-
-def _name(peer: PeerId) -> str:
-    return peer.rpartition("#")[0] or peer

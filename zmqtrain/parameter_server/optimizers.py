@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zmqtrain.errors import ConfigError
 from zmqtrain.specs import Number, format_spec, parse_spec
 
-__all__ = ["DEFAULT_OPTIMIZER", "FAMILIES", "ServerOptimizer", "sgd", "momentum", "adam", "optimizer_from_spec"]
+__all__ = ["FAMILIES", "ServerOptimizer", "sgd", "momentum", "adam", "optimizer_from_spec"]
 
 Vector = NDArray[Any]
 State = Mapping[str, Vector]
@@ -28,7 +28,6 @@ FAMILIES: dict[str, dict[str, Number]] = {
     "adam": {"rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8},
 }
 """Each member of the family and the defaults of its arguments."""
-DEFAULT_OPTIMIZER = format_spec("sgd", FAMILIES["sgd"])
 
 _LARGEST_RATE = 1000.0
 

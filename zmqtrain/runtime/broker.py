@@ -74,6 +74,7 @@ from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.keeper import Keeper
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
+from zmqtrain.runtime.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.parameters import Parameters
 from zmqtrain.runtime.reducer import Reducers
 from zmqtrain.runtime.registration import Registration
@@ -174,7 +175,9 @@ class Broker:
         self._relays = Relays(self.traffic)
         self._reducers = Reducers(self._relays.forward)
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
-        self.parameters = Parameters(self.traffic, self._job, f"keys-{secrets.token_hex(4)}")
+        kept = ParameterKeeper(checkpoint, self._job_failed)
+        name = f"keys-{secrets.token_hex(4)}"
+        self.parameters = Parameters(self.traffic, self._job, name, kept, checkpoint_seconds)
         self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -226,6 +229,8 @@ class Broker:
             try:
                 await asyncio.to_thread(self._worker.close, 60.0)
                 await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
+                if self._failure is None:
+                    await asyncio.to_thread(self.parameters.close)
             finally:
                 await self.channel.close()
                 self._tell_end()

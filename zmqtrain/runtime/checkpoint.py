@@ -32,6 +32,7 @@ __all__ = [
     "export_model",
     "model_arrays",
     "write_arrays",
+    "read_arrays",
     "describe_difference",
 ]
 
@@ -54,7 +55,7 @@ def model_arrays(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata: dict[str, str]) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]) -> None:
     """Write a safetensors file atomically: beside its place, synced, and renamed. Raises CheckpointError."""
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     if "state" in metadata:
@@ -75,7 +76,21 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.float32]], metadata
         raise CheckpointError(f"cannot write {path}: {error}; is the disk full, or the folder not yours?") from error
 
 
-def _checksum(state: str, arrays: Mapping[str, NDArray[np.float32]]) -> int:
+def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return the state and the arrays of a file that `write_arrays` wrote with both.
+
+    Raises OSError, ValueError, KeyError or SafetensorError for one that is torn, or another.
+    """
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+        state = metadata["state"]
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if _checksum(state, arrays) != int(metadata["crc"]):
+        raise ValueError("its checksum differs")
+    return json.loads(state), arrays
+
+
+def _checksum(state: str, arrays: Mapping[str, NDArray[Any]]) -> int:
     crc = zlib.crc32(state.encode())
     for name in sorted(arrays):
         crc = zlib.crc32(np.ascontiguousarray(arrays[name]).reshape(-1).data, zlib.crc32(name.encode(), crc))
@@ -174,13 +189,7 @@ class CheckpointFolder:
         paths = self._checkpoints()
         for path in reversed(paths):
             try:
-                with safe_open(path, framework="np") as file:
-                    metadata = file.metadata() or {}
-                    state = metadata["state"]
-                    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                if _checksum(state, arrays) != int(metadata["crc"]):
-                    raise ValueError("its checksum differs")
-                return json.loads(state), arrays
+                return read_arrays(path)
             except (OSError, ValueError, KeyError, SafetensorError) as error:
                 logger.warning("skipping the checkpoint %s: %s", path, error)
         if paths:

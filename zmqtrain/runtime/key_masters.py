@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Vector = NDArray[Any]
 
-DECLARED_AT_ONCE = 1000
+DECLARED_AT_ONCE = 500
 """Keys in one Declare: its head, and that of the answer, have a bound."""
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta
 from zmqtrain.parameter_server.directory import Directory, Placed, Placement
@@ -24,13 +26,14 @@ from zmqtrain.parameter_server.effects import (
     Install,
     Receive,
     Refuse,
-    Rules,
 )
 from zmqtrain.parameter_server.machine import KeyServer
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
+from zmqtrain.parameter_server.rules import Rules
 from zmqtrain.parameter_server.store import Store
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.messages import KeyRequest, Refused, model_from_wire
+from zmqtrain.runtime.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.types import Buffer, PeerId
 
@@ -51,15 +54,17 @@ class Parameters:
     """The key server of one broker.
 
     traffic: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
-    the loop; a CodecError is a result.  name: unlike any other master's.
+    the loop; a CodecError is a result.  name: unlike any other master's.  keeper: of what is kept, every
+    `keep_seconds`.  Raises CheckpointError.
     """
 
-    def __init__(self, traffic: Traffic, job: Job, name: str) -> None:
+    def __init__(self, traffic: Traffic, job: Job, name: str, keeper: ParameterKeeper, keep_seconds: float) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.machine = KeyServer(name, int(MEMORY_SHARE * memory))
-        self.store = Store(optimizer_from_spec(self.machine.rules.optimizer))
-        self.directory = Directory(1)
-        self._traffic, self._job = traffic, job
+        kept = keeper.resume(self.machine)
+        self.directory, self.store = kept or (Directory(1), Store(optimizer_from_spec(self.machine.rules.optimizer)))
+        self._traffic, self._job, self._keeper, self._keep_seconds = traffic, job, keeper, keep_seconds
+        self._kept_at, self._changed = time.monotonic(), False
         self._announced: dict[tuple[PeerId, int], Payload] = {}
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # checked, and not yet used
         self._incoming: dict[PeerId, deque[Payload]] = {}  # what waits for room
@@ -80,6 +85,7 @@ class Parameters:
             case keys.Declare(number, declared):
                 self._declare(peer, number, declared)
             case keys.Founded(names):
+                self._changed = True
                 self._carry_out(self.directory.founded(peer, names))
             case keys.Pull(number, key):
                 self._carry_out(machine.pull(peer, number, key))
@@ -135,7 +141,10 @@ class Parameters:
         self.go_on(peer)
 
     def tick(self, now: float) -> None:
-        """Tell clients that wait for others whom they wait for, now and then (monotonic seconds)."""
+        """Keep what has changed, and tell clients that wait for others whom they wait for, now and then."""
+        if self._changed and now - self._kept_at >= self._keep_seconds:
+            self._kept_at, self._changed = now, False
+            self._job(partial(self._keeper.save, self._state(), self.store))
         if now - self._looked_at < AWAITED_SECONDS:
             return
         self._looked_at, missing = now, self.machine.missing
@@ -148,6 +157,14 @@ class Parameters:
             if self.machine.serves(peer) and self._awaited.get(peer) != said:
                 self._traffic.send(peer, said)
         self._awaited = awaited
+
+    def _state(self) -> dict[str, Any]:
+        return {"machine": self.machine.state(), "directory": self.directory.state()}
+
+    def close(self) -> None:
+        """Keep what there is, and wait until it is written; call it when the codec thread has ended."""
+        if self.machine.keys:
+            self._keeper.save(self._state(), self.store, wait=True)
 
     def lost(self, peer: PeerId) -> None:
         """Forget a client."""
@@ -183,6 +200,7 @@ class Parameters:
             self._carrying_out = False
 
     def _carry_out_one(self, effect: Effect | Placed) -> None:
+        self._changed |= isinstance(effect, Install | Apply | Begin)
         match effect:
             case Receive(worker, request):
                 if (payload := self._announced.get((worker, request))) is not None:
