@@ -27,13 +27,14 @@ from zmqtrain.collectives.matching import Outgoing
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
 from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
 from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
+from zmqtrain.types import MAX_FRAME_BYTES
 
 __all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "PART_BYTES", "WINDOW_BYTES", "Call", "Calls", "Phases"]
 
-PART_BYTES = 1 << 20
+PART_BYTES = MAX_FRAME_BYTES
 """What is longer is cut on its way."""
 
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 4 * PART_BYTES
 _REPORT_BYTES = WINDOW_BYTES // 4
 
 ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0

@@ -9,6 +9,7 @@ Source: Seide et al. 2014, 1-bit SGD, sec. 4 (quantised exchange by owners of st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +54,17 @@ def check_coder(codec: Any, operation: str, tree: Tree) -> Coder:
             "take one without feedback, randomk or fragments"
         )
     coder: Coder = codec
+    if tree.nbytes:
+        _try_out(codec)
     return coder
+
+
+@lru_cache(maxsize=64)
+def _try_out(codec: Any) -> None:
+    """Code a slab in the caller's thread: a codec may compile at its first one, for longer than a port may rest."""
+    part = [slice(0, codec.slab)]
+    values = np.zeros(codec.slab, np.float32)
+    _decode(codec, _encode(codec, values, part), values, part, add=True)
 
 
 def _is_empty(state: Any) -> bool:

@@ -1,0 +1,180 @@
+"""Communicators over real sockets: in threads and in processes of their own, which are also killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zmqtrain as zt
+from zmqtrain.errors import CollectiveTimeout, PeerLost
+from zmqtrain.transport.zmq_channel import CurveKeys
+
+from meshes import broker
+
+WAIT_SECONDS = 60.0
+ALGORITHMS = ("naive", "ring", "tree", "halving", "parallel")
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    with broker() as address:
+        yield address
+
+
+def create(hub: str, size: int, group: str, **options: Any) -> list[zt.Communicator]:
+    """Make all ranks' communicators in this process."""
+
+    def one(rank: int) -> zt.Communicator:
+        return zt.Communicator.create(
+            hub, size, rank, group=group, name=f"pc-{rank}", timeout_seconds=WAIT_SECONDS, **options
+        )
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def test_arrays_of_any_size_are_reduced_by_each_algorithm(hub: str) -> None:
+    comms = create(hub, 4, "threads")
+    with ThreadPoolExecutor(4) as pool:
+        for algorithm in ALGORITHMS:
+            for values in (0, 1, 5, 70_001, 2_000_003):
+                arrays = [np.random.default_rng([rank, values]).integers(-9, 9, values) for rank in range(4)]
+                requests = [
+                    comm.iallreduce(array, algorithm=algorithm) for comm, array in zip(comms, arrays, strict=True)
+                ]
+                for result in zt.wait_all(requests):
+                    np.testing.assert_array_equal(result, sum(arrays))
+        list(pool.map(lambda comm: comm.barrier(), comms))
+        figures = [comm.statistics() for comm in comms]
+        list(pool.map(lambda comm: comm.close(), comms))
+    assert sum(figure.values_sent for figure in figures) == sum(figure.values_received for figure in figures)
+    assert all(figure.relayed == () for figure in figures)
+
+
+def test_large_messages_of_many_sources_are_found_and_received(hub: str) -> None:
+    comms = create(hub, 3, "messages")
+    x = [np.arange(1_500_000) + rank for rank in range(3)]
+    sent = [comm.isend(x[comm.rank], dest=to, tag=to) for comm in comms for to in range(3) if to != comm.rank]
+    for comm in comms:
+        for _ in range(2):
+            message = comm.mprobe(tag=comm.rank)
+            into = np.empty(message.status.shape, message.status.dtype)
+            comm.imrecv(message, into=into).wait()
+            np.testing.assert_array_equal(into, x[message.status.source])
+    zt.wait_all(sent)
+    for comm in comms:
+        comm.close()
+
+
+def test_a_group_with_keys_is_encrypted_and_works_the_same() -> None:
+    keys = CurveKeys.generate()
+    with broker(keys) as hub:
+        comms = create(hub, 2, "keys", server_key=keys.public)
+        requests = [comm.iallreduce(np.full(300_000, comm.rank + 1.0), codec=None) for comm in comms]
+        assert [result[-1] for result in zt.wait_all(requests)] == [3.0, 3.0]
+        for comm in comms:
+            comm.close()
+
+
+def test_who_is_missing_is_said(hub: str) -> None:
+    with pytest.raises(CollectiveTimeout, match="alone"):
+        zt.Communicator.create(hub, 2, group="missing", name="alone", timeout_seconds=0.5)
+
+
+RANK = """
+import json, sys
+import numpy as np
+import zmqtrain as zt
+
+hub, size, rank, group = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+
+with zt.Communicator.create(hub, size, rank, group=group, name=f"pc-{rank}", timeout_seconds=60) as comm:
+    sums = {}
+    for algorithm in ("naive", "ring", "tree", "halving", "parallel"):
+        x = (np.arange(40_003) % 1000 + rank).astype(np.float32)
+        total = comm.allreduce(x, algorithm=algorithm)
+        sums[algorithm] = [float(total[0]), float(total.sum(dtype=np.float64))]
+    coded = comm.allreduce(x, "mean", codec="bf16")
+    say(rank=comm.rank, names=comm.names, sums=sums, coded=int(coded.view(np.uint32).sum(dtype=np.uint64)))
+    if group.startswith("killed"):
+        try:
+            comm.barrier()
+            say(going=True)
+            while True:
+                comm.allreduce(np.ones(2_000_000), algorithm=group.split()[1])
+        except zt.ZmqTrainError as error:
+            say(lost=getattr(error, "rank", repr(error)))
+            comm = comm.shrink()
+            say(after=int(comm.allreduce(1)), names=comm.names)
+            comm.barrier()
+            comm.close()
+"""
+
+
+def start(hub: str, size: int, group: str) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, hub, str(size), str(rank), group], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+
+
+def said(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return dict(json.loads(process.stdout.readline()))
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.communicate(timeout=WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_processes_reduce_alike_by_each_algorithm(hub: str, size: int) -> None:
+    processes = start(hub, size, f"size {size}")
+    told = [said(process) for process in processes]
+    end(processes)
+    x = (np.arange(40_003) % 1000).astype(np.float64)
+    total = [float(sum(range(size))), float(size * x.sum() + x.size * sum(range(size)))]
+    assert [one["rank"] for one in told] == list(range(size))
+    assert all(one["sums"] == dict.fromkeys(ALGORITHMS, total) for one in told)
+    assert len({one["coded"] for one in told}) == 1
+    assert [process.returncode for process in processes] == [0] * size
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving"])
+def test_a_killed_process_is_named_by_the_others_who_go_on(hub: str, algorithm: str) -> None:
+    processes = start(hub, 3, f"killed {algorithm}")
+    for process in processes:
+        said(process)
+    assert [said(process) for process in processes] == [{"going": True}] * 3
+    processes[1].send_signal(signal.SIGKILL)
+    survivors = [processes[0], processes[2]]
+    assert [said(process) for process in survivors] == [{"lost": 1}] * 2
+    assert [said(process) for process in survivors] == [{"after": 2, "names": ["pc-0", "pc-2"]}] * 2
+    end(processes)
+    assert [process.returncode for process in survivors] == [0, 0]
+
+
+def test_a_communicator_that_lost_a_rank_says_so_to_threads_that_wait(hub: str) -> None:
+    comms = create(hub, 2, "leaves")
+    receive = comms[0].irecv(source=1)
+    comms[1].close()
+    with pytest.raises(PeerLost) as caught:
+        receive.wait()
+    assert caught.value.rank == 1
+    comms[0].close()
