@@ -8,6 +8,7 @@ parameters that are `workers - 1` steps old. So:
 - Each gradient counts 1/workers (`share`). All workers together then move the parameters as far as one synchronous step
   would, and the oldest gradient is one such step old. With a full share, all of the workers step in the same
   direction, one after the other, before any of them sees what came of it: too far by a factor of `workers`.
+  (Zhang et al. 2016, Staleness-aware Async-SGD, divides each gradient's rate by its own staleness.)
 - Pixels are centred (`data.load`). Pixels that are never negative give the cost one direction that is much steeper
   than all others, and it is in the steepest direction that late steps go too far.
 """
