@@ -278,7 +278,7 @@ def test_strangers_are_counted_and_ignored(hub):
 
     with ports(hub, 2, group="strangers") as (opened, listeners):
         token = opened[1]._group.members[1][3]
-        asyncio.run(disturb(opened[1]._router.address, token))
+        asyncio.run(disturb(opened[1]._door._router.address, token))
         send(opened[0], 1, [b"sound"])
         listeners[1].wait(lambda one: opened[1].statistics().strangers == 6 and one.messages)
         assert listeners[1].messages == [(0, [b"sound"])] and not listeners[1].lost

@@ -42,6 +42,8 @@ from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 __all__ = ["HubListener", "HubLine"]
 
 LEAVE_LINGER_SECONDS = 0.2
+ASK_SECONDS = 1.0
+"""A hub that knows nothing of this process is asked no more often than this: several messages may tell so."""
 
 
 class HubListener(Protocol):
@@ -68,7 +70,7 @@ class HubLine:
 
     def __init__(self, channel: DealerChannel, address: str, name: str) -> None:
         self.address, self.name, self.there = address, name, True
-        self._channel = channel
+        self._channel, self._asked_at = channel, 0.0
         self._control, self._bulk = Outgoing(channel, Lane.CONTROL), Outgoing(channel, Lane.BULK)
         self._queued: deque[tuple[int, int, list[Buffer]]] = deque()  # rank, bytes, frames: not relayed yet
         self._on_their_way: dict[int, deque[int]] = {}  # by rank the sizes of what is
@@ -85,7 +87,8 @@ class HubLine:
         here, if processes are missing.
         """
         welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
-        beating = asyncio.create_task(self._beat_forever(asked))
+        self._ask(asked)
+        beating = asyncio.create_task(self._beat_forever())
         try:
             async with asyncio.timeout(timeout_seconds):
                 while True:
@@ -97,7 +100,8 @@ class HubLine:
                         case Group() as met:
                             return met
                         case Refused("unknown"):  # another hub than the one that was there
-                            self._ask(asked)
+                            if time.monotonic() - self._asked_at > ASK_SECONDS:
+                                self._ask(asked)
                         case Refused(reason, text):
                             raise JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
         except TimeoutError:
@@ -113,14 +117,15 @@ class HubLine:
             beating.cancel()
 
     def _ask(self, asked: JoinGroup) -> None:
+        self._asked_at = time.monotonic()
         self.say(Hello(self.name, "process"))
         self.say(asked)
 
-    async def _beat_forever(self, asked: JoinGroup) -> None:
-        self._ask(asked)
+    async def _beat_forever(self) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            self.say(Heartbeat(time.monotonic()))
+            if self._control.empty:  # else there is no hub to beat for
+                self.beat()
 
     async def _next(self) -> Message | None:
         _, frames = await self._channel.receive()

@@ -19,17 +19,18 @@ import numpy as np
 
 from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reduction
 from zmqtrain.collectives.steps import Values
-from zmqtrain.errors import ConfigError, FramingError, RemoteProtocolError
+from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.messages import Combine, Fold, Folded
-from zmqtrain.types import MAX_FRAME_BYTES, Buffer, PeerId
+from zmqtrain.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 
 __all__ = [
     "FOLD_MESSAGES",
     "FOLD_BYTES",
     "GROUP_FOLD_BYTES",
     "MAX_OWN_BYTES",
-    "MAX_OWN_FRAMES",
+    "DTYPES",
     "Reducers",
+    "check_chunk",
     "find_fold",
     "window_bytes",
 ]
@@ -66,6 +67,19 @@ def find_fold(op: str, dtype: str) -> tuple[Reduction, np.dtype[np.generic]]:
         )
     kind = np.dtype(dtype)
     return find_reduction(op, kind), kind
+
+
+def check_chunk(chunk: HubChunk, frames: Sequence[Buffer], total: int) -> None:
+    """Refuse what the hub would: a message of `total` bytes that cannot be reduced so.
+
+    Raises ConfigError for an operation or a dtype that it does not reduce, LocalProtocolError for frames that are none.
+    """
+    _, dtype = find_fold(chunk.op, chunk.dtype)
+    values = memoryview(frames[-1]).nbytes
+    if not 0 < values <= MAX_FRAME_BYTES or values % dtype.itemsize or not 0 <= chunk.key < 1 << 63:
+        raise LocalProtocolError(f"a chunk with key {chunk.key} of {values} bytes, which are no values of {dtype}")
+    if len(frames) > 1 + MAX_OWN_FRAMES or total - values > MAX_OWN_BYTES:
+        raise LocalProtocolError(f"{total - values} bytes in {len(frames) - 1} frames go to the hub with a chunk")
 
 
 @dataclass(eq=False)
