@@ -18,6 +18,7 @@ from zmqtrain.errors import (
     LocalProtocolError,
     ZmqTrainError,
 )
+from zmqtrain.runtime import hub_line
 from zmqtrain.runtime.mesh import LEFT
 from zmqtrain.runtime.rendezvous import open_port
 from zmqtrain.settings import RunSettings
@@ -118,9 +119,20 @@ def test_no_broker_is_said_with_what_to_do():
         open_port("tcp://127.0.0.1:9", 2, timeout_seconds=0.2)
 
 
-def test_another_size_is_refused_naming_both(hub):
+def test_who_comes_to_a_complete_group_is_refused_once_it_is_sure_that_it_lives(hub, monkeypatch):
+    monkeypatch.setattr(hub_line, "COMPLETE_SECONDS", 0.5)
     with ports(hub, 1, group="alone"), pytest.raises(JoinRefused, match="complete: pc-0"):
-        open_port(hub, 1, group="alone", name="late", timeout_seconds=5)
+        open_port(hub, 1, group="alone", name="late", timeout_seconds=20)
+
+
+def test_a_group_whose_processes_were_just_killed_meets_again_at_once(hub):
+    with echoing(hub, 2, range(2)) as processes:
+        for process in processes.values():
+            assert process.stdout.readline() == "ready\n"
+        for process in processes.values():
+            process.kill()
+        with ports(hub, 2, name="anew") as (opened, _):
+            assert opened[0].names == ("anew", "anew")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def told(effects, kind):
 
 def refusal(effects):
     ((_, refused),) = told(effects, Refused).items()
-    assert refused.reason == "group"
+    assert refused.reason == ("complete" if "is complete" in refused.text else "group")
     return refused.text
 
 

@@ -131,6 +131,8 @@ class Groups:
         peer = member.peer
         if peer in self._in or any(peer in forming.waiting for forming in self._forming.values()):
             raise RemoteProtocolError(peer, member.state.value, "a second JoinGroup")
+        if why := self._complete_already(member.name, asked):
+            return [SendTo(peer, Refused("complete", why))]
         if why := _unsound(asked) or self._unwelcome(member.name, asked):
             return [SendTo(peer, Refused("group", why))]
         forming = self._forming.setdefault(asked.group, _Forming(asked.size, asked.description, member.name))
@@ -144,7 +146,8 @@ class Groups:
         """Return why a sound wish cannot be fulfilled, "" if it can."""
         forming = self._forming.get(asked.group)
         if forming is None:
-            return self._not_again(name, asked)
+            full = len(self._forming) + len(self._complete) >= MAX_GROUPS
+            return f"this broker has {MAX_GROUPS} groups already: end some, or use another broker" if full else ""
         if asked.size != forming.size:
             return (
                 f"{forming.first} forms the group {asked.group!r} for {forming.size} processes, {name} wants one of "
@@ -164,15 +167,14 @@ class Groups:
                 )
         return ""
 
-    def _not_again(self, name: str, asked: JoinGroup) -> str:
+    def _complete_already(self, name: str, asked: JoinGroup) -> str:
+        """Return why nobody of this name can join a group that has met, "" if it has not, or not with all it had."""
         for group in self._complete:
             if group.group == asked.group and group.whole and name not in group.names:
                 return (
                     f"the group {asked.group!r} is complete: {list_names(group.names)} are in it. Choose another name "
                     "for the group, or start again when they have gone"
                 )
-        if len(self._forming) + len(self._complete) >= MAX_GROUPS:
-            return f"this broker has {MAX_GROUPS} groups already: end some of them, or use another broker"
         return ""
 
     def _meet(self, name: str, forming: _Forming) -> list[HubEffect]:

@@ -46,6 +46,11 @@ ASK_SECONDS = 1.0
 """A hub that knows nothing of this process is asked no more often than this: several messages may tell so."""
 
 
+COMPLETE_SECONDS = 3.0
+"""A group of the same name that is complete for so long lives: its processes were not just killed, to be started again.
+"""
+
+
 class HubListener(Protocol):
     """Who is told what comes over the line, once the group has met."""
 
@@ -88,6 +93,7 @@ class HubLine:
         """
         welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
         self._ask(asked)
+        complete_until = time.monotonic() + COMPLETE_SECONDS
         beating = asyncio.create_task(self._beat_forever())
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -102,6 +108,8 @@ class HubLine:
                         case Refused("unknown"):  # another hub than the one that was there
                             if time.monotonic() - self._asked_at > ASK_SECONDS:
                                 self._ask(asked)
+                        case Refused("complete") if time.monotonic() < complete_until:  # its processes may be dead
+                            asyncio.get_running_loop().call_later(BEAT_SECONDS, self.say, asked)
                         case Refused(reason, text):
                             raise JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
         except TimeoutError:
