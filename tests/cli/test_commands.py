@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,6 +228,11 @@ def test_no_two_steps_begin_within_the_pace(monkeypatch: pytest.MonkeyPatch) -> 
         began.append(now)
         now += 5.0 if number == 1 else 0.5  # the second step is late; that is not made up for
     assert began == [100.0, 102.0, 107.0, 109.0]
+
+
+def test_that_there_is_no_batch_now_is_passed_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is to be slowed down"))
+    assert list(paced([1, None, None], 1.0)) == [1, None, None]
 
 
 def test_every_node_has_cores_and_none_has_more_than_another(monkeypatch: pytest.MonkeyPatch) -> None:

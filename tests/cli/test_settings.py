@@ -22,6 +22,7 @@ from zmqtrain.cli.settings import (
 )
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.train.lockstep import Allreduce, Server
 from zmqtrain.transport.zmq_channel import CurveKeys
 
 HUB = "tcp://192.168.1.10:5555"
@@ -174,6 +175,19 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (BrokerConfig, ["--insecure", "--shard", "0/4", "--record", "file"], "leave --record out"),
         (BrokerConfig, ["--insecure", "--shard", "0/2", "--start-nodes", "2"], "say --initial founder"),
         (BrokerConfig, ["--insecure", "--shard", "0/2", "--initial", "mean"], "of 2 masters none has one"),
+        (NodeConfig, [HUB, "--exchange", "ring"], "choose one of hub, allreduce:algorithm=auto"),
+        (
+            NodeConfig,
+            [HUB, "--exchange", "allreduce:rong"],
+            "exchange = 'allreduce:rong'.*choose one of auto, naive, ring",
+        ),
+        (NodeConfig, [HUB, "--exchange", "allreduce:ring,codec=int9"], "exchange = 'allreduce:ring,codec=int9'.*int8"),
+        (NodeConfig, [HUB, "--exchange", "server:often"], "exchange = 'server:often'.*bsp, async"),
+        (NodeConfig, [HUB, "--exchange", "server:optimizer=adma"], "exchange = 'server:optimizer=adma'.*adam"),
+        (NodeConfig, [HUB, "--masters", "2"], "masters is said with --exchange server"),
+        (NodeConfig, [HUB, "--exchange", "server:masters=2", "--masters", "4"], "say two numbers of masters"),
+        (NodeConfig, [HUB, "--exchange", "allreduce", "--record", "file"], "leave --record out"),
+        (LocalConfig, ["--exchange", "ring"], "choose one of hub, allreduce"),
         (LocalConfig, ["--masters", "0"], "masters must be at least 1"),
         (LocalConfig, ["--masters", "2", "--every", "auto"], "every and delay are numbers"),
     ],
@@ -181,6 +195,21 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
 def test_a_value_out_of_range_is_refused_by_name(kind: type, argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config(kind, "zmqtrain", argv)
+
+
+def test_a_node_trains_in_lockstep_where_it_is_told_so_with_the_masters_that_it_is_told() -> None:
+    assert read_config(NodeConfig, "zmqtrain-node", [HUB]).lockstep is None
+    ring = read_config(NodeConfig, "zmqtrain-node", [HUB, "--exchange", "allreduce:ring"]).lockstep
+    assert ring == Allreduce("ring")
+    server = read_config(NodeConfig, "zmqtrain-node", [HUB, "--exchange", "server:async", "--masters", "4"]).lockstep
+    assert server == Server("async", masters=4)
+
+
+def test_a_run_in_lockstep_on_this_pc_begins_with_all_its_nodes() -> None:
+    assert read_config(LocalConfig, "zmqtrain", ["--nodes", "4"]).start_nodes == 1
+    assert read_config(LocalConfig, "zmqtrain", ["--nodes", "4", "--exchange", "allreduce"]).start_nodes == 4
+    several = read_config(LocalConfig, "zmqtrain", ["--nodes", "4", "--exchange", "server", "--start-nodes", "2"])
+    assert several.start_nodes == 2
 
 
 @pytest.mark.parametrize("kind", [BrokerConfig, NodeConfig, LocalConfig, StatusConfig, DemoConfig])

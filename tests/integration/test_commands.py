@@ -133,6 +133,16 @@ def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) ->
     assert "6/6 units" in result.stdout
 
 
+@pytest.mark.parametrize("exchange", ["allreduce:ring", "server:async"])
+def test_local_trains_in_lockstep_where_it_is_told_so(text: Path, exchange: str) -> None:
+    result = run(
+        *("local", "--nodes", "2", "--units", "6", "--program-arguments", SMALL.format(text=text)),
+        *("--exchange", exchange),
+    )
+    assert result.returncode == 0, result
+    assert "6/6 units" in result.stdout + result.stderr and "held-out loss" in result.stdout
+
+
 def test_local_runs_several_masters_whose_parts_are_merged(text: Path, tmp_path: Path) -> None:
     options = ("--masters", "2", "--nodes", "2", "--units", "6", "--every", "4", "--delay", "2")
     kept = ("--checkpoint", str(tmp_path / "kept"))

@@ -229,6 +229,20 @@ def test_who_has_completed_a_step_gives_it_to_whoever_has_not(monkeypatch):
     assert left[0].result.statistics.steps == 6
 
 
+def test_who_is_cut_off_from_the_others_ends_with_an_error_that_says_so():
+    def before(number):
+        if number == 6:
+            table.lose(1)
+            raise PeerLost("pc-2", "silent for 2.5 s", 1)
+
+    groups = group_of(3, {1: before})
+    table = groups[0].table
+    processes = [Process(f"pc-{rank + 1}", group, batches_of(range(rank, 9, 3))) for rank, group in enumerate(groups)]
+    finish(processes, failing=("pc-2",))
+    assert "pc-2 is lost: silent for 2.5 s; the others go on without it" in str(processes[1].failure)
+    same_bits([processes[0], processes[2]])
+
+
 def ends_when_lost(table):
     def before(number):
         if table.lost is not None:
