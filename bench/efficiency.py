@@ -30,6 +30,7 @@ XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
+With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ from typing import Any
 
 from zmqtrain.runtime.schedule import payload_rate
 
+import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from star import Star
 
-__all__ = ["Case", "read_options", "default_cases", "measure", "main"]
+__all__ = ["Case", "read_options", "default_cases", "measure", "model_shapes", "main"]
 
 STEP_SECONDS = 0.05
 BASELINE_STEPS = 30
@@ -113,6 +115,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")
     parser.add_argument("--steps", type=int, default=160, help="of the window (default %(default)s)")
     parser.add_argument("--slow", type=int, default=0, help="so many of the nodes at half speed (default %(default)s)")
+    parser.add_argument("--exchange", nargs="+", default=[], help="rows of nodes in lockstep, as allreduce:ring")
     parser.add_argument("--serial", action="store_true", help="a step begins when its parameters are ready")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     return parser.parse_args(arguments)
@@ -141,6 +144,14 @@ def default_cases(options: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def _lockstep_cases(options: argparse.Namespace) -> list[lockstep.Case]:
+    """Return the synchronous baselines that are asked for."""
+    return [
+        lockstep.Case(nodes=options.nodes, params=int(options.params), exchange=exchange, rate=options.rate)
+        for exchange in options.exchange
+    ]
+
+
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
     with Star(case.nodes, case.rate) as star:
@@ -156,10 +167,13 @@ def main() -> None:
     options = read_options(sys.argv[1:])
     try:
         rows = [measure(case) for case in default_cases(options)]
+        rows += [lockstep.measure(case) for case in _lockstep_cases(options)]
     except RuntimeError as error:
         raise SystemExit(f"efficiency: {error}") from error
     what = f"{options.nodes} nodes, every port {format_rate(options.rate)}, a step of {1e3 * STEP_SECONDS:.0f} ms"
-    names = [f"{row['codec']}, {row['fragments']} fragments every {row['every']}" for row in rows]
+    names = [
+        row.get("exchange") or f"{row['codec']}, {row['fragments']} fragments every {row['every']}" for row in rows
+    ]
     print_table(
         [{"": key} | {name: row.get(key) for name, row in zip(names, rows, strict=True)} for key in rows[0]], what
     )
@@ -442,8 +456,8 @@ def _be_node(case: Case, number: int) -> None:
                 return
 
 
-def _make_model(params: int, random: Any) -> dict[str, Any]:
-    """Return the leaves of a transformer of about so many float32 values: an embedding and 12 blocks."""
+def model_shapes(params: int) -> dict[str, tuple[int, ...]]:
+    """Return the leaves of a transformer of about so many values: an embedding and 12 blocks."""
     width = max(8, int((0.92 * params / (12 * BLOCKS)) ** 0.5) // 8 * 8)
     shapes: dict[str, tuple[int, ...]] = {}
     for block in range(BLOCKS):
@@ -453,6 +467,11 @@ def _make_model(params: int, random: Any) -> dict[str, Any]:
         shapes[f"block{block:02}/norm/scale"] = (width,)
     used = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
     shapes["embedding"] = (max(1, (params - used) // width), width)
+    return shapes
+
+
+def _make_model(params: int, random: Any) -> dict[str, Any]:
+    shapes = model_shapes(params)
     return {name: 0.02 * random.standard_normal(shape, dtype="float32") for name, shape in shapes.items()}
 
 
