@@ -49,6 +49,7 @@ SMALL_BYTES = 64 << 10
 SMALL = "latency of 8 bytes"
 BAR_MEGABYTES = 10
 """From so much on a ring is held to its bars."""
+PATTERN_VALUES = 1000
 TABLE_BYTES = (8, 1_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 10_000_000)
 MEET_SECONDS = 60.0
 ALGORITHMS = [name for name in COSTS if name != "hub"]
@@ -82,8 +83,8 @@ class Library(Protocol):
 
     rank: int
 
-    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> np.ndarray[Any, Any]:
-        """Add up the arrays of all ranks; the result may be in the same array."""
+    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> None:
+        """Add up the arrays of all ranks, in place."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -311,9 +312,8 @@ class _Own:
         self.rank = rank
         self._communicator = zt.Communicator.create(f"tcp://{hub}:{PORT}", size, rank, timeout_seconds=MEET_SECONDS)
 
-    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> np.ndarray[Any, Any]:
-        result: np.ndarray[Any, Any] = self._communicator.allreduce(values, algorithm=algorithm, into=values)
-        return result
+    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> None:
+        self._communicator.allreduce(values, algorithm=algorithm, into=values)
 
     def barrier(self) -> None:
         self._communicator.barrier()
@@ -342,10 +342,14 @@ def _be_rank(plan: dict[str, Any], number: int | None) -> None:
 
 
 def _run(library: Library, group: Group, case: Case) -> dict[str, Any]:
-    count = case.values_bytes // 4
-    values = np.arange(count, dtype=np.float32) % 64 + library.rank
-    wanted = group.nodes * (np.arange(count, dtype=np.float32) % 64) + group.nodes * (group.nodes - 1) / 2
-    if not np.array_equal(library.allreduce(values.copy(), case.algorithm), wanted):
+    values = np.empty(case.values_bytes // 4, np.float32)
+    pattern = np.arange(PATTERN_VALUES, dtype=np.float32)
+    parts = [values[start : start + pattern.size] for start in range(0, values.size, pattern.size)]
+    for part in parts:
+        np.add(pattern[: part.size], library.rank, out=part)
+    library.allreduce(values, case.algorithm)
+    wanted = group.nodes * pattern + group.nodes * (group.nodes - 1) / 2
+    if not all(np.array_equal(part, wanted[: part.size]) for part in parts):
         raise SystemExit(f"rank {library.rank}: {group.library} {case.algorithm} of {case.values_bytes} bytes is wrong")
     seconds = []
     library.barrier()

@@ -42,10 +42,9 @@ class Gloo:
         self.rank = rank
         torch.distributed.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", world_size=size, rank=rank)
 
-    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> np.ndarray[Any, Any]:
+    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> None:
         """Add up, in place."""
         self._torch.distributed.all_reduce(self._torch.from_numpy(values))
-        return values
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -70,10 +69,9 @@ class OpenMPI:
         self._world: Any = MPI.COMM_WORLD
         self.rank = int(self._world.Get_rank())
 
-    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> np.ndarray[Any, Any]:
+    def allreduce(self, values: np.ndarray[Any, Any], algorithm: str) -> None:
         """Add up, in place."""
         self._world.Allreduce(self._mpi.IN_PLACE, values)
-        return values
 
     def barrier(self) -> None:
         """Wait for all."""

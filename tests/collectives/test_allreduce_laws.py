@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.allreduce import ALLREDUCE, CHUNKS_AT_THE_HUB, reduce_at_the_hub
+from zmqtrain.collectives.allreduce import ALLREDUCE, CHUNKS_AHEAD, reduce_at_the_hub
 from zmqtrain.collectives.reductions import OPERATIONS, Function, find_reduction
 from zmqtrain.collectives.steps import Steps, Traffic, Values, run_locally
 
@@ -128,4 +128,4 @@ def test_the_hub_is_never_ahead_of_a_rank_by_more_than_its_chunks() -> None:
     for step in steps:
         ahead += 1 if hasattr(step, "to") else -1
         most = max(most, ahead)
-    assert (most, ahead) == (CHUNKS_AT_THE_HUB + 1, 0)
+    assert (most, ahead) == (CHUNKS_AHEAD + 1, 0)

@@ -12,6 +12,7 @@ algorithms for clusters of workstations. What each costs: `costs`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Values
 
 __all__ = [
     "ALLREDUCE",
-    "CHUNKS_AT_THE_HUB",
+    "CHUNKS_AHEAD",
     "Allreduce",
     "naive",
     "ring",
@@ -38,31 +39,33 @@ __all__ = [
 Allreduce = Callable[[int, int, Values, Reduction, int], Steps]
 """f(rank, size, buffer, op, chunk_values)."""
 
-CHUNKS_AT_THE_HUB = 8
-"""So many chunks of a rank may be at the hub, or on their way there and back, however long the array is."""
+CHUNKS_AHEAD = 8
+"""So many chunks a rank sends before it waits for the first one's result, where it holds copies of them or a hub does:
+what is held does not grow with the array."""
 
 
 def naive(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
     """Send everything to every other, and reduce what comes: one step, and the most bytes.
 
     Order: ((x[0] op x[1]) op ...) op x[size-1], by every rank for itself. Sends (size - 1) buffers a rank.
-    It works on a copy of its own values, which are what it sends.
+    What it sends are copies of its own values, CHUNKS_AHEAD chunks at a time.
     """
-    own = buffer.copy()
-    for chunk in chunks(0, buffer.size, chunk_values):
-        for distance in range(1, size):
-            yield Send((rank + distance) % size, own[chunk])
-    for chunk in chunks(0, buffer.size, chunk_values):
-        part = buffer[chunk]
-        if rank != 0:
-            yield Receive(0, part.size, part)
-        for source in range(1, size):
-            values: Values | None = own[chunk]
-            if source != rank:
-                values = yield Receive(source, part.size)
-            assert values is not None
-            op.combine(part, values, part)
-        op.finish(part, size)
+    pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
+    copies = deque[Values]()
+    for index in range(len(pieces) + CHUNKS_AHEAD):
+        if index < len(pieces):
+            copies.append(pieces[index].copy())
+            for distance in range(1, size):
+                yield Send((rank + distance) % size, copies[-1])
+        if index >= CHUNKS_AHEAD:
+            part, own = pieces[index - CHUNKS_AHEAD], copies.popleft()
+            if rank != 0:
+                yield Receive(0, part.size, part)
+            for source in range(1, size):
+                values = (yield Receive(source, part.size)) if source != rank else own
+                assert values is not None
+                op.combine(part, values, part)
+            op.finish(part, size)
 
 
 def ring(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
@@ -172,18 +175,18 @@ def hub(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) 
     What a rank has sent is written over by the hub's answer, which holds it.
     """
     pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
-    for index in range(len(pieces) + CHUNKS_AT_THE_HUB):
+    for index in range(len(pieces) + CHUNKS_AHEAD):
         if index < len(pieces):
             yield Send(HUB, pieces[index])
-        if index >= CHUNKS_AT_THE_HUB:
-            part = pieces[index - CHUNKS_AT_THE_HUB]
+        if index >= CHUNKS_AHEAD:
+            part = pieces[index - CHUNKS_AHEAD]
             yield Receive(HUB, part.size, part)
 
 
 def reduce_at_the_hub(size: int, values: int, dtype: np.dtype[Any], op: Reduction, chunk_values: int) -> Steps:
     """The hub's part of `hub`, for `run_locally`: reduce so many values of this dtype of all ranks, chunk by chunk.
 
-    It holds at most CHUNKS_AT_THE_HUB chunks of each rank, and as many results.
+    It holds at most CHUNKS_AHEAD chunks of each rank, and as many results.
     """
     for chunk in chunks(0, values, chunk_values):
         total = np.empty(chunk.stop - chunk.start, dtype)  # a new one: the last one is still on its way
