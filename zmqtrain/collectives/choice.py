@@ -24,6 +24,11 @@ SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 64 << 10, MAX_FRAME_BYTES
 
 _CHUNKS_PER_SHARE = 4
 
+_PASSED_ON_WHOLE = ("tree", "chain", "hub")
+"""Algorithms in which an array takes a chunk longer for each rank on its way; in others a rank always has something
+else to send meanwhile."""
+_CHUNKS_PASSED_ON, _LARGEST_PASSED_ON = 16, 1 << 20
+
 
 def choose_algorithm(size: int, nbytes: int) -> str:
     """Return the name of the allreduce for `size` ranks and arrays of so many bytes."""
@@ -31,8 +36,12 @@ def choose_algorithm(size: int, nbytes: int) -> str:
     return next(algorithm for most, algorithm in rows if nbytes <= most)
 
 
-def choose_chunk_bytes(size: int, nbytes: int) -> int:
+def choose_chunk_bytes(algorithm: str, size: int, nbytes: int) -> int:
     """Return how many bytes go in one message: a part of each rank's share of an array, so that some are reduced while
-    others are on their way."""
-    wanted = nbytes // (size * _CHUNKS_PER_SHARE)
-    return min(max(wanted, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
+    others are on their way.
+
+    algorithm: of whatever collective; "" for one that has no name.
+    """
+    passed_on = algorithm in _PASSED_ON_WHOLE
+    wanted = nbytes // (size * (_CHUNKS_PASSED_ON if passed_on else _CHUNKS_PER_SHARE))
+    return min(max(wanted, SMALLEST_CHUNK_BYTES), _LARGEST_PASSED_ON if passed_on else LARGEST_CHUNK_BYTES)

@@ -103,7 +103,10 @@ class Communicator(Messenger):
                 if coder is not None:
                     yield coded_allreduce(self.rank, self.size, flat, coder, operation == "mean"), _BYTES
                 else:
-                    yield ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, self._chunk(flat)), flat.dtype
+                    yield (
+                        ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, self._chunk(flat, algorithm)),
+                        flat.dtype,
+                    )
 
         return self._call(
             text, phases(), lambda: tree.unpack(flats) if into is None else into, timeout_seconds=timeout_seconds
@@ -123,7 +126,7 @@ class Communicator(Messenger):
 
         def phases() -> Phases:
             for flat, reduction in zip(flats, reductions, strict=True):
-                chunk = self._chunk(flat)
+                chunk = self._chunk(flat, algorithm)
                 yield REDUCE[algorithm](self.rank, self.size, flat, reduction, root, chunk), flat.dtype
 
         text = f"reduce({tree.text}, op={operation}, root={root})"
@@ -146,7 +149,7 @@ class Communicator(Messenger):
         (flat,) = tree.pack()
         bounds = share_bounds(flat.size, self.size)
         own = slice(bounds[self.rank], bounds[self.rank + 1])
-        steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat))
+        steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat, "ring"))
         text = f"reduce_scatter({tree.text}, op={reduction.name})"
         return self._call(text, iter([(steps, flat.dtype)]), lambda: tree.leaves[0].rebuild(flat[own].copy()))
 
@@ -164,7 +167,7 @@ class Communicator(Messenger):
         joined[self.rank * nbytes : (self.rank + 1) * nbytes] = np.frombuffer(tree.join(), _BYTES)
         algorithm = "parallel" if nbytes <= 64 << 10 else "ring"
         bounds = [nbytes * rank for rank in range(self.size + 1)]
-        steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined), bounds)
+        steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined, algorithm), bounds)
         return self._call(
             f"allgather({tree.text})", iter([(steps, _BYTES)]), lambda: _unpack_all(tree, joined, self.size)
         )
@@ -192,7 +195,7 @@ class Communicator(Messenger):
             joined = np.frombuffer(tree.join(), _BYTES) if is_root else np.empty(tree.nbytes, _BYTES)
             got.append((tree, joined))
             algorithm = self._rooted(tree.nbytes)
-            yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined)), _BYTES
+            yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined, algorithm)), _BYTES
 
         def make() -> Any:
             tree, joined = got[0]
@@ -221,7 +224,7 @@ class Communicator(Messenger):
             parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
             joined = parts[root] if is_root else np.empty(tree.nbytes, _BYTES)
             got.append((tree, joined))
-            chunk = choose_chunk_bytes(self.size, tree.nbytes)
+            chunk = choose_chunk_bytes("", self.size, tree.nbytes)
             yield exchanges.scatter(self.rank, self.size, parts, joined, root, chunk), _BYTES
 
         def make() -> Any:
@@ -296,9 +299,9 @@ class Communicator(Messenger):
         self._endpoint.port.call(lambda: group.begin(request, text, phases, confirm))
         return request
 
-    def _chunk(self, flat: NDArray[Any]) -> int:
+    def _chunk(self, flat: NDArray[Any], algorithm: str = "") -> int:
         """Return how many values of an array go in one message."""
-        return max(1, choose_chunk_bytes(self.size, flat.nbytes) // flat.itemsize)
+        return max(1, choose_chunk_bytes(algorithm, self.size, flat.nbytes) // flat.itemsize)
 
     def _rooted(self, nbytes: int) -> str:
         return "tree" if self.size <= 2 or nbytes <= 256 << 10 else "chain"

@@ -1,0 +1,30 @@
+"""How an allreduce is done follows from sizes alone, and no message is too small to be worth its costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.choice import choose_algorithm, choose_chunk_bytes
+from zmqtrain.types import MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 1000])
+@pytest.mark.parametrize("nbytes", [0, 8, 10_000, 1_000_000, 10**11])
+def test_there_is_an_algorithm_for_every_size(size: int, nbytes: int) -> None:
+    assert choose_algorithm(size, nbytes) in ALLREDUCE
+
+
+def test_large_arrays_go_round_the_ring() -> None:
+    assert {choose_algorithm(size, 10**8) for size in (2, 4, 8, 100)} == {"ring"}
+
+
+def test_large_arrays_go_in_whole_frames_and_small_ones_in_one_message() -> None:
+    assert choose_chunk_bytes("ring", 4, 10**8) == MAX_FRAME_BYTES
+    assert choose_chunk_bytes("ring", 4, 10_000) >= 10_000
+
+
+def test_what_goes_from_rank_to_rank_as_a_whole_goes_in_more_chunks_than_shares_do() -> None:
+    for nbytes in (10**7, 10**8, 10**9):
+        assert choose_chunk_bytes("chain", 4, nbytes) <= choose_chunk_bytes("ring", 4, nbytes) / 4
+        assert 2 * choose_chunk_bytes("chain", 4, nbytes) <= 0.04 * nbytes  # so much longer its last rank has to wait
