@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.errors import CollectiveTimeout, PeerLost
+from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
 from zmqtrain.transport.zmq_channel import CurveKeys
 
 from meshes import broker
 
 WAIT_SECONDS = 60.0
-ALGORITHMS = ("naive", "ring", "tree", "halving", "parallel")
+ALGORITHMS = ("naive", "ring", "tree", "halving", "parallel", "hub")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_arrays_of_any_size_are_reduced_by_each_algorithm(hub: str) -> None:
     comms = create(hub, 4, "threads")
     with ThreadPoolExecutor(4) as pool:
         for algorithm in ALGORITHMS:
-            for values in (0, 1, 5, 70_001, 2_000_003):
+            for values in (0, 1, 5, 70_001, 400_003):
                 arrays = [np.random.default_rng([rank, values]).integers(-9, 9, values) for rank in range(4)]
                 requests = [
                     comm.iallreduce(array, algorithm=algorithm) for comm, array in zip(comms, arrays, strict=True)
@@ -84,6 +84,37 @@ def test_a_group_with_keys_is_encrypted_and_works_the_same() -> None:
             comm.close()
 
 
+def test_the_hub_reduces_for_all_and_says_what_it_cannot(hub: str) -> None:
+    comms = create(hub, 3, "by the hub")
+    tree = {"a": np.arange(1_000_000, dtype=np.float32), "b": [np.ones(5), np.arange(4)]}
+    for result in zt.wait_all([comm.iallreduce(tree, algorithm="hub") for comm in comms]):
+        np.testing.assert_array_equal(result["a"], 3 * tree["a"])
+        np.testing.assert_array_equal(result["b"][1], [0, 3, 6, 9])
+    with pytest.raises(ConfigError, match="the hub reduces sum"):
+        comms[0].iallreduce(np.ones(3), np.add, algorithm="hub")
+    different = [comm.iallreduce(np.ones(3 + (comm.rank == 1)), algorithm="hub") for comm in comms]
+    for request in different:
+        with pytest.raises(CollectiveMismatch, match=r"float64\[3\].*float64\[4\]"):
+            request.wait()
+    for comm in comms:
+        comm.close()
+
+
+def test_who_waits_for_a_hub_that_is_gone_is_told() -> None:
+    with broker() as hub:
+        comms = create(hub, 2, "hub gone")
+        late = comms[0].iallreduce(np.ones(100_000), algorithm="hub")
+    with pytest.raises(PeerLost, match="the hub"):
+        late.wait()
+    with pytest.raises(PeerLost, match="the hub"):
+        comms[1].barrier()
+    with ThreadPoolExecutor(2) as pool:
+        again = list(pool.map(lambda comm: comm.shrink(), comms))
+    assert zt.wait_all([comm.iallreduce(1) for comm in again]) == [2, 2]
+    for comm in again:
+        comm.close()
+
+
 def test_who_is_missing_is_said(hub: str) -> None:
     with pytest.raises(CollectiveTimeout, match="alone"):
         zt.Communicator.create(hub, 2, group="missing", name="alone", timeout_seconds=0.5)
@@ -103,7 +134,7 @@ def say(**what):
 
 with zt.Communicator.create(hub, size, rank, group=group, name=f"pc-{rank}", timeout_seconds=60) as comm:
     sums = {}
-    for algorithm in ("naive", "ring", "tree", "halving", "parallel"):
+    for algorithm in ("naive", "ring", "tree", "halving", "parallel", "hub"):
         x = (np.arange(40_003) % 1000 + rank).astype(np.float32)
         total = comm.allreduce(x, algorithm=algorithm)
         sums[algorithm] = [float(total[0]), float(total.sum(dtype=np.float64))]

@@ -24,6 +24,7 @@ from zmqtrain.types import Array
 
 __all__ = [
     "DTYPES",
+    "NOT_OF_NUMPY",
     "Leaf",
     "LeafShape",
     "as_bytes",
@@ -34,12 +35,15 @@ __all__ = [
     "take_leaf",
 ]
 
+NOT_OF_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""They need the package ml_dtypes, which comes with jax."""
+
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
-    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *NOT_OF_NUMPY,
 )
-"""By code, as in a PART message. The last three need the package ml_dtypes, which comes with jax."""
+"""By code, as in a PART message."""
 
 _LEAF = re.compile(r"([a-z][a-z0-9_]*)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 _MOST_BYTES = 1 << 48

@@ -73,7 +73,7 @@ class Call:
     """One collective on one rank.
 
     confirm: it ends only after those whom it sent anything.  text: what it is, "" until this rank has made the call.
-    waits_for: whom it cannot go on, or end, without.
+    operation: what the hub does, where it is one that reduces.  waits_for: whom it cannot go on, or end, without.
     ended: it is over, well or not.  error: why not well.  owner: whoever made it may note itself here.
     """
 
@@ -81,6 +81,7 @@ class Call:
     text: str = ""
     digest: int = 0
     confirm: bool = False
+    operation: str = ""
     ended: bool = False
     error: ZmqTrainError | None = None
     owner: Any = None
@@ -128,12 +129,14 @@ class Calls:
         """The calls that this rank has made and that have not ended."""
         return [call for call in self._calls.values() if call.text]
 
-    def begin(self, text: str, phases: Phases, owner: Any = None, *, confirm: bool = False) -> Call:
+    def begin(
+        self, text: str, phases: Phases, owner: Any = None, *, confirm: bool = False, operation: str = ""
+    ) -> Call:
         """Make the next call. Raise CollectiveMismatch if another rank's call of this number is known to differ."""
         self.number += 1
         call = self._calls.setdefault(self.number, Call(self.number))
         call.text, call.digest, call.owner, call._phases = text, digest(text), owner, phases
-        call.confirm = confirm
+        call.confirm, call.operation = confirm, operation
         self._texts[self.number] = text
         self._texts.pop(self.number - _REMEMBERED, None)
         for source, theirs in self._theirs.pop(self.number, {}).items():
@@ -357,7 +360,8 @@ class Calls:
         while stream.waiting and (stream.sent - stream.taken < WINDOW_BYTES or to == HUB):
             values, total, start = stream.waiting.popleft()
             flag = call._code | CONFIRM if call.confirm else call._code
-            head = Head(Kind.PART, 0, call.number, total, start, call.digest, flag)
+            text = call.operation if to == HUB else ""
+            head = Head(Kind.PART, 0, call.number, total, start, call.digest, flag, text)
             self.outgoing.append((to, head, values))
             if values is not None:
                 stream.sent += values.nbytes

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from zmqtrain.collectives import exchanges
 from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.arrays import NOT_OF_NUMPY
 from zmqtrain.collectives.calls import Phases
 from zmqtrain.collectives.choice import choose_algorithm, choose_chunk_bytes
 from zmqtrain.collectives.coded import check_coder, coded_allreduce
 from zmqtrain.collectives.messenger import Messenger
-from zmqtrain.collectives.reductions import Function, Reduction, find_reduction
+from zmqtrain.collectives.reductions import OPERATIONS, Function, Reduction, find_reduction
 from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.rooted import BROADCAST, REDUCE
 from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER, share_bounds
@@ -62,10 +63,10 @@ class Communicator(Messenger):
     ) -> Any:
         """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
 
-        algorithm: "naive", "ring", "tree", "halving", "parallel"; "auto" chooses by size. The order in which values
-        are reduced is the algorithm's (its docstring).  codec: what goes over the network is encoded (float32, "sum" or
-        "mean" only; by the owners of shares, whatever the algorithm).  into: where the result of one numpy array is
-        put, x itself for in place: saves a copy of large arrays.
+        algorithm: "naive", "ring", "tree", "halving", "parallel", "hub" (by the broker); "auto" chooses by size. The
+        order in which values are reduced is the algorithm's (its docstring).  codec: what goes over the network is
+        encoded (float32, "sum" or "mean" only; by the owners of shares, whatever the algorithm).  into: where the
+        result of one numpy array is put, x itself for in place: saves a copy of large arrays.
         Raises ConfigError for what cannot be reduced so, CollectiveMismatch, PeerLost, CollectiveTimeout.
         """
         return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
@@ -94,7 +95,7 @@ class Communicator(Messenger):
             coder = None
             if algorithm == "auto":
                 algorithm = choose_algorithm(self.size, tree.nbytes)
-            self._check_algorithm(algorithm)
+            self._check_algorithm(algorithm, operation, tree)
             text = f"allreduce({tree.text}, op={operation}, algorithm={algorithm})"
         flats = tree.pack() if into is None else [_put(tree, into)]
 
@@ -109,7 +110,11 @@ class Communicator(Messenger):
                     )
 
         return self._call(
-            text, phases(), lambda: tree.unpack(flats) if into is None else into, timeout_seconds=timeout_seconds
+            text,
+            phases(),
+            lambda: tree.unpack(flats) if into is None else into,
+            operation=operation,
+            timeout_seconds=timeout_seconds,
         )
 
     def reduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Any:
@@ -293,10 +298,11 @@ class Communicator(Messenger):
         make: Callable[[], Any],
         *,
         confirm: bool = False,
+        operation: str = "",
         timeout_seconds: float | None = None,
     ) -> Request:
         request, group = self._request(text, make, timeout_seconds), self._group
-        self._endpoint.port.call(lambda: group.begin(request, text, phases, confirm))
+        self._endpoint.port.call(lambda: group.begin(request, text, phases, confirm, operation))
         return request
 
     def _chunk(self, flat: NDArray[Any], algorithm: str = "") -> int:
@@ -306,10 +312,15 @@ class Communicator(Messenger):
     def _rooted(self, nbytes: int) -> str:
         return "tree" if self.size <= 2 or nbytes <= 256 << 10 else "chain"
 
-    def _check_algorithm(self, algorithm: str) -> None:
-        choices = [name for name in ALLREDUCE if name != "hub"]
-        if algorithm not in choices:
-            raise ConfigError(f"algorithm={algorithm!r}: choose one of auto, {', '.join(choices)}")
+    def _check_algorithm(self, algorithm: str, operation: str, tree: Tree) -> None:
+        if algorithm not in ALLREDUCE:
+            raise ConfigError(f"algorithm={algorithm!r}: choose one of auto, {', '.join(ALLREDUCE)}")
+        if algorithm != "hub":
+            return
+        if not hasattr(self._endpoint.port, "reduce") or self.size < len(self._endpoint.port.names):
+            raise ConfigError('algorithm="hub": no hub reduces for this group (nor for what is left of one)')
+        if operation not in OPERATIONS or any(shape.dtype.name in NOT_OF_NUMPY for shape in tree.shapes):
+            raise ConfigError(f"the hub reduces {', '.join(OPERATIONS)}, of numpy's own dtypes, not {tree.text[:200]}")
 
     def _one_for_each(self, name: str, xs: Sequence[Any] | None) -> list[Tree]:
         if xs is None or len(xs) != self.size:

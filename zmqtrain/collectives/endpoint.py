@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import cast
 
+from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.wire import Head, Kind, digest, pack, unpack
 from zmqtrain.errors import FramingError
-from zmqtrain.types import Buffer, Port
+from zmqtrain.types import HUB, Buffer, HubChunk, HubPort, Port
 
 __all__ = ["Endpoint"]
 
@@ -67,25 +69,35 @@ class Endpoint:
         self.port.send(rank, [packed, values])
         return len(packed) + values.nbytes
 
+    def reduce(self, head: Head, values: memoryview) -> int:
+        """Have the hub reduce a part of a call; return the message's bytes."""
+        packed, key = pack(head), head.context << 31 | head.number & 0x7FFFFFFF
+        port = cast(HubPort, self.port)
+        port.reduce(HubChunk(key, head.text, dtype_of_code(head.flag).name), [packed, values])
+        return len(packed) + values.nbytes
+
     def on_message(self, rank: int, frames: list[Buffer]) -> None:
         """See PortListener."""
         try:
             head, values = unpack(frames)
         except FramingError as error:
-            logger.warning("%s sent what is no message: %s", self.port.names[rank], error)
+            logger.warning("%s sent what is no message: %s", self._name(rank), error)
             return
         group = self._groups.get(head.context)
         if head.kind == Kind.SURVIVORS:
             self._hear_survivors(rank, head.text)
         elif group is not None:
             group.traffic.count_received(len(frames[0]), 0 if values is None else values.nbytes)
-            group.hear(group.members.index(rank), head, values)
+            group.hear(rank if rank == HUB else group.members.index(rank), head, values)
         elif head.context not in self._over and len(self._early) < _EARLY_MESSAGES:
             self._early.append((rank, head, values))
 
     def on_lost(self, rank: int, why: str) -> None:
         """See PortListener."""
-        if rank not in self._lost:
+        if rank == HUB:
+            for group in list(self._groups.values()):
+                group.on_lost(HUB, why)
+        elif rank not in self._lost:
             self._lost[rank] = why
             for group in list(self._groups.values()):
                 if rank in group.members:
@@ -96,6 +108,9 @@ class Endpoint:
         """See PortListener."""
         for group in list(self._groups.values()):
             group.on_tick(now)
+
+    def _name(self, rank: int) -> str:
+        return "the hub" if rank == HUB else self.port.names[rank]
 
     def note_lost(self, rank: int, why: str) -> None:
         """Count a rank among the lost: another one says so, or it has closed its communicator."""

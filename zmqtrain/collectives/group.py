@@ -16,6 +16,7 @@ from typing import Protocol
 from zmqtrain.collectives.calls import Call, Calls, Phases
 from zmqtrain.collectives.matching import ANY_SOURCE, Matching, Transfer
 from zmqtrain.collectives.requests import Request
+from zmqtrain.collectives.steps import HUB
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.errors import (
     CollectiveMismatch,
@@ -42,6 +43,9 @@ class Post(Protocol):
 
     def send(self, rank: int, head: Head, values: memoryview | None) -> int:
         """Send one message to a rank of the port; return its bytes."""
+
+    def reduce(self, head: Head, values: memoryview) -> int:
+        """Have the hub reduce a part of a call; return the message's bytes."""
 
     def note_lost(self, rank: int, why: str) -> None:
         """Count a rank of the port among the lost."""
@@ -97,7 +101,7 @@ class Group:
         self.broken: ZmqTrainError | None = None
         self.calls = Calls(self.rank, self.size, self.name, self._say_doing)
         self.matching = Matching(self.rank, self.name)
-        self._left: set[int] = set()
+        self._gone: dict[int, PeerLost] = {}  # who has closed its communicator; the hub
         self._last: tuple[str, Call | Transfer] | None = None
         self._questions: list[_Question] = []
 
@@ -107,13 +111,13 @@ class Group:
 
     # ------------------------------------------------------------------ what this rank asks for
 
-    def begin(self, request: Request, text: str, phases: Phases, confirm: bool) -> None:
+    def begin(self, request: Request, text: str, phases: Phases, confirm: bool, operation: str) -> None:
         """Make the next collective call."""
         if self.broken is not None:
             request.complete(self.broken)
             return
         try:
-            call = request.doing = self.calls.begin(text, phases, request, confirm=confirm)
+            call = request.doing = self.calls.begin(text, phases, request, confirm=confirm, operation=operation)
             self._last = text, call
         except Exception as error:
             self._fail(error, f"call number {self.calls.number}, {text}")
@@ -144,15 +148,21 @@ class Group:
             for transfer in matching_finished:
                 if transfer.owner is not None:
                     transfer.owner.complete(transfer.error)
-        if self._left and self.broken is None:
+        if self._gone and self.broken is None:
             for call in calls.pending:
-                for rank in self._left.intersection(call.waits_for):
-                    self.break_off(PeerLost(self.names[rank], _LEFT, rank))
-                    return
+                for rank in call.waits_for:
+                    if rank in self._gone:
+                        self.break_off(self._gone[rank])
+                        return
 
     def _send(self, to: int, head: Head, values: memoryview | None) -> None:
         if to != self.rank:
-            size = self._endpoint.send(self.members[to] if to >= 0 else to, head._replace(context=self.context), values)
+            head = head._replace(context=self.context)
+            if to == HUB:
+                assert values is not None
+                size = self._endpoint.reduce(head, values)
+            else:
+                size = self._endpoint.send(self.members[to], head, values)
             self.traffic.count_sent(size, 0 if values is None else values.nbytes)
             return
         if values is not None and values.nbytes < COPIED_BELOW_BYTES:
@@ -174,10 +184,10 @@ class Group:
                 if kind == Kind.DOING:
                     self._hear_answer(source)
             elif kind == Kind.LEAVING:
-                self._left.add(source)
                 self._endpoint.note_lost(self.members[source], _LEFT)
-                alone = len(self._left) >= self.size - 1
-                self.matching.lose(source, PeerLost(self.names[source], _LEFT, source), alone)
+                error = self._gone[source] = PeerLost(self.names[source], _LEFT, source)
+                alone = all(rank in self._gone for rank in range(self.size) if rank != self.rank)
+                self.matching.lose(source, error, alone)
             else:
                 self.matching.hear(source, head, values)
         except FramingError as error:
@@ -187,8 +197,11 @@ class Group:
         self.settle()
 
     def on_lost(self, rank: int, why: str) -> None:
-        """That rank is gone; this one itself is if it is cut off."""
-        if rank not in self._left:
+        """That rank is gone; this one itself is if it is cut off. The hub's loss is one to those who have it reduce."""
+        if rank == HUB:
+            self._gone[HUB] = PeerLost(self.name(HUB), why, HUB)
+            self.settle()
+        elif rank not in self._gone:
             self.break_off(PeerLost(self.names[rank], why, rank))
 
     def on_tick(self, now: float) -> None:
@@ -206,6 +219,8 @@ class Group:
         if head.flag:
             self._endpoint.note_difference(self.context)
             self.break_off(CollectiveMismatch(head.text), tell=False)
+        elif head.place == HUB:
+            self.break_off(PeerLost(self.name(HUB), head.text, HUB), tell=False)
         elif 0 <= head.place < self.size:
             self._endpoint.note_lost(self.members[head.place], head.text)
             self.break_off(PeerLost(self.names[head.place], head.text, head.place), tell=False)
@@ -239,7 +254,7 @@ class Group:
                 text=(error.why if isinstance(error, PeerLost) else str(error))[:4096],
             )
             for to in range(self.size):
-                if to != self.rank and to not in self._left:
+                if to != self.rank and to not in self._gone:
                     self._send(to, head, None)
         self.settle()
         for question in list(self._questions):
@@ -270,7 +285,7 @@ class Group:
         self, request: Request, waited_seconds: float, answer: Callable[[CollectiveTimeout | None], object]
     ) -> None:
         """Ask all others what they do, and have `answer` called with an error that says why a request is not over."""
-        others = {rank for rank in range(self.size) if rank != self.rank and rank not in self._left}
+        others = {rank for rank in range(self.size) if rank != self.rank and rank not in self._gone}
         question = _Question(request, waited_seconds, others, None, answer)
         self._questions.append(question)
         if not others or self.broken is not None or request.test():

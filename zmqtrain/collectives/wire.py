@@ -35,7 +35,8 @@ class Kind(IntEnum):
 
     Of collective number `number`:
     PART       values of a Send of `size` bytes, from byte `place` on; digest: of the sender's call; flag: the dtype,
-               and CONFIRM where the sender waits to hear that the receiver's call has taken all
+               and CONFIRM where the sender waits to hear that the receiver's call has taken all; to the hub, which
+               sends the head back with the reduced values, text: the operation
     CONSUMED   `size` bytes of what came of it from this rank have been taken
     CALLED     text: the sender's call of that number; compare it with your own
     WAITING    text: the sender's call of that number, in which it waits for `place`; compare, and answer with DOING
