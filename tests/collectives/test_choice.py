@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.collectives.choice import choose_algorithm, choose_chunk_bytes
+from zmqtrain.collectives.choice import TABLE, choose_algorithm, choose_chunk_bytes
 from zmqtrain.types import MAX_FRAME_BYTES
 
 
@@ -15,8 +15,14 @@ def test_there_is_an_algorithm_for_every_size(size: int, nbytes: int) -> None:
     assert choose_algorithm(size, nbytes) in ALLREDUCE
 
 
-def test_large_arrays_go_round_the_ring() -> None:
-    assert {choose_algorithm(size, 10**8) for size in (2, 4, 8, 100)} == {"ring"}
+def test_large_arrays_go_round_the_ring_and_small_ones_take_few_steps() -> None:
+    for size in (2, 4, 8, 100):
+        assert choose_algorithm(size, 10**8) == "ring" != choose_algorithm(size, 8)
+
+
+def test_the_table_rises() -> None:
+    for rows in (TABLE, *(rows for _, rows in TABLE)):
+        assert [most for most, _ in rows] == sorted({most for most, _ in rows})
 
 
 def test_large_arrays_go_in_whole_frames_and_small_ones_in_one_message() -> None:

@@ -65,15 +65,12 @@ def _dtype(name: str) -> np.dtype[Any]:
         return made
 
 
-_CODES = {name: code for code, name in enumerate(DTYPES)}
-
-
+@lru_cache(maxsize=64)
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """Return the code of a dtype; raise ConfigError for one that does not travel."""
-    code = _CODES.get(dtype.name)
-    if code is None:
+    if dtype.name not in DTYPES:
         raise ConfigError(f"arrays of {dtype} do not travel: cast to one of {', '.join(DTYPES)}")
-    return code
+    return DTYPES.index(dtype.name)
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
@@ -101,7 +98,7 @@ class LeafShape:
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+        return f"{DTYPES[dtype_code(self.dtype)]}[{','.join(map(str, self.shape))}]"
 
 
 @lru_cache(maxsize=4096)
@@ -165,10 +162,9 @@ def take_leaf(value: Array) -> Leaf:
         raise ConfigError(
             f"{type(value).__name__} is no array: give a numpy or jax array, a number, or a dict, list or tuple of them"
         )
-    try:
-        values = np.asarray(value)
-    except OverflowError as error:
-        raise ConfigError(f"{value!r} does not fit in 64 bits") from error
+    values = np.asarray(value)
+    if rebuild is _number and values.dtype == object:
+        raise ConfigError(f"{value!r} does not fit in 64 bits")
     dtype_code(values.dtype)
     if not values.dtype.isnative:
         values = values.astype(values.dtype.newbyteorder("="))

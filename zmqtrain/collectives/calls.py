@@ -361,7 +361,7 @@ class Calls:
             values, total, start = stream.waiting.popleft()
             flag = call._code | CONFIRM if call.confirm else call._code
             text = call.operation if to == HUB else ""
-            head = Head(Kind.PART, 0, call.number, total, start, call.digest, flag, text)
+            head = Head(Kind.PART, call.number, total, start, call.digest, flag, text)
             self.outgoing.append((to, head, values))
             if values is not None:
                 stream.sent += values.nbytes

@@ -11,6 +11,7 @@ communicator, and `shrink` goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ class Communicator(Messenger):
         timeout_seconds: how long the request's `wait` waits where it is not told.
         """
         tree = take_tree(x)
-        reductions = [find_reduction(op, dtype) for dtype in tree.sizes()]
+        reductions = [_reduction(op, dtype) for dtype in tree.sizes()]
         operation = reductions[0].name if reductions else "sum"
         if codec is not None:
             coder = check_coder(codec, operation, tree)
@@ -125,7 +126,7 @@ class Communicator(Messenger):
         """Begin a `reduce`."""
         self._check_rank("root", root)
         tree = take_tree(x)
-        reductions = [find_reduction(op, dtype) for dtype in tree.sizes()]
+        reductions = [_reduction(op, dtype) for dtype in tree.sizes()]
         operation = reductions[0].name if reductions else "sum"
         flats, algorithm = tree.pack(), self._rooted(tree.nbytes)
 
@@ -150,7 +151,7 @@ class Communicator(Messenger):
         tree = take_tree(x)
         if not tree.is_leaf:
             raise ConfigError("reduce_scatter takes one array: join the leaves of a tree first, or allreduce it")
-        reduction = find_reduction(op, tree.shapes[0].dtype)
+        reduction = _reduction(op, tree.shapes[0].dtype)
         (flat,) = tree.pack()
         bounds = share_bounds(flat.size, self.size)
         own = slice(bounds[self.rank], bounds[self.rank + 1])
@@ -360,6 +361,15 @@ class Communicator(Messenger):
                 f"{text}: {self._group.name(root)} has {told[:200]}, and {self._group.name(self.rank)} expects "
                 f"{tree.text[:200]}"
             )
+
+
+def _reduction(op: Op, dtype: np.dtype[Any]) -> Reduction:
+    return _reduction_by_name(op, dtype) if isinstance(op, str) else find_reduction(op, dtype)
+
+
+@lru_cache(maxsize=64)
+def _reduction_by_name(op: str, dtype: np.dtype[Any]) -> Reduction:
+    return find_reduction(op, dtype)
 
 
 def _put(tree: Tree, into: NDArray[Any]) -> NDArray[Any]:

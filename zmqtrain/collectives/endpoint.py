@@ -60,18 +60,18 @@ class Endpoint:
 
     # ------------------------------------------------------------------ the port's thread
 
-    def send(self, rank: int, head: Head, values: memoryview | None) -> int:
+    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
         """Send one message to a rank of the port; return its bytes."""
-        packed = pack(head)
+        packed = pack(head, context)
         if values is None:
             self.port.send(rank, [packed])
             return len(packed)
         self.port.send(rank, [packed, values])
         return len(packed) + values.nbytes
 
-    def reduce(self, head: Head, values: memoryview) -> int:
+    def reduce(self, context: int, head: Head, values: memoryview) -> int:
         """Have the hub reduce a part of a call; return the message's bytes."""
-        packed, key = pack(head), head.context << 31 | head.number & 0x7FFFFFFF
+        packed, key = pack(head, context), context << 31 | head.number & 0x7FFFFFFF
         port = cast(HubPort, self.port)
         port.reduce(HubChunk(key, head.text, dtype_of_code(head.flag).name), [packed, values])
         return len(packed) + values.nbytes
@@ -172,7 +172,7 @@ class Endpoint:
             self._said[self.port.rank] = words
             for rank in self._living():
                 if rank != self.port.rank:
-                    self.send(rank, Head(Kind.SURVIVORS, text=words), None)
+                    self.send(rank, 0, Head(Kind.SURVIVORS, text=words), None)
         if self.unheard():
             return
         for group in list(self._groups.values()):

@@ -41,10 +41,10 @@ _LEFT = "it has closed its communicator"
 class Post(Protocol):
     """What a group needs of its endpoint."""
 
-    def send(self, rank: int, head: Head, values: memoryview | None) -> int:
+    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
         """Send one message to a rank of the port; return its bytes."""
 
-    def reduce(self, head: Head, values: memoryview) -> int:
+    def reduce(self, context: int, head: Head, values: memoryview) -> int:
         """Have the hub reduce a part of a call; return the message's bytes."""
 
     def note_lost(self, rank: int, why: str) -> None:
@@ -102,7 +102,8 @@ class Group:
         self.calls = Calls(self.rank, self.size, self.name, self._say_doing)
         self.matching = Matching(self.rank, self.name)
         self._gone: dict[int, PeerLost] = {}  # who has closed its communicator; the hub
-        self._last: tuple[str, Call | Transfer] | None = None
+        self._last = "nothing"
+        self._doing: Call | Transfer | None = None  # what it did last, as long as that goes on
         self._questions: list[_Question] = []
 
     def name(self, rank: int) -> str:
@@ -118,7 +119,7 @@ class Group:
             return
         try:
             call = request.doing = self.calls.begin(text, phases, request, confirm=confirm, operation=operation)
-            self._last = text, call
+            self._last, self._doing = f"{text} (call number {call.number})", call
         except Exception as error:
             self._fail(error, f"call number {self.calls.number}, {text}")
         self.settle()
@@ -129,7 +130,7 @@ class Group:
         if self.broken is not None:
             request.complete(self.broken)
             return
-        self._last = request.what, transfer
+        self._last, self._doing = request.what, transfer
         post()
         self.settle()
 
@@ -142,12 +143,14 @@ class Group:
                 for to, head, values in outgoing:
                     self._send(to, head, values)
             calls_finished, calls.finished = calls.finished, []
-            for call in calls_finished:
-                call.owner.complete(call.error)
             matching_finished, matching.finished = matching.finished, []
-            for transfer in matching_finished:
-                if transfer.owner is not None:
-                    transfer.owner.complete(transfer.error)
+            finished: list[Call | Transfer] = [*calls_finished, *matching_finished]
+            for over in finished:
+                owner, over.owner = over.owner, None
+                if self._doing is over:
+                    self._doing = None
+                if owner is not None:
+                    owner.complete(over.error)
         if self._gone and self.broken is None:
             for call in calls.pending:
                 for rank in call.waits_for:
@@ -157,12 +160,11 @@ class Group:
 
     def _send(self, to: int, head: Head, values: memoryview | None) -> None:
         if to != self.rank:
-            head = head._replace(context=self.context)
             if to == HUB:
                 assert values is not None
-                size = self._endpoint.reduce(head, values)
+                size = self._endpoint.reduce(self.context, head, values)
             else:
-                size = self._endpoint.send(self.members[to], head, values)
+                size = self._endpoint.send(self.members[to], self.context, head, values)
             self.traffic.count_sent(size, 0 if values is None else values.nbytes)
             return
         if values is not None and values.nbytes < COPIED_BELOW_BYTES:
@@ -335,12 +337,8 @@ class Group:
         return f"{self.name(rank)}, {missing}the last it did: {did}"
 
     def _say_doing(self) -> str:
-        if self._last is None:
-            return "nothing yet"
-        text, doing = self._last
-        number = f" (call number {doing.number})" if isinstance(doing, Call) else ""
-        if doing.ended:
-            return f"{text}{number}, which has ended"
-        ranks = doing.waits_for if isinstance(doing, Call) else ()
+        if self._doing is None:
+            return f"{self._last}, which has ended"
+        ranks = self._doing.waits_for if isinstance(self._doing, Call) else ()
         whom = f" and waits for {', '.join(map(self.name, ranks))}" if ranks else ""
-        return f"{text}{number}, which goes on{whom}"
+        return f"{self._last}, which goes on{whom}"

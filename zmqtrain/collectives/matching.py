@@ -16,7 +16,7 @@ Source: the MPI standard 4.0, sec. 3.5 (order and progress), 3.8 (probe, matched
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,8 @@ WINDOW_BYTES = 4 << 20
 """How a large message is cut, and how much of it is on its way at most."""
 
 _ENVELOPE_BYTES = 64  # what an empty message counts for
+
+_NOTHING = memoryview(b"")
 
 Outgoing = tuple[int, Head, Any]
 """To which rank, what, and the values: anything with a buffer, or None."""
@@ -92,7 +94,7 @@ class Sending(Transfer):
     """
 
     number: int = 0
-    values: memoryview = field(default_factory=lambda: memoryview(b""))
+    values: memoryview = _NOTHING
     taken: bool = False
     sent: int = 0
     received: int = 0
@@ -416,6 +418,8 @@ class Matching:
 
     def _end(self, transfer: Transfer, error: ZmqTrainError | None = None) -> None:
         transfer.ended, transfer.error = True, error
+        if isinstance(transfer, Sending):
+            transfer.values = _NOTHING
         self.finished.append(transfer)
 
 

@@ -68,6 +68,7 @@ class Request:
                 raise self._error.with_traceback(None)
             if not self._made:
                 self._result, self._made = self._make(), True
+                self._make = _make_nothing  # what it was made of is freed
             return self._result
 
     def cancel(self) -> bool:
@@ -106,6 +107,10 @@ class Request:
             error = self._host.explain(self, time.monotonic() - started)
             if error is not None and not self._over.is_set():
                 raise error
+
+
+def _make_nothing() -> None:
+    pass
 
 
 def wait_all(requests: Sequence[Request], timeout_seconds: float | None = None) -> list[Any]:

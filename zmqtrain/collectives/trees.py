@@ -105,27 +105,26 @@ class Tree:
 def take_tree(tree: Any) -> Tree:
     """Take a caller's tree apart. Raise ConfigError for what is neither an array nor a container of them."""
     leaves: list[Leaf] = []
-
-    def take(node: Any, depth: int) -> tuple[Any, Any]:
-        """Return the structure and the description of a node."""
-        if depth > _DEEPEST:
-            raise ConfigError(f"a tree of arrays that is more than {_DEEPEST} deep")
-        if node is None:
-            return None, None
-        if isinstance(node, dict):
-            children = {key: take(node[key], depth + 1) for key in _sorted(node)}
-            described = {key: child[1] for key, child in children.items()}
-            return {key: children[key][0] for key in node}, described
-        if isinstance(node, list | tuple):
-            taken = [take(child, depth + 1) for child in node]
-            inside, told = [child[0] for child in taken], [child[1] for child in taken]
-            return (inside, told) if isinstance(node, list) else (_like(node, inside), tuple(told))
-        leaves.append(take_leaf(node))
-        return len(leaves) - 1, str(leaves[-1].shape)
-
-    structure, described = take(tree, 0)
+    structure, described = _take(tree, leaves, 0)
     text = described if isinstance(structure, int) else repr(described)
     return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
+
+
+def _take(node: Any, leaves: list[Leaf], depth: int) -> tuple[Any, Any]:
+    """Return the structure and the description of a node; add its leaves to `leaves`."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"a tree of arrays that is more than {_DEEPEST} deep")
+    if node is None:
+        return None, None
+    if isinstance(node, dict):
+        children = {key: _take(node[key], leaves, depth + 1) for key in _sorted(node)}
+        return {key: children[key][0] for key in node}, {key: child[1] for key, child in children.items()}
+    if isinstance(node, list | tuple):
+        taken = [_take(child, leaves, depth + 1) for child in node]
+        inside, told = [child[0] for child in taken], [child[1] for child in taken]
+        return (inside, told) if isinstance(node, list) else (_like(node, inside), tuple(told))
+    leaves.append(take_leaf(node))
+    return len(leaves) - 1, str(leaves[-1].shape)
 
 
 def _sorted(node: dict[Any, Any]) -> list[Any]:
@@ -159,22 +158,22 @@ def read_tree(text: str) -> Tree:
     Raise FramingError for what describes no tree.
     """
     shapes: list[LeafShape] = []
-
-    def read(node: Any) -> Any:
-        if node is None:
-            return None
-        if isinstance(node, str):
-            shapes.append(read_leaf(node))
-            return len(shapes) - 1
-        if isinstance(node, dict):
-            return {key: read(child) for key, child in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(read(child) for child in node)
-        raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
-
-    structure = read(_literal(text) if text[:1] in "[({N" else text)
+    structure = _read(_literal(text) if text[:1] in "[({N" else text, shapes)
     leaf = Leaf(_NOTHING, lambda values: values if values.ndim else values[()])
     return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
+
+
+def _read(node: Any, shapes: list[LeafShape]) -> Any:
+    if node is None:
+        return None
+    if isinstance(node, str):
+        shapes.append(read_leaf(node))
+        return len(shapes) - 1
+    if isinstance(node, dict):
+        return {key: _read(child, shapes) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_read(child, shapes) for child in node)
+    raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
 
 
 def _literal(text: str) -> Any:

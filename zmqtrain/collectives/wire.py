@@ -78,13 +78,13 @@ class Head(NamedTuple):
     """What stands before the values; what each field means: `Kind`."""
 
     kind: int
-    context: int = 0
     number: int = 0
     size: int = 0
     place: int = 0
     digest: int = 0
     flag: int = 0
     text: str = ""
+    context: int = 0
 
 
 _HEAD = struct.Struct("<BBHIQQqQ")  # kind, flag, 0, context, number, size, place, digest
@@ -93,9 +93,9 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 _WITH_VALUES = frozenset((int(Kind.PART), int(Kind.EAGER), int(Kind.PIECE)))
 
 
-def pack(head: Head) -> bytes:
-    """Return the frame of a head. Raise LocalProtocolError if its text is too long."""
-    kind, context, number, size, place, digest, flag, text = head
+def pack(head: Head, context: int) -> bytes:
+    """Return the frame of a head in this context. Raise LocalProtocolError if its text is too long."""
+    kind, number, size, place, digest, flag, text, _ = head
     packed = _HEAD.pack(kind, flag, 0, context, number, size, place, digest)
     if not text:
         return packed
@@ -130,7 +130,7 @@ def unpack(frames: Sequence[Buffer]) -> tuple[Head, memoryview | None]:
         values = memoryview(frames[1]).cast("B")
         if kind not in _WITH_VALUES or values.nbytes > MAX_FRAME_BYTES:
             raise FramingError(f"a {Kind(kind).name} message with {values.nbytes} bytes of values")
-    return Head(kind, context, number, size, place, digest, flag, text), values
+    return Head(kind, number, size, place, digest, flag, text, context), values
 
 
 def digest(text: str) -> int:
