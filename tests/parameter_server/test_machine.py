@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Install, Receive, Refuse
-from zmqtrain.parameter_server.machine import MOST_REQUESTS, KeyServer
+from zmqtrain.parameter_server.machine import KEY_BYTES, MOST_REQUESTS, KeyServer
 from zmqtrain.parameter_server.rules import Rules
 
 SIZES = (400,)
@@ -278,6 +278,10 @@ def test_first_values_of_a_wrong_size_are_refused(what):
     assert initialise(Server(workers="a"), *what)[0].reason == "size"
 
 
+def test_a_name_that_is_too_long_is_refused():
+    assert initialise(Server(workers="a"), "v" * 501, "float32", 0, 100, SIZES)[0].reason == "key"
+
+
 def test_a_key_that_has_been_pushed_to_is_not_begun_again():
     server = Server(workers="ab").key("w")
     server.key("w")  # its first client was lost half-way, say
@@ -289,9 +293,9 @@ def test_a_key_that_has_been_pushed_to_is_not_begun_again():
 
 def test_more_keys_than_memory_holds_are_refused():
     server = Server(workers="a", optimizer="adam")
-    server.machine.limit_bytes = 5 * 400
+    server.machine.limit_bytes = KEY_BYTES + 5 * 400  # values, what is sent, a gradient, and two of Adam's
     server.key("v")
-    assert server.machine.held_bytes == 2000
+    assert server.machine.held_bytes == server.machine.limit_bytes
     (refused,) = initialise(server, "w", "float32", 0, 100, SIZES)
     assert refused.reason == "memory" and "more masters" in refused.text
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.parameter_server.shards import ITEM_BYTES, SPLIT_BYTES, Piece, ShardMap
+from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES, SPLIT_BYTES, Piece, ShardMap
 
 batches = st.lists(
     st.dictionaries(
@@ -32,7 +32,7 @@ def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_b
                     sum(piece.values for piece in pieces[:before]) for before in range(len(pieces))
                 ]
                 assert sum(piece.values for piece in pieces) == values and all(piece.values for piece in pieces)
-                assert len({piece.master for piece in pieces}) == len(pieces)
+                assert [piece.master for piece in pieces] == sorted(piece.master for piece in pieces)
 
 
 @settings(max_examples=40)
@@ -66,7 +66,7 @@ def test_a_key_stays_where_it_is():
     assert shards.place({"w": (10**9, "float64"), "b": (1, "float32")})["w"] == placed["w"] == shards["w"]
 
 
-def test_a_large_key_is_cut_into_one_piece_for_each_master_and_a_small_one_is_not():
+def test_of_a_large_key_each_master_has_a_part_and_a_small_one_lies_on_one():
     shards = ShardMap(4)
     values = SPLIT_BYTES // 4
     assert shards.place({"small": (values, "float32")})["small"] == (Piece(0, 0, values),)
@@ -76,6 +76,17 @@ def test_a_large_key_is_cut_into_one_piece_for_each_master_and_a_small_one_is_no
         values // 4 + 1,
         values // 4 + 1,
     ]
+
+
+def test_what_a_master_has_of_a_key_is_cut_so_that_the_first_comes_back_while_the_last_goes_up():
+    values = 3 * PIECE_BYTES // 4
+    pieces = ShardMap(2).place({"w": (values, "float32")})["w"]
+    assert [piece.master for piece in pieces] == [0, 0, 1, 1]
+    assert sum(piece.values for piece in pieces) == values
+    assert max(piece.values for piece in pieces) * 4 == PIECE_BYTES
+    assert pieces[1].name("w", values) == f"w[{pieces[1].start}:{pieces[2].start}]"
+    (whole,) = ShardMap(2).place({"b": (10, "float32")})["b"]
+    assert whole.name("b", 10) == "b"
 
 
 def test_a_restored_map_goes_on_as_the_first():

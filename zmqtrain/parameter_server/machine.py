@@ -42,6 +42,10 @@ MOST_REQUESTS = 1 << 16
 """So many requests of one worker may be open: each is held in memory."""
 
 
+KEY_BYTES, MAX_NAME = 4096, 500
+"""What a key takes of memory besides values, at most; and the characters of its name."""
+
+
 class _Kind(Enum):
     INITIALISE = "init"
     PUSH = "push"
@@ -194,6 +198,8 @@ class KeyServer:
         known = self.keys.get(key)
         if (why := self._why_not(worker, request)) is not None:
             return [Refuse(worker, request, *why)]
+        if len(key) > MAX_NAME:
+            return [Refuse(worker, request, "key", f"the name of a key has {len(key)} characters; {MAX_NAME} may be")]
         if dtype not in ITEM_BYTES or start < 0 or values < 1 or not is_cut(values * ITEM_BYTES[dtype], sizes):
             return [Refuse(worker, request, "size", f"{values} values of {dtype!r} in {len(sizes)} frames are no key")]
         if known is not None and known.pushed:
@@ -369,7 +375,7 @@ class KeyServer:
 
     def _cost(self, size: int) -> int:
         """What a piece takes of memory: values, what is sent of them, a gradient, and the optimizer's state."""
-        return size * (3 + self._slots)
+        return KEY_BYTES + size * (3 + self._slots)
 
     def _open(self, asked: _Request) -> None:
         self._workers[asked.worker].open[asked.number] = asked

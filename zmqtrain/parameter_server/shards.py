@@ -1,8 +1,10 @@
 """Deal keys among masters, so that all of them hold, send and receive the same number of bytes, or nearly.
 
-Rule 1: a key of more than `split_bytes` is cut into one contiguous piece for each master, equal but for one value;
-a smaller one goes whole to the master with the least.  Rule 2: what follows is a function of the keys and the order in
-which they were placed, and of nothing else; one master keeps the map (`directory`), and all ask it.
+Rule 1: of a key of more than `split_bytes` each master has a contiguous part, equal but for one value, cut into pieces
+of at most `PIECE_BYTES`: each is pushed, stepped and pulled by itself, so that the first come back while the last go
+up.  A smaller one goes whole to the master with the least.
+Rule 2: what follows is a function of the keys and the order in which they were placed, and of nothing else; one master
+keeps the map (`directory`), and all ask it.
 Rule 3: no two masters ever differ by more than `split_bytes` (`ShardMap` says why).
 Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (there ranges of hashed keys);
 the dealing is list scheduling, Graham 1966.
@@ -15,20 +17,25 @@ from typing import NamedTuple
 
 from zmqtrain.errors import ConfigError
 
-__all__ = ["ITEM_BYTES", "SPLIT_BYTES", "Piece", "ShardMap"]
+__all__ = ["ITEM_BYTES", "SPLIT_BYTES", "PIECE_BYTES", "Piece", "ShardMap"]
 
 ITEM_BYTES = {"float32": 4, "float64": 8}
 """The dtypes that a key may have, and the bytes of one value."""
 SPLIT_BYTES = 1 << 20
 """From here on a piece for each master is worth a message for each: about 8 ms of a port of 1 Gb/s."""
+PIECE_BYTES = 4 << 20
 
 
 class Piece(NamedTuple):
-    """The part of a flat key that one master has: `values` of them from `start` on."""
+    """A part of a flat key that one master has: `values` of them from `start` on."""
 
     master: int
     start: int
     values: int
+
+    def name(self, key: str, values: int) -> str:
+        """Return what the master calls it, of a key of so many values: the key itself, or "w[0:1000]"."""
+        return key if self.values == values else f"{key}[{self.start}:{self.start + self.values}]"
 
 
 class ShardMap:
@@ -65,7 +72,7 @@ class ShardMap:
                 )
         new = {key: (values, ITEM_BYTES[dtype]) for key, (values, dtype) in keys.items() if key not in self._pieces}
         for key, (values, item) in sorted(new.items(), key=lambda one: (-one[1][0] * one[1][1], one[0])):
-            split = self.masters > 1 and values * item > self.split_bytes
+            split = values * item > self.split_bytes
             self._pieces[key] = self._split(values, item) if split else self._whole(values, item)
         return {key: self._pieces[key] for key in keys}
 
@@ -94,9 +101,9 @@ class ShardMap:
         lightest = set(self._by_load()[:more])
         pieces, start = [], 0
         for master in range(self.masters):
-            size = each + (master in lightest)
-            if size:
-                pieces.append(Piece(master, start, size))
-            start += size
-            self.loads[master] += size * item
+            end = start + each + (master in lightest)
+            self.loads[master] += (end - start) * item
+            step = PIECE_BYTES // item
+            pieces += [Piece(master, begin, min(step, end - begin)) for begin in range(start, end, step)]
+            start = end
         return tuple(pieces)

@@ -201,8 +201,9 @@ class KeyMasters:
         dtype = flat.dtype.name
 
         def bring(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, flat.size)
             return self.lines[piece.master].announce(
-                lambda number, sizes: Initialise(number, key, dtype, piece.start, piece.values, sizes),
+                lambda number, sizes: Initialise(number, name, dtype, piece.start, piece.values, sizes),
                 cut_frames(flat[piece.start : piece.start + piece.values]),
             )
 
@@ -211,13 +212,15 @@ class KeyMasters:
     def _announce(self, key: str, flat: Vector, pull: bool) -> list[asyncio.Future[Any]]:
         self.pushes += 1
         dtype = flat.dtype.name
-        return [
-            self.lines[piece.master].announce(
-                lambda number, sizes: Push(number, key, dtype, pull, sizes),
+
+        def announce(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, flat.size)
+            return self.lines[piece.master].announce(
+                lambda number, sizes: Push(number, name, dtype, pull, sizes),
                 cut_frames(flat[piece.start : piece.start + piece.values]),
             )
-            for piece in self.places[key].pieces
-        ]
+
+        return [announce(piece) for piece in self.places[key].pieces]
 
     async def push(self, key: str, flat: Vector) -> None:
         """Give a gradient to all masters that have a piece of the key; wait until they have it."""
@@ -229,9 +232,12 @@ class KeyMasters:
 
     async def pull(self, key: str, into: Vector) -> Vector:
         """Return the values of a key, in `into`."""
-        pieces = self.places[key].pieces
-        asked = [self.lines[piece.master].ask(lambda number: Pull(number, key)) for piece in pieces]
-        return await self._gather(key, asked, into)
+
+        def ask(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, into.size)
+            return self.lines[piece.master].ask(lambda number: Pull(number, name))
+
+        return await self._gather(key, [ask(piece) for piece in self.places[key].pieces], into)
 
     async def _gather(self, key: str, answers: Sequence[asyncio.Future[Any]], into: Vector) -> Vector:
         """Put the pieces of a key's values together, each when it comes."""
