@@ -76,6 +76,11 @@ def test_the_headline_says_how_the_run_stands() -> None:
     assert text == expected
 
 
+def test_the_headline_says_what_a_parameter_server_serves() -> None:
+    served = {"keys": 12, "bytes": 3_200_000, "pushes": 4500, "clients": 3}
+    assert " · serves 12 keys, 3.2 MB: 4.5 k pushes, 3 clients now" in roster_headline(roster(served=served))
+
+
 def test_before_anybody_founds_the_run_the_headline_says_what_is_awaited() -> None:
     assert "waiting for the first node" in roster_headline(roster(version=-1, units_total=0, scores={}))
 

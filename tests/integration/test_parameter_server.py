@@ -384,6 +384,23 @@ def test_keys_that_cannot_be_read_are_not_begun_without(tmp_path):
         BrokerThread("tcp://127.0.0.1:0", RunSettings(), checkpoint=tmp_path)
 
 
+def test_the_roster_says_what_is_served():
+    told = threading.Event()
+    expected = {"keys": 4, "bytes": sum(leaf.nbytes for leaf in leaves(model())), "pushes": 1, "clients": 1}
+
+    def watch(roster):
+        if roster.served == expected:
+            told.set()
+
+    with (
+        BrokerThread("tcp://127.0.0.1:0", RunSettings(), watch=watch) as broker,
+        clients(broker.address, ["a"]) as (client,),
+    ):
+        client.init_all(model())
+        client.push("layer/bias", np.ones(10, np.float32))
+        assert told.wait(WAIT)
+
+
 def test_a_broker_that_is_stopped_says_goodbye_to_its_clients():
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(BrokerThread("tcp://127.0.0.1:0", RunSettings()))

@@ -114,6 +114,10 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     if missing := name_missing(roster.masters):
         parts.append(f"without {missing}")
+    if served := roster.served:
+        keys, pushes, clients = (format_count(int(served.get(name, 0))) for name in ("keys", "pushes", "clients"))
+        size = format_bytes(int(served.get("bytes", 0)))
+        parts.append(f"serves {keys} keys, {size}: {pushes} pushes, {clients} clients now")
     line = " · ".join(parts)
     return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
 

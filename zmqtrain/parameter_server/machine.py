@@ -119,6 +119,16 @@ class KeyServer:
         self._workers: dict[PeerId, _Worker] = {}
         self._complete = False
 
+    @property
+    def clients(self) -> int:
+        """How many clients have enrolled, those that only read too."""
+        return len(self._workers)
+
+    @property
+    def value_bytes(self) -> int:
+        """The bytes of all values."""
+        return sum(key.size for key in self.keys.values())
+
     def serves(self, worker: PeerId) -> bool:
         """Return whether a client has enrolled."""
         return worker in self._workers

@@ -8,7 +8,7 @@ refuse before it allocates.  Rule 3: an effect is a wish; a machine never acts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from zmqtrain.errors import FramingError
@@ -209,7 +209,8 @@ class Report:
 class Roster:
     """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
 
-    every, delay: k and d at `version`.  masters: as in Welcome.
+    every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
+    bytes, pushes, clients; nothing if it has no keys.
     """
 
     version: int
@@ -225,6 +226,7 @@ class Roster:
     every: int = 0
     delay: int = 0
     masters: tuple[str, ...] = ()
+    served: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

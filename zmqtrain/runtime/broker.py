@@ -392,8 +392,9 @@ class Broker:
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
             case SendTo(peer, message):
-                self.traffic.send(peer, message)
+                self.traffic.send(peer, self.parameters.describe(message))
             case Broadcast(message):
+                message = self.parameters.describe(message)
                 if isinstance(message, Roster) and self.watch is not None:
                     self.watch(message)
                 if isinstance(message, Schedule):

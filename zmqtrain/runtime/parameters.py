@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.rules import Rules
 from zmqtrain.parameter_server.store import Store
 from zmqtrain.protocol import keys
-from zmqtrain.protocol.messages import KeyRequest, Refused, model_from_wire
+from zmqtrain.protocol.messages import KeyRequest, Message, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.runtime.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.types import Buffer, PeerId
@@ -157,6 +158,14 @@ class Parameters:
             if self.machine.serves(peer) and self._awaited.get(peer) != said:
                 self._traffic.send(peer, said)
         self._awaited = awaited
+
+    def describe(self, message: Message) -> Message:
+        """Return a Roster with what is served here, and any other message as it is."""
+        if not isinstance(message, Roster) or not self.machine.keys:
+            return message
+        machine = self.machine
+        served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": machine.value_bytes}
+        return replace(message, served=served | {"pushes": machine.pushes, "clients": machine.clients})
 
     def _state(self) -> dict[str, Any]:
         return {"machine": self.machine.state(), "directory": self.directory.state()}
