@@ -149,7 +149,9 @@ def plot(results, folder):
         for way in dict.fromkeys(result["way"] for result in results):
             points = [(result["workers"], scale * result[name]) for result in results if result["way"] == way]
             axes.plot(*zip(*points, strict=True), "--o" if way.startswith("asynchronous") else "-s", label=way, ms=4)
-        axes.set_xticks(sorted({result["workers"] for result in results}))
+        counts = sorted({result["workers"] for result in results})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
         axes.set(xlabel="workers", ylabel=label, ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
