@@ -27,6 +27,7 @@ from zmqtrain.runtime.aggregator import Aggregator
 from zmqtrain.runtime.costs import COSTS, CodecCosts
 from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
 from zmqtrain.runtime.schedule import model_of
+from zmqtrain.runtime.vectors import Vectors
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.step import Rebase
 from zmqtrain.types import Offer, PeerId
@@ -89,7 +90,9 @@ def measure_rebase(values: int, rounds: int) -> float:
     model = model_of(values)
     rebase = Rebase(Layout(model, 1), donate=True)
     params, anchor = ([jnp.zeros(leaf.shape) for leaf in model] for _ in range(2))
-    step = {0: [np.ones(leaf.shape, np.float32) for leaf in model]}
+    step = {0: Vectors().take_segments([leaf.values for leaf in model])}
+    for segment in step[0]:
+        segment.fill(1)
     least = float("inf")
     for _ in range(rounds + 1):  # the first compiles
         began = time.process_time()

@@ -16,6 +16,7 @@ from zmqtrain.codecs.payload import (
     check_payload,
     decode_frame,
     decode_payload,
+    decode_segments,
     encode_payload,
     encode_slabs,
     initial_states,
@@ -115,6 +116,25 @@ def test_frames_may_come_in_any_order_and_be_decoded_on_arrival(spec):
     assert sorted(slabs) == list(range(14 + 1 + 23))
     np.testing.assert_array_equal(out, one_by_one(codecs, segments))
     np.testing.assert_array_equal(decode_payload(codecs, frames, counts), out)
+
+
+@every_codec
+def test_segments_may_each_be_decoded_into_memory_of_their_own(spec):
+    codecs, segments = all_of(spec, COUNTS), segments_of(COUNTS)
+    frames = encode_payload(codecs, segments)
+    whole = decode_payload(codecs, frames, COUNTS)
+    apart = [np.full(count, 7, np.float32) for count in COUNTS]
+    decode_segments(codecs, frames[::-1], apart)
+    assert np.concatenate(apart).tobytes() == whole.tobytes()
+    decode_segments(codecs, frames, apart, add=True)
+    np.testing.assert_array_equal(np.concatenate(apart), whole + whole)
+
+
+def test_frames_of_other_segments_are_refused():
+    codecs, segments = all_of("int8", COUNTS), segments_of(COUNTS)
+    frames = encode_payload(codecs, segments)
+    with pytest.raises(CodecError, match="declares"):
+        decode_segments(codecs[:1], frames, [np.zeros(9, np.float32)])
 
 
 @every_codec

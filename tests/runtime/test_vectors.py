@@ -53,6 +53,27 @@ def test_memory_of_another_size_is_not_lent():
     assert first not in (address(small), address(large))
 
 
+def test_jax_takes_each_segment_as_it_lies():
+    for segment in Vectors().take_segments((17, LARGE + 3, 792)):
+        assert jax.device_put(segment).unsafe_buffer_pointer() == address(segment)
+
+
+def test_segments_lie_in_one_memory_which_any_of_them_holds():
+    vectors = Vectors()
+    counts = (1, 17, LARGE + 3, 792, 16)
+    segments = vectors.take_segments(counts)
+    assert [segment.shape for segment in segments] == [(count,) for count in counts]
+    for number, segment in enumerate(segments):
+        segment.fill(number)
+    for number, segment in enumerate(segments):
+        assert (segment == number).all() and address(segment) % ALIGNMENT_BYTES == 0
+    first = address(segments[0])
+    del segments[1:], segment
+    assert address(vectors.take(sum(counts) + 64)) != first  # one segment holds all of the memory
+    del segments
+    assert address(vectors.take(sum(counts) + 64)) == first
+
+
 def test_nothing_is_written_where_a_computation_still_reads():
     """The vector goes to JAX, and out of sight, while what is computed from it has not even begun."""
     vectors = Vectors()

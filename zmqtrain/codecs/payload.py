@@ -42,6 +42,7 @@ __all__ = [
     "check_payload",
     "decode_frame",
     "decode_payload",
+    "decode_segments",
 ]
 
 _VERSION = 2
@@ -309,3 +310,23 @@ def decode_payload(
     for frame in frames:
         decode_frame(codecs, frame, out, counts, add=add)
     return out
+
+
+def decode_segments(
+    codecs: Sequence[Codec], frames: Sequence[Buffer], segments: Sequence[Vector], *, add: bool = False
+) -> None:
+    """Decode a payload that `check_payload` has passed into its segments, each a contiguous float32 vector of its own.
+
+    With `add` onto what is there. Raises CodecError for other frames than the segments' sizes say.
+    """
+    counts = tuple(segment.size for segment in segments)
+    plan = plan_payload(tuple(codecs), counts)
+    starts = np.cumsum((0, *counts)).tolist()
+    for frame in frames:
+        view, known = _open(plan, frame)
+        with np.errstate(over="ignore"):
+            for number in known.slabs:
+                slab = plan.slabs[number]
+                start = slab.start - starts[slab.segment]
+                target = segments[slab.segment][start : start + slab.values]
+                slab.codec.decode_into(_sections(view, slab), target, add)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spec
 from zmqtrain.codecs.codec import State
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, initial_states
+from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.moments import decode_moments, split_snapshot
@@ -175,7 +175,7 @@ class DeltaCoder:
         segments = [np.asarray(segment) for segment in offer.segments]
         alike = all(u.codec == coding.name for u in on_the_way)
         if not alike:
-            sent = cut(self._sum(on_the_way), counts)
+            sent = self._sum(on_the_way)
             segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
         less = [u.frames for u in on_the_way] if alike else ()
         if offer.dense:
@@ -235,17 +235,16 @@ class DeltaCoder:
 
     def _segments(self, encoded: Sequence[Encoded], counts: Sequence[int]) -> Sequence[Array]:
         if self.device is None or any(self._goes_here(u.codec) for u in encoded):
-            return cut(self._sum(encoded), counts)
+            return self._sum(encoded)
         return self.device.decode_sum([(self._codecs(u), u.frames) for u in encoded], counts)
 
     def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
         return coding_from_spec(encoded.codec).of_fragment(self.layout, encoded.fragment)
 
-    def _sum(self, encoded: Sequence[Encoded]) -> Vector:
-        counts = self.layout.counts(encoded[0].fragment)
-        total = self._vectors.take(sum(counts))
+    def _sum(self, encoded: Sequence[Encoded]) -> list[Vector]:
+        total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
         for number, u in enumerate(encoded):
-            decode_payload(self._codecs(u), u.frames, counts, out=total, add=number > 0, checked=True)
+            decode_segments(self._codecs(u), u.frames, total, add=number > 0)
         return total
 
     def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
@@ -254,5 +253,6 @@ class DeltaCoder:
         if self.device is not None and not self._goes_here(codec):
             return self.device.decode(codecs, frames, counts)
         check_payload(codecs, frames, counts)
-        flat = decode_payload(codecs, frames, counts, out=self._vectors.take(sum(counts)), checked=True)
-        return cut(flat, counts)
+        segments = self._vectors.take_segments(counts)
+        decode_segments(codecs, frames, segments)
+        return segments

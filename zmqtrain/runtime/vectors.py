@@ -9,6 +9,7 @@ until the last computation that reads it is done.  Rule 2: one thread takes; any
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ ALIGNMENT_BYTES = 64
 SMALLEST_KEPT_BYTES = 1 << 20
 """Smaller vectors come from the heap, which holds on to its pages by itself."""
 
+_ALIGNMENT_VALUES = ALIGNMENT_BYTES // 4
 _OWN_REFERENCES = 2  # the list's, and that of the call that counts
 
 
@@ -32,8 +34,8 @@ class Vectors:
     def take(self, count: int) -> NDArray[np.float32]:
         """Return float32[count] of undefined content at an address of a multiple of 64 bytes."""
         if 4 * count < SMALLEST_KEPT_BYTES:
-            return _aligned(np.empty(count + ALIGNMENT_BYTES // 4, np.float32), count)
-        needed = count + ALIGNMENT_BYTES // 4
+            return _aligned(np.empty(count + _ALIGNMENT_VALUES, np.float32), count)
+        needed = count + _ALIGNMENT_VALUES
         for number in range(len(self._kept)):
             fits = needed <= self._kept[number].size <= needed + needed // 4
             if fits and sys.getrefcount(self._kept[number]) <= _OWN_REFERENCES:
@@ -42,6 +44,13 @@ class Vectors:
         self._kept.append(np.empty(needed + needed // 16, np.float32))  # fragments differ by a block or two
         del self._kept[: -self._most]
         return _aligned(self._kept[-1], count)
+
+    def take_segments(self, counts: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Return float32[count] for each count, as `take` does: all of one memory, each at a multiple of 64 bytes."""
+        sizes = [-(-count // _ALIGNMENT_VALUES) * _ALIGNMENT_VALUES for count in counts]
+        memory = self.take(sum(sizes))
+        ends = np.cumsum(sizes).tolist()
+        return [memory[end - size : end - size + count] for end, size, count in zip(ends, sizes, counts, strict=True)]
 
 
 def _aligned(memory: NDArray[np.float32], count: int) -> NDArray[np.float32]:

@@ -23,6 +23,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.train.blocks import ahead, moved
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
 from zmqtrain.types import Clock, Layout, LeafSpec, ModelSpec
@@ -296,7 +297,7 @@ class Rebase:
             for whole in {True, self.elastic == 1}:
                 segments = self.pending(params, anchor, fragment, whole=whole)
             still = {fragment: [jnp.zeros_like(segment) for segment in segments]}
-            for shared, own in ((still, still), (still, {}), ({}, still)):
+            for shared, own in ((still, still), (still, {})):
                 params, anchor = self.apply(params, anchor, shared, own)
         jax.tree.map(lambda leaf: leaf.block_until_ready(), (params, anchor))
 
@@ -312,21 +313,21 @@ class Rebase:
     def apply(self, params: Leaves, anchor: Leaves, aggregate: Segments, own: Segments) -> tuple[Leaves, Leaves]:
         """Return params + D(U) - D(u) and anchor + D(U). The anchor's buffers are used up.
 
-        Fragment by fragment, and each by one compiled function: whatever mixture of fragments and own parts an update
-        holds, nothing is compiled that was compiled before (a fragment of 109 leaves takes about a second). What an
-        update does not hold is zero there.
+        Fragment by fragment, and each by one compiled function, with an own part or without: whatever mixture of
+        fragments and own parts an update holds, nothing is compiled that was compiled before (a fragment of 109 leaves
+        takes about a second). An own part that comes without an aggregate, as none does by itself, meets zeros there.
         """
         for fragment in sorted({*aggregate, *own}):
             touched = self.layout.leaves(fragment)
             shared, mine = ([*segments.get(fragment, ())] for segments in (aggregate, own))
-            ahead, behind = self._move(
+            forward, behind = self._move(
                 [params[i] for i in touched],
                 [anchor[i] for i in touched],
                 shared or [jnp.zeros(segment.shape, jnp.float32) for segment in mine],
-                mine or [jnp.zeros(segment.shape, jnp.float32) for segment in shared],
+                mine or [None] * len(touched),
                 fragment,
             )
-            params, anchor = self._placed(params, ahead, touched), self._placed(anchor, behind, touched)
+            params, anchor = self._placed(params, forward, touched), self._placed(anchor, behind, touched)
         return list(params), anchor
 
     @staticmethod
@@ -340,9 +341,8 @@ class Rebase:
         return result
 
     def _take(self, params: Leaves, anchor: Leaves, fragment: int, share: float) -> list[jax.Array]:
-        take = self.layout.take
         pending = [
-            take(p, i, fragment).astype(jnp.float32) - take(a, i, fragment)
+            ahead(self.layout, p, a, i, fragment)
             for p, a, i in zip(params, anchor, self.layout.leaves(fragment), strict=True)
         ]
         return pending if share == 1 else [share * segment for segment in pending]
@@ -355,14 +355,13 @@ class Rebase:
         return [leaf.astype(old.dtype) for leaf, old in zip(moved, params, strict=True)]
 
     def _both(
-        self, params: Leaves, anchor: Leaves, shared: Leaves, own: Leaves, fragment: int
+        self, params: Leaves, anchor: Leaves, shared: Leaves, own: Sequence[jax.Array | None], fragment: int
     ) -> tuple[Leaves, Leaves]:
-        add, touched = self.layout.add, self.layout.leaves(fragment)
-        step = [ours - mine for ours, mine in zip(shared, own, strict=True)]
-        return (
-            [add(leaf, i, fragment, part) for leaf, i, part in zip(params, touched, step, strict=True)],
-            [add(leaf, i, fragment, part) for leaf, i, part in zip(anchor, touched, shared, strict=True)],
-        )
+        both = [
+            moved(self.layout, p, a, ours, mine, i, fragment)
+            for p, a, ours, mine, i in zip(params, anchor, shared, own, self.layout.leaves(fragment), strict=True)
+        ]
+        return [p for p, _ in both], [a for _, a in both]
 
     def _adopt(self, params: Leaves, anchor: Leaves, new: Leaves, own: Segments) -> tuple[Leaves, Leaves]:
         pending = self._shift([p.astype(jnp.float32) - a for p, a in zip(params, anchor, strict=True)], own, -1.0)
