@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.protocol.messages import Aggregate, Contribution, Publish, Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Aggregate, Publish
 from zmqtrain.runtime.aggregator import Aggregator
 from zmqtrain.runtime.costs import COSTS, CodecCosts
 from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot

@@ -8,7 +8,7 @@ import pytest
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import read_records
-from zmqtrain.protocol.messages import Contribution, Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Update
 

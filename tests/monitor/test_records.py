@@ -11,7 +11,7 @@ import pytest
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import crc_of_frames, crc_of_leaves, name_of, read_records, write_records
-from zmqtrain.protocol.messages import Contribution, Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 
 CONTRIBUTION = Contribution("pc-1#ab", 3, 0, 64, 0.1, 6, 1)
 

@@ -7,23 +7,9 @@ from math import inf, nan
 import pytest
 
 from zmqtrain.errors import LocalProtocolError, RemoteProtocolError
+from zmqtrain.protocol.effects import Average, Disconnect, Expect, Found, Lend, SendTo, Serve
 from zmqtrain.protocol.hub import Hub, MemberState
-from zmqtrain.protocol.messages import (
-    Average,
-    Disconnect,
-    Expect,
-    Fetch,
-    Found,
-    Goodbye,
-    Hello,
-    Lend,
-    Preempt,
-    Refused,
-    SendTo,
-    Serve,
-    Snapshot,
-    model_to_wire,
-)
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Preempt, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
 from zmqtrain.protocol.groups import (
     MAX_DESCRIPTION,
     MAX_GROUP_NAME,
@@ -21,20 +22,7 @@ from zmqtrain.protocol.groups import (
     list_names,
 )
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import (
-    Combine,
-    Discard,
-    Fold,
-    Forming,
-    Forward,
-    Group,
-    GroupLost,
-    JoinGroup,
-    Refused,
-    Relay,
-    Relayed,
-    SendTo,
-)
+from zmqtrain.protocol.messages import Fold, Forming, Group, GroupLost, JoinGroup, Refused, Relay, Relayed
 
 FOLD = Fold(7, "sum", "float32", 100)
 ASKED = JoinGroup("default", 3, address="tcp://10.0.0.1:5000", token="0a")

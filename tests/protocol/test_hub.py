@@ -8,6 +8,18 @@ from math import nan
 import pytest
 
 from zmqtrain.errors import CheckpointError, RemoteProtocolError
+from zmqtrain.protocol.effects import (
+    Accumulate,
+    Broadcast,
+    Consult,
+    Contribution,
+    Disconnect,
+    Expect,
+    Found,
+    Reduce,
+    SendTo,
+    Serve,
+)
 from zmqtrain.protocol.hub import ALLOWED, MOST_WAITING, Hub, MemberState
 from zmqtrain.protocol.keys import (
     Awaited,
@@ -25,20 +37,13 @@ from zmqtrain.protocol.keys import (
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     MESSAGES,
-    Accumulate,
     Aggregate,
-    Broadcast,
     Chunk,
-    Consult,
-    Contribution,
     Credit,
-    Disconnect,
-    Expect,
     Fetch,
     Fold,
     Folded,
     Forming,
-    Found,
     Goodbye,
     Group,
     GroupLost,
@@ -50,15 +55,12 @@ from zmqtrain.protocol.messages import (
     Probe,
     Probed,
     Publish,
-    Reduce,
     Refused,
     Relay,
     Relayed,
     Report,
     Roster,
     Schedule,
-    SendTo,
-    Serve,
     Snapshot,
     Welcome,
     WorkRequest,

@@ -6,7 +6,8 @@ import pytest
 
 from tests.protocol.test_hub import FOUNDING, WIRE, contribute, hub_of, of, publish, sent
 from zmqtrain.errors import RemoteProtocolError
-from zmqtrain.protocol.messages import Accumulate, Fetch, Goodbye, Hello, Reduce, Refused, Welcome
+from zmqtrain.protocol.effects import Accumulate, Reduce
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome
 
 RING, TREE = "allreduce:algorithm=ring", "allreduce:algorithm=tree"
 

@@ -13,26 +13,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zmqtrain.errors import RemoteProtocolError
-from zmqtrain.protocol.hub import Hub, MemberState
-from zmqtrain.protocol.messages import (
+from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
     Broadcast,
     Disconnect,
     Expect,
-    Fetch,
     Found,
-    Goodbye,
-    Hello,
     Lend,
-    Publish,
     Reduce,
-    Refused,
     SendTo,
     Serve,
-    Snapshot,
-    model_to_wire,
 )
+from zmqtrain.protocol.hub import Hub, MemberState
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Publish, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec

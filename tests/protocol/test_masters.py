@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from zmqtrain.protocol.effects import Broadcast, Expect, Found, Reduce, SendTo, Serve
 from zmqtrain.protocol.hub import Hub, MemberState
 from zmqtrain.protocol.masters import RUN_OVER, Claim, Masters, name_missing
 from zmqtrain.protocol.messages import (
-    Broadcast,
-    Expect,
     Fetch,
-    Found,
     Goodbye,
     Hello,
     Publish,
-    Reduce,
     Refused,
     Roster,
-    SendTo,
-    Serve,
     Snapshot,
     Welcome,
     WorkRequest,

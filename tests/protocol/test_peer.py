@@ -8,6 +8,7 @@ from math import nan
 import pytest
 
 from zmqtrain.errors import ConfigError, LocalProtocolError
+from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, Send, Serve, Withdraw
 from zmqtrain.protocol.keys import (
     Awaited,
     Declare,
@@ -26,9 +27,6 @@ from zmqtrain.protocol.messages import (
     Aggregate,
     Chunk,
     Credit,
-    Deliver,
-    Disconnect,
-    Expect,
     Fetch,
     Fold,
     Folded,
@@ -50,11 +48,8 @@ from zmqtrain.protocol.messages import (
     Report,
     Roster,
     Schedule,
-    Send,
-    Serve,
     Snapshot,
     Welcome,
-    Withdraw,
     WorkRequest,
     WorkUnit,
     model_to_wire,

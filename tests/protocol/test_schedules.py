@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.errors import FramingError, RemoteProtocolError
+from zmqtrain.protocol.effects import Broadcast, SendTo
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import (
-    Broadcast,
     Fetch,
     Goodbye,
     Hello,
@@ -21,7 +21,6 @@ from zmqtrain.protocol.messages import (
     Report,
     Roster,
     Schedule,
-    SendTo,
     Snapshot,
     Welcome,
     model_to_wire,

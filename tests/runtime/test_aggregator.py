@@ -11,7 +11,8 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
-from zmqtrain.protocol.messages import Contribution, Publish, Reduce, Snapshot
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Publish, Snapshot
 from zmqtrain.runtime.aggregator import Aggregator
 from zmqtrain.runtime.delta import cut, decode_snapshot, encode_snapshot
 from zmqtrain.settings import RunSettings

@@ -12,7 +12,8 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.codecs.payload_jax import DeviceCoder
 from zmqtrain.errors import CodecError, NonFiniteDelta
-from zmqtrain.protocol.messages import Aggregate, Deliver, Snapshot
+from zmqtrain.protocol.effects import Deliver
+from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.delta import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
 from zmqtrain.runtime.inbox import Inbox
 from zmqtrain.settings import RunSettings

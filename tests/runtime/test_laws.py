@@ -21,23 +21,21 @@ from hypothesis import strategies as st
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.errors import CodecError
-from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import (
+from zmqtrain.protocol.effects import (
     Accumulate,
-    Aggregate,
     Broadcast,
     Deliver,
     Disconnect,
     Expect,
     Found,
-    Publish,
     Reduce,
     Send,
     SendTo,
     Serve,
-    Snapshot,
     Withdraw,
 )
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from zmqtrain.collectives.reductions import find_reduction
 from zmqtrain.errors import ConfigError, FramingError, RemoteProtocolError
-from zmqtrain.protocol.messages import Combine, Fold, Folded
+from zmqtrain.protocol.effects import Combine
+from zmqtrain.protocol.messages import Fold, Folded
 from zmqtrain.runtime.reducer import (
     DTYPES,
     FOLD_BYTES,

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.framing import decode_message, split
-from zmqtrain.protocol.messages import Chunk, Credit, Heartbeat, Message, Publish, Reduce, Snapshot
+from zmqtrain.protocol.messages import Chunk, Credit, Heartbeat, Message, Publish, Snapshot
 from zmqtrain.runtime import traffic as traffic_module
 from zmqtrain.runtime.aggregator import Released
 from zmqtrain.runtime.traffic import Traffic

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
-from zmqtrain.protocol.messages import Reduce
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, Clock, PeerId, Update, Version
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.protocol.messages import Reduce
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.types import Array, Buffer, PeerId, Version
 
 __all__ = [

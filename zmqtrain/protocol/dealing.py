@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zmqtrain.protocol.effects import HubEffect, SendTo
 from zmqtrain.protocol.members import Member, MemberState, training
-from zmqtrain.protocol.messages import HubEffect, SendTo, WorkRequest, WorkUnit
+from zmqtrain.protocol.messages import WorkRequest, WorkUnit
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import PeerId, Version

@@ -23,20 +23,9 @@ from collections.abc import Callable
 from math import isnan
 from typing import Protocol
 
+from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, SendTo, Serve
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import (
-    Average,
-    Disconnect,
-    Fetch,
-    Found,
-    HubEffect,
-    Lend,
-    Refused,
-    SendTo,
-    Serve,
-    Snapshot,
-    model_from_wire,
-)
+from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, Score, describe_mismatch
 

@@ -15,23 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.protocol.effects import Combine, Discard, Forward, HubEffect, SendTo
 from zmqtrain.protocol.masters import ADDRESS
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import (
-    Combine,
-    Discard,
     Fold,
     Forming,
-    Forward,
     Group,
     GroupLost,
-    HubEffect,
     JoinGroup,
     Message,
     Refused,
     Relay,
     Relayed,
-    SendTo,
     WireProcess,
 )
 from zmqtrain.types import PeerId

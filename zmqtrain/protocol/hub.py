@@ -12,13 +12,7 @@ from typing import Any
 
 from zmqtrain.errors import CheckpointError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.dealing import Dealing
-from zmqtrain.protocol.founding import Founding, Preemption
-from zmqtrain.protocol.fragment_rounds import FragmentRounds
-from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
-from zmqtrain.protocol.masters import Claim, Masters
-from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
-from zmqtrain.protocol.messages import (
-    KEY_REQUESTS,
+from zmqtrain.protocol.effects import (
     Accumulate,
     Answer,
     Broadcast,
@@ -26,23 +20,31 @@ from zmqtrain.protocol.messages import (
     Contribution,
     Disconnect,
     Expect,
+    HubEffect,
+    Reduce,
+    SendTo,
+    Serve,
+)
+from zmqtrain.protocol.founding import Founding, Preemption
+from zmqtrain.protocol.fragment_rounds import FragmentRounds
+from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
+from zmqtrain.protocol.masters import Claim, Masters
+from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
+from zmqtrain.protocol.messages import (
+    KEY_REQUESTS,
     Fetch,
     Goodbye,
     Heartbeat,
     Hello,
-    HubEffect,
     KeyRequest,
     Message,
     Preempt,
     Probe,
     Publish,
-    Reduce,
     Refused,
     Report,
     Roster,
     Schedule,
-    SendTo,
-    Serve,
     Snapshot,
     Welcome,
     WorkRequest,

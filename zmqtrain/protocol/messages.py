@@ -1,8 +1,8 @@
-"""Say what nodes and hub tell each other, and what their machines ask the living half to do.
+"""Say what nodes and hub tell each other.
 
 Rule 1: a message is frozen, flat and of plain types; arrays never ride in one, they follow as `Chunk`s of a transfer.
 Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the bytes of each frame, so that the receiver can
-refuse before it allocates.  Rule 3: an effect is a wish; a machine never acts.
+refuse before it allocates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zmqtrain.protocol.keys import (
     Push,
     Values,
 )
-from zmqtrain.types import LeafSpec, ModelSpec, PeerId
+from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
     "Hello",
@@ -67,27 +67,6 @@ __all__ = [
     "WireProcess",
     "model_to_wire",
     "model_from_wire",
-    "SendTo",
-    "Broadcast",
-    "Expect",
-    "Found",
-    "Average",
-    "Lend",
-    "Answer",
-    "Forward",
-    "Combine",
-    "Discard",
-    "Serve",
-    "Consult",
-    "Accumulate",
-    "Contribution",
-    "Reduce",
-    "Deliver",
-    "Withdraw",
-    "Disconnect",
-    "HubEffect",
-    "Send",
-    "PeerEffect",
 ]
 
 WireLeaf = tuple[str, tuple[int, ...], str]
@@ -559,217 +538,3 @@ MESSAGES: tuple[type[Message], ...] = (
 Announcement = Publish | Aggregate | Snapshot | Initialise | Push | Values
 ANNOUNCEMENTS = (Publish, Aggregate, Snapshot, Initialise, Push, Values)
 KeyRequest = Enrol | Declare | Founded | Initialise | Push | Pull
-
-
-@dataclass(frozen=True, slots=True)
-class SendTo:
-    """Send a message to one peer."""
-
-    peer: PeerId
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """Send a message to every member and observer."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """Let the chunks of this announcement come; then tell the machine `received` or `broken`."""
-
-    peer: PeerId
-    announcement: Announcement
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The founder's parameters are here: the run's parameters are these, at version 0."""
-
-    peer: PeerId
-    announcement: Snapshot
-    model: ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """These nodes' parameters are here: tell the machine `averaged` if they are related, else `unrelated`.
-
-    Their mean then takes the place of the first one's.
-    """
-
-    snapshots: tuple[tuple[PeerId, Snapshot], ...]
-    model: ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Lend:
-    """Send the lender's parameters, which are here, to these peers: they start again from them. Nobody: forget them."""
-
-    lender: PeerId
-    announcement: Snapshot
-    peers: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub this node's parameters.
-
-    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed, reset: as in Snapshot.
-    moments: add the founder's optimizer state, if it came with its parameters.
-    """
-
-    peer: PeerId
-    known_version: int
-    landed: tuple[tuple[int, int], ...] = ()
-    moments: bool = False
-    reset: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Answer this probe on the lane that it came on, with the padding that it asks for."""
-
-    peer: PeerId
-    probe: Probe
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Send a message to one peer on BULK, with the frames that came behind the one that this answers."""
-
-    peer: PeerId
-    message: Relay
-
-
-@dataclass(frozen=True, slots=True)
-class Consult:
-    """Give this to the key server."""
-
-    peer: PeerId
-    request: KeyRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Combine:
-    """Reduce what came behind this message with what the other ranks of the group send; peers: all of it, by rank."""
-
-    generation: int
-    rank: int
-    peers: tuple[PeerId, ...]
-    fold: Fold
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Somebody of this group is lost: nothing of it will be reduced any more."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Add this received publish to the sum of the round."""
-
-    peer: PeerId
-    publish: Publish
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """One publish of a round. staleness: versions that its base is behind; too_stale: it lands, and counts nothing."""
-
-    peer: PeerId
-    sequence: int
-    fragment: int
-    samples: int
-    score: float
-    base_version: int
-    staleness: int
-    too_stale: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Close the round: aggregate over `live` nodes, outer step, encode against what was published, send to all.
-
-    contributions: the publishes in it, in the order in which they were accumulated; dense: send the result
-    uncompressed; plain: the mean is the step, whatever the outer optimizer.
-    """
-
-    version: int
-    fragments: tuple[int, ...]
-    contributions: tuple[Contribution, ...]
-    live: int
-    dense: bool
-    plain: bool = False
-
-    @property
-    def landed(self) -> tuple[tuple[PeerId, int], ...]:
-        """The (peer, sequence) of each publish in it."""
-        return tuple((one.peer, one.sequence) for one in self.contributions)
-
-    @property
-    def samples(self) -> int:
-        """What the publishes stand for."""
-        return sum(one.samples for one in self.contributions)
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """At a node: a whole aggregate or snapshot is here. landed: own sequences in it; reset: drop what is pending.
-
-    keep: the node goes on from its own parameters; all that they differ from this snapshot is pending.
-    """
-
-    announcement: Aggregate | Snapshot
-    landed: tuple[int, ...]
-    reset: bool = False
-    keep: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """At a node: this publish will not land; what it carried is still pending."""
-
-    sequence: int
-    reason: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """The peer (at a node: the hub) is gone or was sent away: forget its transfers. reason: a code; text: words."""
-
-    peer: PeerId
-    reason: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """At a node: send a message to the hub."""
-
-    message: Message
-
-
-HubEffect = (
-    SendTo
-    | Broadcast
-    | Expect
-    | Found
-    | Average
-    | Lend
-    | Serve
-    | Answer
-    | Forward
-    | Consult
-    | Combine
-    | Discard
-    | Accumulate
-    | Reduce
-    | Disconnect
-)
-PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -11,28 +11,22 @@ import math
 from enum import Enum
 
 from zmqtrain.errors import LocalProtocolError
+from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.masters import RUN_OVER, Claim
 from zmqtrain.protocol.messages import (
     Aggregate,
-    Deliver,
-    Disconnect,
-    Expect,
     Fetch,
     Goodbye,
     Heartbeat,
     Hello,
     Message,
-    PeerEffect,
     Preempt,
     Publish,
     Refused,
     Roster,
     Schedule,
-    Send,
-    Serve,
     Snapshot,
     Welcome,
-    Withdraw,
     model_from_wire,
     model_to_wire,
 )

@@ -34,7 +34,8 @@ from zmqtrain.codecs.payload import (
     payload_size,
 )
 from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
-from zmqtrain.protocol.messages import Contribution, Publish, Reduce, Snapshot
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Publish, Snapshot
 from zmqtrain.runtime.delta import (
     DENSE,
     decode_snapshot,

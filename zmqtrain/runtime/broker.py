@@ -28,43 +28,45 @@ from zmqtrain.errors import (
     RemoteProtocolError,
     ZmqTrainError,
 )
+from zmqtrain.protocol.effects import (
+    Accumulate,
+    Answer,
+    Average,
+    Broadcast,
+    Combine,
+    Consult,
+    Discard,
+    Disconnect,
+    Expect,
+    Forward,
+    Found,
+    HubEffect,
+    Lend,
+    Reduce,
+    SendTo,
+    Serve,
+)
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import (
-    Accumulate,
     Announcement,
-    Answer,
-    Average,
-    Broadcast,
     Chunk,
-    Combine,
-    Consult,
     Credit,
-    Discard,
-    Disconnect,
-    Expect,
     Fold,
-    Forward,
-    Found,
     Goodbye,
     Hello,
-    HubEffect,
-    Lend,
     Probe,
     Probed,
     Publish,
-    Reduce,
     Refused,
     Relay,
     Relayed,
     Report,
     Roster,
     Schedule,
-    SendTo,
-    Serve,
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec

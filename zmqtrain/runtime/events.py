@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from zmqtrain.protocol.messages import Reduce
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, PeerId, Update, Version
 

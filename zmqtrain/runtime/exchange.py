@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.errors import LocalProtocolError, NonFiniteDelta, ZmqTrainError
-from zmqtrain.protocol.messages import Aggregate, Deliver, Message, PeerEffect, WorkRequest, WorkUnit
+from zmqtrain.protocol.effects import Deliver, PeerEffect
+from zmqtrain.protocol.messages import Aggregate, Message, WorkRequest, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import DeltaCoder, Encoded, encode_snapshot, mean_score
 from zmqtrain.runtime.events import NodeEvents

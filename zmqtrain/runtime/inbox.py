@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zmqtrain.protocol.messages import Aggregate, Deliver, Snapshot
+from zmqtrain.protocol.effects import Deliver
+from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.delta import DeltaCoder
 from zmqtrain.runtime.mailbox import Mailbox
 from zmqtrain.types import Buffer, Update

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Reduce
 from zmqtrain.runtime.aggregator import Aggregator, Released
 from zmqtrain.runtime.checkpoint import CheckpointFolder, describe_difference
 from zmqtrain.runtime.parts import export_part

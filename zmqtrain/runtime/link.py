@@ -17,24 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
+from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
-from zmqtrain.protocol.messages import (
-    Chunk,
-    Credit,
-    Deliver,
-    Disconnect,
-    Expect,
-    Message,
-    PeerEffect,
-    Publish,
-    Report,
-    Roster,
-    Send,
-    Serve,
-    Snapshot,
-    Withdraw,
-    WorkUnit,
-)
+from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Report, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import Encoded
 from zmqtrain.runtime.sender import Sender

@@ -20,7 +20,8 @@ import numpy as np
 from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reduction
 from zmqtrain.collectives.steps import Values
 from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
-from zmqtrain.protocol.messages import Combine, Fold, Folded
+from zmqtrain.protocol.effects import Combine
+from zmqtrain.protocol.messages import Fold, Folded
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 
 __all__ = [

@@ -14,8 +14,9 @@ import time
 from dataclasses import dataclass
 
 from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
+from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.masters import Claim
-from zmqtrain.protocol.messages import Deliver, Report, WorkUnit
+from zmqtrain.protocol.messages import Report, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.link import HubLink
 from zmqtrain.settings import RunSettings

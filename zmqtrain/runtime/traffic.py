@@ -16,19 +16,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.framing import Assembler, encode_message, split
 from zmqtrain.protocol.keys import Initialise, Push, Values
-from zmqtrain.protocol.messages import (
-    Aggregate,
-    Announcement,
-    Chunk,
-    Credit,
-    Message,
-    Probed,
-    Publish,
-    Reduce,
-    Snapshot,
-)
+from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Probed, Publish, Snapshot
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.runtime.aggregator import Released
 from zmqtrain.transport.pacing import Credits, Outbox

@@ -12,30 +12,23 @@ from functools import partial
 from typing import Any, Protocol
 
 from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
-from zmqtrain.protocol.founding import takes_moments
-from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import (
+from zmqtrain.protocol.effects import (
     Accumulate,
-    Aggregate,
-    Announcement,
     Average,
     Broadcast,
-    Credit,
     Disconnect,
     Expect,
     Found,
     HubEffect,
     Lend,
-    Message,
-    Publish,
     Reduce,
-    Refused,
-    Schedule,
     SendTo,
     Serve,
-    Snapshot,
 )
+from zmqtrain.protocol.founding import takes_moments
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Aggregate, Announcement, Credit, Message, Publish, Refused, Schedule, Snapshot
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
 from zmqtrain.runtime.auto import LoadPlanner

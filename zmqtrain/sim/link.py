@@ -9,22 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zmqtrain.errors import JoinRefused, ModelMismatch
+from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.messages import (
-    Aggregate,
-    Credit,
-    Deliver,
-    Disconnect,
-    Expect,
-    Message,
-    PeerEffect,
-    Publish,
-    Send,
-    Serve,
-    Snapshot,
-    Withdraw,
-    WorkUnit,
-)
+from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import Encoded
 from zmqtrain.runtime.link import Listener

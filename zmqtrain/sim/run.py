@@ -21,7 +21,7 @@ from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
-from zmqtrain.protocol.messages import Reduce
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.exchange import SimExchange
