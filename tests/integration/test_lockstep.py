@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.integration.lockstep_node import train
-from tests.integration.runs import broker
+from tests.integration.runs import BrokerProcess, broker
 from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
 from zmqtrain.errors import JoinRefused
 from zmqtrain.runtime.node import connect
@@ -37,10 +37,10 @@ def run_of(units, nodes, **settings):
 class Nodes:
     """Nodes of one run, each in a thread."""
 
-    def __init__(self, hub, exchanges, **options):
+    def __init__(self, hub, exchanges, name="pc", **options):
         self.results, self.failures = {}, {}
         self.threads = [
-            threading.Thread(target=self._train, args=(hub, f"pc-{i + 1}", exchange, options), daemon=True)
+            threading.Thread(target=self._train, args=(hub, f"{name}-{i + 1}", exchange, options), daemon=True)
             for i, exchange in enumerate(exchanges)
         ]
         for thread in self.threads:
@@ -173,6 +173,65 @@ def test_another_exchange_in_the_same_run_is_refused_with_both_named():
             connect(running.address, "pc-2")
         with pytest.raises(JoinRefused, match="--exchange server:consistency=bsp"):
             connect(running.address, "pc-3", exchange="server:consistency=bsp")
+
+
+def test_who_comes_later_is_refused_and_the_others_do_not_notice():
+    with broker(run_of(40, 2)) as running:
+        nodes = Nodes(running.address, ["allreduce:ring"] * 2, step_seconds=0.02, watch=watch_steps(begun := Count()))
+        begun.wait(3)
+        late = Nodes(running.address, ["allreduce:ring"], name="late")
+        late.finish()
+        results = nodes.finish()
+        assert not nodes.failures
+        same_bits([parameters(result) for result in results])
+    assert isinstance(late.failures["late-1"], JoinRefused), late.failures
+    assert sum(result.samples for result in results) == 40 * BATCHES_OF_A_UNIT * SAMPLES
+
+
+def test_a_worker_of_an_asynchronous_server_may_come_later():
+    exchange = "server:async,optimizer=sgd:rate=0.02"
+    with broker(run_of(40, 1)) as running:
+        first = Nodes(running.address, [exchange], step_seconds=0.02, watch=watch_steps(made := Count()))
+        made.wait(5)
+        late = Nodes(running.address, [exchange], name="late", step_seconds=0.02)
+        results = first.finish() + late.finish()
+        assert not first.failures and not late.failures
+        close(same_bits([parameters(result) for result in results]), in_the_broker(running))
+    assert results[1].samples > 0 and sum(result.samples for result in results) == 40 * BATCHES_OF_A_UNIT * SAMPLES
+
+
+def test_a_broker_that_is_restarted_in_mid_run_is_found_again_and_the_nodes_go_on_meanwhile(tmp_path):
+    settings = run_of(40, 2, heartbeat_seconds=0.1, lost_seconds=0.5)
+    with BrokerProcess(settings, tmp_path) as hub:
+        nodes = Nodes(hub.address, ["allreduce:ring"] * 2, step_seconds=0.02, watch=watch_steps(made := Count()))
+        made.wait(10)
+        hub.kill()
+        made.wait(made.count + 20)
+        with BrokerProcess(settings, tmp_path, hub.port) as again:
+            results = nodes.finish()
+            assert not nodes.failures, nodes.failures
+            same_bits([parameters(result) for result in results])
+            assert again.interrupt() == 0
+
+
+class Count:
+    """Counts, and waits until it has come so far."""
+
+    def __init__(self):
+        self.changed, self.count = threading.Condition(), 0
+
+    def add(self):
+        with self.changed:
+            self.count += 1
+            self.changed.notify_all()
+
+    def wait(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.count >= count, SECONDS), self.count
+
+
+def watch_steps(count):
+    return lambda step, loss: count.add()
 
 
 def start(hub, name, exchange, folder):
