@@ -18,6 +18,7 @@ from zmqtrain.errors import (
     LocalProtocolError,
     ZmqTrainError,
 )
+from zmqtrain.protocol.messages import GroupLost
 from zmqtrain.runtime import hub_line
 from zmqtrain.runtime.mesh import LEFT
 from zmqtrain.runtime.rendezvous import open_port
@@ -223,6 +224,14 @@ def test_who_hears_nobody_any_more_is_told_that_it_is_cut_off():
         listener.wait(lambda one: one.lost)
         assert set(listener.lost) == {0} and "hears nobody" in listener.lost[0]
         send(opened[0], 1, [b"nobody is told that this is dropped"])
+
+
+def test_who_is_sent_away_by_the_hub_is_told_as_the_others_are(hub):
+    with ports(hub, 2, group="away") as (opened, listeners):
+        opened[0].call(lambda: opened[0]._line.say(GroupLost(99, "nobody")))
+        for listener in listeners:
+            listener.wait(lambda one: one.lost)
+            assert set(listener.lost) == {0} and "sent" in listener.lost[0]
 
 
 # ---------------------------------------------------------------------- through the hub, encrypted, and strangers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -60,6 +61,9 @@ class HubListener(Protocol):
     def on_hub_gone(self, why: str) -> None:
         """The hub is gone for good. Told once."""
 
+    def on_sent_away(self, why: str) -> None:
+        """The hub takes this process for lost, for what it has said."""
+
     def on_group_lost(self, lost: GroupLost) -> None:
         """The hub says that a rank is lost."""
 
@@ -93,7 +97,7 @@ class HubLine:
         """
         welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
         self._ask(asked)
-        complete_until = time.monotonic() + COMPLETE_SECONDS
+        complete_until = math.inf
         beating = asyncio.create_task(self._beat_forever())
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -109,6 +113,7 @@ class HubLine:
                             if time.monotonic() - self._asked_at > ASK_SECONDS:
                                 self._ask(asked)
                         case Refused("complete") if time.monotonic() < complete_until:  # its processes may be dead
+                            complete_until = min(complete_until, time.monotonic() + COMPLETE_SECONDS)
                             asyncio.get_running_loop().call_later(BEAT_SECONDS, self.say, asked)
                         case Refused(reason, text):
                             raise JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
@@ -186,8 +191,10 @@ class HubLine:
                     self._pump_folds()
             case Goodbye(reason):
                 self.give_up(told, reason or "it said goodbye")
-            case Refused(_, text):
+            case Refused("unknown", text):
                 self.give_up(told, text)
+            case Refused(_, text):
+                told.on_sent_away(text)
 
     def give_up(self, told: HubListener, why: str) -> None:
         """Take the hub for gone, for good."""

@@ -273,6 +273,10 @@ class MeshPort:
         if self._reduces:
             self._lose_hub()
 
+    def on_sent_away(self, why: str) -> None:
+        """See HubListener."""
+        self._lose(self.rank, f"the hub has sent it away: {why}")
+
     def on_group_lost(self, lost: GroupLost) -> None:
         """See HubListener."""
         way = self._ways.get(lost.rank)
