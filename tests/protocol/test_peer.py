@@ -355,9 +355,9 @@ def test_a_refused_publish_is_withdrawn_once():
     assert peer.in_flight == {1} and peer.state is PeerState.LIVE
 
 
-def test_a_relay_that_did_not_reach_anybody_is_no_reason_to_leave():
+def test_a_probe_that_is_refused_is_no_reason_to_leave():
     peer = live()
-    assert peer.receive(Refused("relay", "b is not here"), 0.0) == [] and peer.state is PeerState.LIVE
+    assert peer.receive(Refused("probe", "too many"), 0.0) == [] and peer.state is PeerState.LIVE
 
 
 def test_a_gap_is_filled_by_a_snapshot():

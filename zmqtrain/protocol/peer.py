@@ -351,7 +351,7 @@ class Peer:
                 return []
             self.in_flight.discard(refused.sequence)
             return [Withdraw(refused.sequence, refused.reason, refused.text)]
-        if refused.reason in ("relay", "probe"):
+        if refused.reason == "probe":
             return []
         if refused.reason == "unknown":
             if self.state is PeerState.CONNECTING:
