@@ -92,7 +92,7 @@ def test_the_hub_reduces_for_all_and_says_what_it_cannot(hub: str) -> None:
         np.testing.assert_array_equal(result["b"][1], [0, 3, 6, 9])
     with pytest.raises(ConfigError, match="the hub reduces sum"):
         comms[0].iallreduce(np.ones(3), np.add, algorithm="hub")
-    different = [comm.iallreduce(np.ones(3 + (comm.rank == 1)), algorithm="hub") for comm in comms]
+    different = [comm.iallreduce(np.ones(3 + (comm.rank == 2)), algorithm="hub") for comm in comms]
     for request in different:
         with pytest.raises(CollectiveMismatch, match=r"float64\[3\].*float64\[4\]"):
             request.wait()
