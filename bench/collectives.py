@@ -51,6 +51,8 @@ BAR_MEGABYTES = 10
 """From so much on a ring is held to its bars."""
 PATTERN_VALUES = 1000
 TABLE_BYTES = (8, 1_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 10_000_000)
+CLEARLY = 0.85
+"""How much of another's time a faster algorithm takes at most, to be chosen for arrays of a size."""
 MEET_SECONDS = 60.0
 ALGORITHMS = [name for name in COSTS if name != "hub"]
 
@@ -275,14 +277,20 @@ def _fastest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_choice(nodes: int, table: list[dict[str, Any]]) -> str:
-    """Return the fastest ones as a line of `choice.TABLE`; between two sizes it changes at their geometric mean."""
-    parts = []
-    for row, larger in itertools.zip_longest(table, table[1:]):
-        if larger is None:
-            parts.append(f'(inf, "{row["fastest"]}")')
-        elif larger["fastest"] != row["fastest"]:
-            parts.append(f'({round((row["bytes"] * larger["bytes"]) ** 0.5):_}, "{row["fastest"]}")')
-    return f"    ({nodes}, ({', '.join(parts)},)),"
+    """Return the fastest ones as a line of `choice.TABLE`: between two sizes it changes at their geometric mean.
+
+    From the largest array down, where it begins with the ring, an algorithm stays until another one is clearly faster.
+    """
+    chosen, best = [], "ring" if "ring" in table[-1] else table[-1]["fastest"]
+    for row in reversed(table):
+        best = row["fastest"] if row[row["fastest"]] < CLEARLY * row[best] else best
+        chosen.insert(0, best)
+    parts = [
+        f'({round((row["bytes"] * larger["bytes"]) ** 0.5):_}, "{algorithm}")'
+        for (row, algorithm), (larger, other) in itertools.pairwise(zip(table, chosen, strict=True))
+        if algorithm != other
+    ]
+    return f"    ({nodes}, ({', '.join([*parts, f'(inf, {chosen[-1]!r})'])},)),".replace("'", '"')
 
 
 def _only(row: dict[str, Any], *keys: str) -> dict[str, Any]:
