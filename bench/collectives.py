@@ -54,7 +54,6 @@ TABLE_BYTES = (8, 1_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 10_000_000
 CLEARLY = 0.85
 """How much of another's time a faster algorithm takes at most, to be chosen for arrays of a size."""
 MEET_SECONDS = 60.0
-ALGORITHMS = [name for name in COSTS if name != "hub"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +102,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4], help="ranks, a group each (default 2 4)")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 10, 100], help="arrays (default 1 10 100)")
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=list(COSTS), default=ALGORITHMS, help="(default: all of them)"
-    )
+    parser.add_argument("--algorithms", nargs="+", choices=list(COSTS), default=list(COSTS), help="(default: all)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each case (default %(default)s)")
     parser.add_argument("--no-rivals", action="store_true", help="leave out the other libraries")
     parser.add_argument("--rate", type=parse_rate, default="1gbit", help="of each port, each way (default %(default)s)")

@@ -28,7 +28,7 @@ def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) 
 def test_a_row_of_each_algorithm_has_times_and_bytes_beside_its_formula(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    algorithms = ["naive", "ring", "tree"]
+    algorithms = ["naive", "ring", "hub"]
     small = ["--nodes", "2", "--megabytes", "0.2", "--repetitions", "1", "--no-rivals", "--algorithms", *algorithms]
     rows = run_bench(monkeypatch, tmp_path, *small)
     assert [(row["megabytes"], row["algorithm"]) for row in rows] == [
