@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.collectives.costs import COSTS
 from zmqtrain.collectives.rooted import BROADCAST, REDUCE
 from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER
@@ -28,6 +30,18 @@ def test_every_allreduce_is_described_in_four_lines_with_its_cost(algorithm: str
     if algorithm not in ("halving", "tree"):
         assert f"sends {COSTS[algorithm].each.partition(';')[0]};" in said
     assert re.search(rf"\b{re.escape(COSTS[algorithm].steps.partition(',')[0])}\s+steps?\b", said)
+
+
+def test_every_call_of_the_table_is_one_with_these_arguments_in_this_order() -> None:
+    rows = re.findall(r"^\| (`.*) \|", PAGE[: PAGE.index("## What it costs")], re.MULTILINE)
+    calls = [call for row in rows for call in re.findall(r"`(\w+)(?:\(([^`]*)\))?`", row.partition(" | ")[0])]
+    assert len(calls) >= 16
+    for name, written in calls:
+        known = list(signature(getattr(Communicator, name)).parameters)
+        given = [argument.partition("=")[0] for argument in written.split(", ") if argument]
+        assert [argument for argument in known if argument in given] == given
+    blocking = [name for name, _ in calls if not name.startswith("i") and name not in ("probe", "mprobe")]
+    assert all(hasattr(Communicator, f"i{name}") for name in blocking)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def round_the_ring(
     op: Reduction | None = None,
     spread: bool = True,
 ) -> Steps:
-    """Pass shares from each rank to the next: with `op` reduce them on one way round, with `spread` spread them on one.
+    """Pass shares from each rank to the next: with `op` once round to be reduced, with `spread` once to be spread.
 
     In step s rank r receives share r - 2 - s (mod size) of rank r - 1, and what it receives in step s it sends in step
     s + 1. In the first size - 1 steps (left out without `op`) own values are reduced into it, the owner is the last; in
