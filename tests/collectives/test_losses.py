@@ -103,6 +103,26 @@ def test_a_rank_that_dies_while_it_sends_is_named_by_all(ranks: Make, what: str,
     dying.join()
 
 
+def test_a_rank_that_is_cut_off_learns_that_it_is_the_one_and_the_others_go_on(ranks: Make) -> None:
+    group = ranks(3)
+
+    def part(comm: Any) -> Any:
+        comm.barrier()
+        if comm.rank == 0:
+            group.ports.cut_off(LOST)
+        with pytest.raises(PeerLost) as caught:
+            while True:
+                comm.barrier()
+        assert caught.value.rank == LOST
+        if comm.rank == LOST:
+            with pytest.raises(PeerLost, match="go on without it"):
+                comm.shrink()
+            return None
+        return comm.shrink().names
+
+    assert group.play(part) == [("pc-0", "pc-2"), None, ("pc-0", "pc-2")]
+
+
 def test_two_lost_ranks_leave_two_who_go_on(ranks: Make) -> None:
     group = ranks(4)
     group.ports.kill(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zmqtrain.collectives import calls, matching
 from zmqtrain.collectives.arrays import DTYPES, dtype_code, dtype_of_code, read_leaf
 from zmqtrain.collectives.trees import read_tree, take_tree
 from zmqtrain.collectives.wire import HEAD_BYTES, MAX_TEXT_BYTES, Head, Kind, pack, unpack
@@ -43,6 +46,21 @@ def test_any_bytes_are_a_message_or_are_refused(frames: list[bytes]) -> None:
     except FramingError:
         return
     assert head.kind in list(Kind)
+
+
+def test_the_document_has_every_kind_with_its_number_and_the_limits() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    section = text.partition("### What communicators say")[2].partition("\n### ")[0]
+    told = {name: int(number) for number, name in re.findall(r"^\| (\d+) \| ([A-Z]+) \|", section, re.MULTILINE)}
+    assert told == {kind.name: int(kind) for kind in Kind}
+    assert f"a head of {HEAD_BYTES} bytes" in section
+    limits = {
+        "CONSUMED": calls.WINDOW_BYTES,
+        "TAKEN": matching.WINDOW_BYTES,
+        "RETURNED": matching.EAGER_WINDOW_BYTES,
+    }
+    for name, limit in limits.items():
+        assert re.search(rf"\| {name} \|.* at most {limit >> 20} MiB", section)
 
 
 def test_values_come_with_the_kinds_that_have_some_and_in_bounded_frames() -> None:

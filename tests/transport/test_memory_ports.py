@@ -107,6 +107,15 @@ def test_a_rank_is_killed_in_the_middle_of_what_it_sends(ports: MemoryPorts) -> 
     assert recorders[1].next()[:2] == ("lost", 0) == recorders[2].next()[:2]
 
 
+def test_a_rank_that_is_cut_off_is_told_so_itself(ports: MemoryPorts) -> None:
+    recorders = listen(ports)
+    ports.cut_off(1)
+    assert recorders[0].next() == ("lost", 1, "its cable is out") == recorders[1].next()
+    ports[1].call(lambda: ports[1].send(0, [b"nobody hears it"]))
+    ports[2].call(lambda: ports[2].send(0, [b"alive"]))
+    assert recorders[0].next() == ("message", 2, [b"alive"])
+
+
 def test_who_closes_sends_what_it_was_asked_to_before_the_others_are_told(ports: MemoryPorts) -> None:
     recorders = listen(ports)
     ports[0].call(lambda: ports[0].send(1, [b"last"]))

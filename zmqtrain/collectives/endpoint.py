@@ -39,7 +39,7 @@ class Endpoint:
         self._lost: dict[int, str] = {}
         self._differed: set[int] = set()  # contexts
         self._said: dict[int, str] = {}  # by rank of the port: the survivors' last words
-        self._shrinking: list[Callable[[Group], object]] = []
+        self._shrinking: list[Callable[[Group | None], object]] = []
 
     def start(self) -> Group:
         """Start the port; return the communicator of all."""
@@ -86,10 +86,10 @@ class Endpoint:
         group = self._groups.get(head.context)
         if head.kind == Kind.SURVIVORS:
             self._hear_survivors(rank, head.text)
-        elif group is not None:
+        elif group is not None and (rank == HUB or rank in group.members):
             group.traffic.count_received(len(frames[0]), 0 if values is None else values.nbytes)
             group.hear(rank if rank == HUB else group.members.index(rank), head, values)
-        elif head.context not in self._over and len(self._early) < _EARLY_MESSAGES:
+        elif group is None and head.context not in self._over and len(self._early) < _EARLY_MESSAGES:
             self._early.append((rank, head, values))
 
     def on_lost(self, rank: int, why: str) -> None:
@@ -129,12 +129,12 @@ class Endpoint:
 
     # ------------------------------------------------------------------ who goes on
 
-    def shrink(self, done: Callable[[Group], object]) -> None:
-        """Have `done` called with the communicator of those who live, once they agree."""
+    def shrink(self, done: Callable[[Group | None], object]) -> None:
+        """Have `done` called with the communicator of those who live, once they agree, or None: this one is cut off."""
         self._shrinking.append(done)
         self._look_who_survives(say=True)
 
-    def stop_shrinking(self, done: Callable[[Group], object]) -> None:
+    def stop_shrinking(self, done: Callable[[Group | None], object]) -> None:
         """Wait for that no more."""
         if done in self._shrinking:
             self._shrinking.remove(done)
@@ -167,6 +167,12 @@ class Endpoint:
         """Say who lives, where that is asked for and new; go on if all who live say the same."""
         if not self._shrinking:
             return
+        shrinking = list(self._shrinking)
+        if self.port.rank in self._lost:
+            self._shrinking.clear()
+            for done in shrinking:
+                done(None)
+            return
         words = self._last_words()
         if say or self._said.get(self.port.rank) != words:
             self._said[self.port.rank] = words
@@ -179,12 +185,12 @@ class Endpoint:
             if group.broken is not None:
                 self.retire(group)
         group = self._add(self._living())
-        shrinking, self._shrinking = self._shrinking, []
+        self._shrinking.clear()
         for done in shrinking:
             done(group)
         early, self._early = self._early, []
         for rank, head, values in early:
-            if head.context == group.context:
+            if head.context == group.context and rank in group.members:
                 group.hear(group.members.index(rank), head, values)
             elif head.context not in self._over:
                 self._early.append((rank, head, values))

@@ -134,16 +134,17 @@ class Messenger:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
         Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises
-        LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who lives does not call it.
+        LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who lives does not call it, PeerLost if it
+        is this process that was lost.
         """
         self.check_may_wait()
         if self._closed or self._group.broken is None:
             state = "is closed" if self._closed else "has lost nobody"
             raise LocalProtocolError(f"this communicator {state}: shrink is for after PeerLost or CollectiveMismatch")
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        agreed, found = threading.Event(), list[Group]()
+        agreed, found = threading.Event(), list[Group | None]()
 
-        def done(group: Group) -> None:
+        def done(group: Group | None) -> None:
             found.append(group)
             agreed.set()
 
@@ -154,6 +155,8 @@ class Messenger:
             missing = self._endpoint.unheard()
             whom = ", ".join(f"{names[rank]} (rank {rank} at first)" for rank in missing)
             raise CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing)
+        if found[0] is None:
+            raise PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
         smaller = object.__new__(type(self))
         smaller.__dict__.update(self.__dict__)
         smaller._group = found[0]

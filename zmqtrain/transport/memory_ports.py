@@ -2,7 +2,7 @@
 
 Rule 1: it behaves as ports on the network do: in order per pair, a large frame is read when it is delivered, not when
 it is sent (who writes into it too early is found out), calls and news come in the port's own thread.
-Rule 2: faults come when a test asks for them: `kill`, `kill_after`, `hold` and `release`, a delay.
+Rule 2: faults come when a test asks for them: `kill`, `kill_after`, `cut_off`, `hold` and `release`, a delay.
 """
 
 from __future__ import annotations
@@ -157,6 +157,13 @@ class MemoryPorts(list[MemoryPort]):
         with self._lock:
             self._last_messages[rank] = messages
 
+    def cut_off(self, rank: int, why: str = "its cable is out") -> None:
+        """Part a rank from all others, for good: they are told that it is lost, and so is it itself."""
+        with self._lock:
+            self._last_messages[rank] = 0
+        self._say_lost(rank, why)
+        self[rank]._put(lambda: self[rank]._lose(rank, why), 0.0)
+
     def hold(self, source: int, to: int) -> None:
         """Keep on the way what `source` sends to `to` from now on, until `release`."""
         with self._lock:
@@ -177,11 +184,11 @@ class MemoryPorts(list[MemoryPort]):
         port = self[to]
         with self._lock:
             left = self._last_messages.get(source)
-            if left is not None:
+            if left:
                 self._last_messages[source] = left - 1
-        if left is None or left > 0:
+        if (left is None or left > 0) and to not in self[source]._told_lost:
             self._put(source, to, lambda: port._deliver(source, frames))
-        if left is not None and left <= 1 and not self[source]._ended:
+        if left == 1:
             self.kill(source)
 
     def _say_lost(self, rank: int, why: str) -> None:
