@@ -156,10 +156,11 @@ def test_those_who_come_when_all_have_gone_begin_at_the_clock_that_they_find():
     for _ in range(3):
         server.push("a")
         server.push("b")
+    server.push("a")  # of a step that b does not make
     server.machine.lost("a")
     server.machine.lost("b")
-    for worker in "cd":
-        server.machine.enrol(worker, Rules(), False)
+    assert server.machine.enrol("c", Rules(), False) == [Apply("w", (("a", 5),))]
+    assert server.machine.enrol("d", Rules(), False) == []
     server.push("c", pull=True)
     assert kinds(server.push("d", pull=True)) == ["Apply", "Answer", "Answer"]
 
@@ -298,6 +299,15 @@ def test_more_keys_than_memory_holds_are_refused():
     assert server.machine.held_bytes == server.machine.limit_bytes
     (refused,) = initialise(server, "w", "float32", 0, 100, SIZES)
     assert refused.reason == "memory" and "more masters" in refused.text
+
+
+def test_of_keys_that_are_announced_at_once_those_are_refused_that_do_not_fit():
+    server = Server(workers="a")
+    server.machine.limit_bytes = KEY_BYTES + 3 * 400
+    for key in "vw":
+        assert kinds(initialise(server, key, "float32", 0, 100, SIZES)) == ["Receive"]
+    assert kinds(server.machine.received("a", 1)) == ["Install", "Confirm"]
+    assert server.machine.received("a", 2)[0].reason == "memory"
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,17 @@ class Clients:
         chunk = [frame for who, one, *frame in self.wire.sent if who == peer and one == Chunk(announced.transfer, 0)]
         return np.frombuffer(chunk[0][0], np.float32)
 
+    async def take(self, peer, messages):
+        """Take what a peer is sent on BULK, so many messages, and acknowledge each."""
+        seen = 0
+        while messages > 0:
+            news, seen = self.wire.sent[seen:], len(self.wire.sent)
+            for who, one, *_ in news:
+                if who == peer and isinstance(one, Values | Chunk):
+                    self.say(peer, Credit(one.transfer, 1))
+                    messages -= 1
+            await asyncio.sleep(0)
+
 
 def lived(story):
     """Run a broker while `story(clients)` happens; return the broker when it has ended, without an error."""
@@ -158,6 +169,22 @@ def test_who_has_not_enrolled_gets_nothing(message):
     lived(story)
 
 
+def test_who_enrols_twice_is_sent_away_with_all_that_was_on_its_way():
+    async def story(clients):
+        await clients.enrol("a#1", "b#1")
+        await clients.found()
+        clients.say("b#1", Push(3, "w", "float32", False, (400,)))
+        await clients.told("b#1", Credit)
+        clients.say("b#1", ENROL)
+        assert (await clients.told("b#1", Refused)).reason == "protocol"
+        clients.send("b#1", 3, np.ones(100, np.float32))
+        clients.say("a#1", Pull(3, "w"))
+        assert not (await clients.values("a#1")).any()
+
+    broker = lived(story)
+    assert not broker.parameters._whole and not broker.parameters._announced
+
+
 def test_a_node_of_the_run_may_not_ask_for_keys():
     async def story(clients):
         clients.say("n#1", Hello("n#1"), Pull(1, "w"))
@@ -217,12 +244,18 @@ def test_a_client_that_never_takes_what_it_asks_for_holds_no_more_than_its_share
         clients.say("b#1", Pull(100, "nothing"))
         await clients.told("b#1", Refused)
         assert outbox.held_bytes <= outbox.limit_bytes == 64 << 20
-        taken = 0
-        while taken < 10 * (1 + len(frame_sizes(large.nbytes))):  # once it takes what it has asked for, it gets it all
-            sent = [one for who, one, *_ in clients.wire.sent if who == "b#1" and isinstance(one, Values | Chunk)]
-            clients.say("b#1", *[Credit(one.transfer, 1) for one in sent[taken:]])
-            taken = len(sent)
-            await asyncio.sleep(0)
+        # once it takes what it has asked for, it gets it all
+        await clients.take("b#1", 10 * (1 + len(frame_sizes(large.nbytes))))
+
+    lived(story)
+
+
+def test_any_number_of_small_requests_at_once_is_answered_and_the_broker_lives():
+    async def story(clients):
+        await clients.enrol("a#1", "b#1")
+        await clients.found()
+        clients.say("b#1", *[Pull(number, "w") for number in range(10_000)])
+        await clients.take("b#1", 20_000)
 
     lived(story)
 

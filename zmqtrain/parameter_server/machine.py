@@ -33,15 +33,10 @@ from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.store import is_cut
 from zmqtrain.types import PeerId
 
-__all__ = [
-    "MOST_REQUESTS",
-    "KeyServer",
-]
+__all__ = ["MOST_REQUESTS", "KeyServer"]
 
 MOST_REQUESTS = 1 << 16
 """So many requests of one worker may be open: each is held in memory."""
-
-
 KEY_BYTES, MAX_NAME = 4096, 500
 """What a key takes of memory besides values, at most; and the characters of its name."""
 
@@ -124,11 +119,6 @@ class KeyServer:
         """How many clients have enrolled, those that only read too."""
         return len(self._workers)
 
-    @property
-    def value_bytes(self) -> int:
-        """The bytes of all values."""
-        return sum(key.size for key in self.keys.values())
-
     def serves(self, worker: PeerId) -> bool:
         """Return whether a client has enrolled."""
         return worker in self._workers
@@ -163,14 +153,14 @@ class KeyServer:
             if not wanted.master:
                 self._stores += 1
                 store = f"{self.name}-{self._stores}"
+        # what those who have left had pushed counts, though not all of them did
+        effects: list[Effect] = [step for key in self.keys.values() for step in self._step(key)]
         consistency = wanted.consistency or before.consistency
         optimizer = wanted.optimizer or before.optimizer
         self.rules = Rules(store, *place, consistency, optimizer, wanted.workers or before.workers)
         self.consistency = consistency_from_spec(consistency)
         self._slots = len(optimizer_from_spec(optimizer).slots)
-        for key in self.keys.values():  # whoever comes now begins at the key's clock
-            key.clocks, key.asked = {}, {}
-        return [Begin(optimizer, anew)] if anew or optimizer != before.optimizer else []
+        return [*effects, Begin(optimizer, anew)] if anew or optimizer != before.optimizer else effects
 
     def lost(self, worker: PeerId) -> list[Effect]:
         """Forget a client: what it had pushed whole counts, and nobody waits for it."""
@@ -214,15 +204,10 @@ class KeyServer:
             return [Refuse(worker, request, "size", f"{values} values of {dtype!r} in {len(sizes)} frames are no key")]
         if known is not None and known.pushed:
             return [Refuse(worker, request, "key", f"the key {key!r} is there already, and trained")]
-        cost = self._cost(values * ITEM_BYTES[dtype])
-        before = self._cost(known.size) if known is not None else 0
-        if self.held_bytes - before + cost > self.limit_bytes:
-            text = (
-                f"the key {key!r} and what the optimizer keeps of it take {cost >> 20} MiB; of the "
-                f"{self.limit_bytes >> 20} that this master gives, {self.held_bytes >> 20} are taken: use more masters"
-            )
+        asked = _Request(worker, request, _Kind.INITIALISE, key, dtype=dtype, values=(start, values))
+        if (text := self._why_no_room(asked)) is not None:
             return [Refuse(worker, request, "memory", text)]
-        self._open(_Request(worker, request, _Kind.INITIALISE, key, dtype=dtype, values=(start, values)))
+        self._open(asked)
         return [Receive(worker, request)]
 
     def push(
@@ -267,9 +252,10 @@ class KeyServer:
             known = self.keys.get(asked.key)
             if known is not None and known.pushed:
                 return [Refuse(worker, request, "key", f"the key {asked.key!r} is there already, and trained")]
-            self.held_bytes -= self._cost(known.size) if known is not None else 0
+            if (text := self._why_no_room(asked)) is not None:  # of those that were announced at once, not all may fit
+                return [Refuse(worker, request, "memory", text)]
+            self.held_bytes += self._more_bytes(asked)
             self.keys[asked.key] = _Key(asked.key, asked.dtype, *asked.values)
-            self.held_bytes += self._cost(self.keys[asked.key].size)
             return [Install(worker, request, asked.key, asked.dtype), Confirm(worker, request)]
         key = self.keys[asked.key]
         self.pushes += 1
@@ -333,9 +319,7 @@ class KeyServer:
         effects: list[Effect] = []
         slowest = min((clock for _, clock in self._counted(key)), default=key.clock)
         if self._complete and slowest > key.clock:
-            if self.consistency.averages and key.round:
-                effects.append(Apply(key.name, tuple(sorted(key.round.items()))))
-                key.round = {}
+            effects += self._step(key)
             key.clock = slowest
             deferred, key.deferred = key.deferred, deque()
             for asked in deferred:
@@ -347,6 +331,11 @@ class KeyServer:
         for asked in pulls:
             effects += self._answer_or_wait(asked)
         return effects
+
+    def _step(self, key: _Key) -> list[Effect]:
+        """Make one step of all that was gathered for it, in the order of names."""
+        gathered, key.round = key.round, {}
+        return [Apply(key.name, tuple(sorted(gathered.items())))] if gathered else []
 
     def _settle_all(self) -> list[Effect]:
         return [effect for key in self.keys.values() for effect in self._settle(key)]
@@ -382,6 +371,21 @@ class KeyServer:
                 f"this master has nothing of the key {key!r}: init it first (a master that was started anew has none)"
             )
         return None
+
+    def _why_no_room(self, asked: _Request) -> str | None:
+        more = self._more_bytes(asked)
+        if self.held_bytes + more <= self.limit_bytes:
+            return None
+        return (
+            f"the key {asked.key!r} and what the optimizer keeps of it take {more >> 20} MiB; of the "
+            f"{self.limit_bytes >> 20} that this master gives, {self.held_bytes >> 20} are taken: use more masters"
+        )
+
+    def _more_bytes(self, asked: _Request) -> int:
+        """What a key that is begun takes, more than what is there of that name."""
+        known = self.keys.get(asked.key)
+        before = self._cost(known.size) if known is not None else 0
+        return self._cost(asked.values[1] * ITEM_BYTES[asked.dtype]) - before
 
     def _cost(self, size: int) -> int:
         """What a piece takes of memory: values, what is sent of them, a gradient, and the optimizer's state."""

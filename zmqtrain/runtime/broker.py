@@ -324,7 +324,10 @@ class Broker:
                 raise FramingError("a chunk is a head and one frame")
             self.hub.saw(peer, now)
             if (whole := self.traffic.take_chunk(peer, message, frames[1])) is not None:
-                self._job(partial(self._check, *whole), self._checked, peer, *whole)
+                if isinstance(whole[0], Initialise | Push):
+                    self.parameters.whole(peer, whole[0], whole[1])
+                else:
+                    self._job(partial(self._check, *whole), self._checked, peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
             self.traffic.heard(len(frames[0]))
@@ -347,15 +350,11 @@ class Broker:
     def _check(self, announcement: Announcement, frames: Sequence[Buffer]) -> None:
         if isinstance(announcement, Publish):
             self.aggregator.check(announcement, frames)
-        elif isinstance(announcement, Initialise | Push):
-            self.parameters.check(announcement, frames)
         else:
             assert isinstance(announcement, Snapshot)
             self.aggregator.check_snapshot(announcement, frames)
 
     def _checked(self, result: object, peer: PeerId, announcement: Announcement, received: Sequence[Buffer]) -> None:
-        if isinstance(announcement, Initialise | Push):
-            return self.parameters.checked(result, peer, announcement, received)
         now = time.monotonic()
         member = self.hub.members.get(peer)
         if member is None or announcement.transfer not in member.open:

@@ -297,7 +297,11 @@ class ParameterClient:
         if not self._thread.is_alive() or self._masters.failure is not None:
             work.close()
             raise self._masters.failure or ChannelClosed("this client was closed")
-        return ParameterRequest(asyncio.run_coroutine_threadsafe(work, self._loop), what, self)
+        try:
+            return ParameterRequest(asyncio.run_coroutine_threadsafe(work, self._loop), what, self)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise ChannelClosed("this client was closed") from error
 
     def _wait(self, future: Future[T], what: str, timeout_seconds: float | None) -> T:
         if threading.current_thread() is self._thread and not future.done():

@@ -7,6 +7,7 @@ as a head, and costs no memory.  Rule 3: what cannot be costs its sender that re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -16,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta
+from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
 from zmqtrain.parameter_server.directory import Directory, Placed, Placement
 from zmqtrain.parameter_server.effects import (
     Answer,
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 AWAITED_SECONDS = 1.0
 MOST_NAMED = 8
+JOBS_AT_ONCE = 64
+"""The codec thread's mailbox is the run's too, and bounded: however many requests there are, others wait here."""
 MEMORY_SHARE = 0.5
 """Of this machine's memory, what keys may take, with all that belongs to them."""
 
@@ -55,7 +58,7 @@ class Parameters:
     """The key server of one broker.
 
     traffic: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
-    the loop; a CodecError is a result.  name: unlike any other master's.  keeper: of what is kept, every
+    the loop, both in order; a CodecError is a result.  name: unlike any other master's.  keeper: of what is kept, every
     `keep_seconds`.  Raises CheckpointError.
     """
 
@@ -64,7 +67,9 @@ class Parameters:
         self.machine = KeyServer(name, int(MEMORY_SHARE * memory))
         kept = keeper.resume(self.machine)
         self.directory, self.store = kept or (Directory(1), Store(optimizer_from_spec(self.machine.rules.optimizer)))
-        self._traffic, self._job, self._keeper, self._keep_seconds = traffic, job, keeper, keep_seconds
+        self._traffic, self._submit, self._keeper, self._keep_seconds = traffic, job, keeper, keep_seconds
+        self._jobs: deque[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = deque()
+        self._submitted = 0
         self._kept_at, self._changed = time.monotonic(), False
         self._announced: dict[tuple[PeerId, int], Payload] = {}
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # checked, and not yet used
@@ -78,7 +83,7 @@ class Parameters:
     # ------------------------------------------------------------------ what comes in
 
     def take(self, peer: PeerId, request: KeyRequest) -> None:
-        """Take what a client says. Raises FramingError for keys of a shape that no array has."""
+        """Take what a client says. Raises RemoteProtocolError or FramingError for what no client of ours says."""
         machine = self.machine
         match request:
             case keys.Enrol():
@@ -96,6 +101,8 @@ class Parameters:
                 self._announce(peer, request, machine.push(peer, number, key, dtype, sizes, pull))
 
     def _enrol(self, peer: PeerId, enrol: keys.Enrol) -> None:
+        if self.machine.serves(peer):
+            raise RemoteProtocolError(peer, "enrolled", "a second Enrol")
         rules = Rules(enrol.store, enrol.master, enrol.masters, enrol.consistency, enrol.optimizer, enrol.workers)
         try:
             effects = self.machine.enrol(peer, rules, enrol.reads)
@@ -123,12 +130,11 @@ class Parameters:
             self._announced[peer, payload.transfer] = payload
         self._carry_out(effects)
 
-    def check(self, payload: Payload, frames: Sequence[Buffer]) -> None:
-        """Look at a whole payload (codec thread). Raises NonFiniteDelta."""
-        self.store.check(payload.dtype, frames)
+    def whole(self, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Take a payload that is here whole: it is looked at, and then used."""
+        self._job(partial(self.store.check, payload.dtype, frames), self._checked, peer, payload, frames)
 
-    def checked(self, result: object, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
-        """Take a payload that was checked. result: the CodecError if it is not sound."""
+    def _checked(self, result: object, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
         name = peer, payload.transfer
         if self._announced.get(name) is not payload:
             return  # of a client that has left
@@ -164,7 +170,8 @@ class Parameters:
         if not isinstance(message, Roster) or not self.machine.keys:
             return message
         machine = self.machine
-        served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": machine.value_bytes}
+        size = sum(key.size for key in machine.keys.values())
+        served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": size}
         return replace(message, served=served | {"pushes": machine.pushes, "clients": machine.clients})
 
     def _state(self) -> dict[str, Any]:
@@ -172,11 +179,16 @@ class Parameters:
 
     def close(self) -> None:
         """Keep what there is, and wait until it is written; call it when the codec thread has ended."""
+        for work, _, _ in self._jobs:
+            with contextlib.suppress(CodecError):
+                work()
         if self.machine.keys:
             self._keeper.save(self._state(), self.store, wait=True)
 
     def lost(self, peer: PeerId) -> None:
-        """Forget a client."""
+        """Forget a client; no error if it is none."""
+        if not self.machine.serves(peer):
+            return
         self._incoming.pop(peer, None)
         self._outgoing.pop(peer, None)
         self._announced = {name: payload for name, payload in self._announced.items() if name[0] != peer}
@@ -185,10 +197,10 @@ class Parameters:
     def go_on(self, peer: PeerId) -> None:
         """Let come and go what has waited for room, after a client has sent or taken something."""
         incoming, outgoing = self._incoming.get(peer), self._outgoing.get(peer)
-        while incoming and self._traffic.has_room_from(peer, sum(incoming[0].sizes)):
+        while incoming and self.machine.serves(peer) and self._traffic.has_room_from(peer, sum(incoming[0].sizes)):
             self._expect(peer, incoming.popleft())
         asked = 0
-        while outgoing:
+        while outgoing and self.machine.serves(peer):
             asked += self.machine.keys[outgoing[0].key].size
             if not self._traffic.has_room_to(peer, asked):
                 break
@@ -224,7 +236,7 @@ class Parameters:
             case Confirm(worker, request):
                 self._traffic.send(worker, keys.Done(request))
             case Refuse(worker, request, reason, text):
-                logger.info("refused what %s asked: %s", worker, text)
+                logger.debug("refused what %s asked: %s", worker, text)
                 self._whole.pop((worker, request), None)
                 self._traffic.send(worker, Refused(reason, text, request))
             case Begin(optimizer, anew):
@@ -245,8 +257,25 @@ class Parameters:
         try:
             self._traffic.expect(peer, payload)
         except FramingError as error:
-            del self._announced[peer, payload.transfer]
+            self._announced.pop((peer, payload.transfer), None)
             self._carry_out(self.machine.broken(peer, payload.transfer, "size", str(error)))
+
+    def _job(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
+        """Do `work` in the codec thread, then `then(result, *facts)` here, in order, a few at a time."""
+        self._jobs.append((work, then, facts))
+        self._submit_some()
+
+    def _submit_some(self) -> None:
+        while self._jobs and self._submitted < JOBS_AT_ONCE:
+            self._submitted += 1
+            work, then, facts = self._jobs.popleft()
+            self._submit(work, self._finish, then, facts)
+
+    def _finish(self, result: object, then: Callable[..., None] | None, facts: tuple[Any, ...]) -> None:
+        self._submitted -= 1
+        self._submit_some()
+        if then is not None:
+            then(result, *facts)
 
     def _answer(self, answer: Answer) -> None:
         self._job(partial(self.store.read, answer.key), self._send, answer)
