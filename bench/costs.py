@@ -4,7 +4,8 @@ Rule 1: what is measured is what a run does, without a network: `DeltaCoder` and
 checksums included.  Rule 2: CPU time of the one thread; the best of all rounds counts.  Rule 3: the last lines printed
 are those of the table in `zmqtrain/runtime/costs.py`, which plans are made from: measure, and copy them there.
 
-Where a processor trains, it subtracts and rebases too (all threads of XLA's): the line REBASE_NS.
+Where a processor trains, it subtracts and rebases too (all threads of XLA's): the line REBASE_NS, and behind it the
+same for models in fragments.
 
 encode, decode: at a node, of its delta; of the aggregate and of its own part in it.  accumulate: at the hub, of one
 contribution, checked and added.  release: at the hub, of one aggregate: outer step, encoding, what was published.
@@ -86,12 +87,14 @@ def measure(spec: str, values: int, rounds: int, seed: int = 0) -> CodecCosts:
     return CodecCosts(**{f"{name}_ns": round(1e9 * seconds / values, 2) for name, seconds in watch.least.items()})
 
 
-def measure_rebase(values: int, rounds: int) -> float:
-    """Return what subtracting and rebasing cost per parameter where a processor does it: CPU ns of all threads."""
+def measure_rebase(values: int, rounds: int, fragments: int = 1) -> float:
+    """Return what subtracting and rebasing one fragment cost per parameter of it, where a processor does it: CPU ns of
+    all threads."""
     model = model_of(values)
-    rebase = Rebase(Layout(model, 1), donate=True)
+    layout = Layout(model, fragments)
+    rebase = Rebase(layout, donate=True)
     params, anchor = ([jnp.zeros(leaf.shape) for leaf in model] for _ in range(2))
-    step = {0: Vectors().take_segments([leaf.values for leaf in model])}
+    step = {0: Vectors().take_segments(layout.counts(0))}
     for segment in step[0]:
         segment.fill(1)
     least = float("inf")
@@ -101,7 +104,7 @@ def measure_rebase(values: int, rounds: int) -> float:
         params, anchor = rebase.apply(params, anchor, step, step)
         jax.block_until_ready((params, anchor))
         least = min(least, time.process_time() - began)
-    return 1e9 * least / values
+    return 1e9 * least / sum(layout.counts(0))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -110,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--codec", nargs="+", default=list(COSTS), help="specs (default: those of the table)")
     parser.add_argument("--values", type=float, default=25e6, help="of the model (default %(default)g)")
     parser.add_argument("--rounds", type=int, default=8, help="exchanges, of which the least counts")
+    parser.add_argument("--fragments", type=int, nargs="*", default=[2], help="of the lines beside REBASE_NS")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     options = parser.parse_args(argv)
     costs = {spec: measure(spec, int(options.values), options.rounds) for spec in options.codec}
@@ -118,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for spec, cost in costs.items():
         print(f'    "{spec}": {cost!r},')
     print(f"REBASE_NS = {measure_rebase(int(options.values), options.rounds):.2g}")
+    for fragments in options.fragments:
+        ns = measure_rebase(int(options.values), options.rounds, fragments)
+        print(f"of {fragments} fragments, one: {ns:.2g} ns")
     if options.json:
         write_json(options.json, rows)
 

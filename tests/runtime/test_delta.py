@@ -212,6 +212,21 @@ def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_tak
     assert told == [(1, False), (2, False), (4, True)]
 
 
+@pytest.mark.parametrize(("largest", "decoded"), [(1 << 26, 2), (100, 1)])
+def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, largest, decoded):
+    monkeypatch.setattr("zmqtrain.runtime.inbox.LARGE_UPDATE_BYTES", largest)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    for version in (1, 2, 3):
+        message, frames = aggregate_of(coder, version, (0,))
+        inbox.arrive(coder, Deliver(message, ()), frames)
+    assert len(inbox) == decoded
+    told = []
+    while (update := inbox.take()) is not None:
+        told.append(update.version)
+        inbox.decode(coder)
+    assert told == [1, 2, 3]
+
+
 def test_who_is_too_far_behind_takes_one_snapshot_and_what_landed_is_told_with_that():
     coder, inbox = coder_of("float32"), Inbox(lambda: None)
     for sequence in range(2):

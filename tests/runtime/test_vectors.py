@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.runtime.vectors import ALIGNMENT_BYTES, SMALLEST_KEPT_BYTES, Vectors
+from zmqtrain.runtime.vectors import ALIGNMENT_BYTES, IDLE_TAKES, SMALLEST_KEPT_BYTES, Vectors
 
 LARGE = SMALLEST_KEPT_BYTES // 4
 
@@ -53,6 +55,17 @@ def test_memory_of_another_size_is_not_lent():
     assert first not in (address(small), address(large))
 
 
+def test_what_was_lent_last_is_lent_first_and_what_is_not_needed_is_given_back():
+    vectors = Vectors()
+    lent = [vectors.take(LARGE) for _ in range(3)]  # a burst
+    ends = [weakref.ref(vector.base) for vector in lent]
+    last = address(lent[-1])
+    del lent
+    for _ in range(IDLE_TAKES):
+        assert address(vectors.take(LARGE)) == last
+    assert [end() is None for end in ends] == [True, True, False]
+
+
 def test_jax_takes_each_segment_as_it_lies():
     for segment in Vectors().take_segments((17, LARGE + 3, 792)):
         assert jax.device_put(segment).unsafe_buffer_pointer() == address(segment)
@@ -69,7 +82,8 @@ def test_segments_lie_in_one_memory_which_any_of_them_holds():
         assert (segment == number).all() and address(segment) % ALIGNMENT_BYTES == 0
     first = address(segments[0])
     del segments[1:], segment
-    assert address(vectors.take(sum(counts) + 64)) != first  # one segment holds all of the memory
+    other = vectors.take(sum(counts) + 64)
+    assert address(other) != first  # one segment holds all of the memory
     del segments
     assert address(vectors.take(sum(counts) + 64)) == first
 

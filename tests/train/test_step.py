@@ -122,12 +122,16 @@ def test_a_model_is_described_by_path_shape_and_dtype_in_flattening_order():
     assert len(describe_model(tree)) == len(jax.tree.leaves(tree))
 
 
-def test_after_the_warm_up_no_mixture_of_fragments_and_own_parts_is_compiled(caplog):
+@pytest.mark.parametrize("elastic", [1.0, 0.5])
+def test_after_the_warm_up_no_mixture_of_fragments_and_own_parts_is_compiled(caplog, elastic):
     layout = Layout(model_of(), 3)
-    rebase = Rebase(layout, True)
+    rebase = Rebase(layout, True, elastic)
     params, anchor = on_device(leaves_of(0)), on_device(leaves_of(1))
     rebase.warm_up(params, anchor)
     with caplog.at_level(logging.DEBUG, "jax"), jax.log_compiles():
+        for fragment in range(3):
+            for whole in (True, False):
+                rebase.pending(params, anchor, fragment, whole=whole)
         for shared, mine in (([0], []), ([], [1]), ([2], [2]), ([0, 2], [1, 2])):
             aggregate, own = segments_of(layout, shared, 2), segments_of(layout, mine, 3)
             params, anchor = rebase.apply(params, anchor, aggregate, own)

@@ -6,6 +6,7 @@ Rule 2: bounded at every stage; who is too far behind takes one snapshot instead
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from zmqtrain.types import Buffer, Update
 __all__ = ["Inbox"]
 
 DECODED = 2
+"""So many updates wait decoded for the training thread, at most."""
+LARGE_UPDATE_BYTES = 1 << 26
+"""Only one of an update that holds more: the next is decoded when it is taken."""
 KEPT = 32
 
 
@@ -70,7 +74,7 @@ class Inbox:
 
     def decode(self, coder: DeltaCoder) -> None:
         """Decode what has arrived, as far as the door to the training thread has room. Raises CodecError."""
-        while self._arrived and len(self._updates) < DECODED:
+        while self._arrived and self._has_room():
             deliver, frames = self._arrived.popleft()
             began = time.thread_time()
             if isinstance(deliver.announcement, Aggregate):
@@ -82,3 +86,12 @@ class Inbox:
             self.decode_seconds += time.thread_time() - began
             self._updates.put_nowait(update)
         self._changed()
+
+    def _has_room(self) -> bool:
+        waiting = self._updates.peek()
+        return waiting is None or (len(self._updates) < DECODED and _decoded_bytes(waiting) <= LARGE_UPDATE_BYTES)
+
+
+def _decoded_bytes(update: Update) -> int:
+    parts = (*update.aggregate.values(), *update.own.values())
+    return sum(4 * math.prod(segment.shape) for segments in parts for segment in segments)

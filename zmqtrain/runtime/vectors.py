@@ -4,6 +4,8 @@ The kernel zeroes fresh memory page by page, which costs a codec as much as its 
 array as it lies, without a copy, if it begins at a multiple of 64 bytes.
 Rule 1: memory is lent again only when nothing refers to it but its keeper: a view holds it, and so does a JAX array
 until the last computation that reads it is done.  Rule 2: one thread takes; any thread may let go.
+Rule 3: what was lent last is lent first, and what nobody has needed for a while is given back: as much stays as is
+needed at a time.
 """
 
 from __future__ import annotations
@@ -20,30 +22,53 @@ ALIGNMENT_BYTES = 64
 SMALLEST_KEPT_BYTES = 1 << 20
 """Smaller vectors come from the heap, which holds on to its pages by itself."""
 
+IDLE_TAKES = 8
+"""Memory that was not lent for so many takes is not kept any longer."""
+
 _ALIGNMENT_VALUES = ALIGNMENT_BYTES // 4
-_OWN_REFERENCES = 2  # the list's, and that of the call that counts
+_OWN_REFERENCES = 2  # its keeper's, and that of the call that counts
+
+
+class _Kept:
+    """Memory, and at which take it was lent last."""
+
+    __slots__ = ("lent_at", "memory")
+
+    def __init__(self, memory: NDArray[np.float32], lent_at: int) -> None:
+        self.memory, self.lent_at = memory, lent_at
+
+    @property
+    def is_free(self) -> bool:
+        return sys.getrefcount(self.memory) <= _OWN_REFERENCES
 
 
 class Vectors:
     """Memory for vectors, which keeps what was lent last.  most: so many are kept."""
 
     def __init__(self, most: int = 4) -> None:
-        self._most = most
-        self._kept: list[NDArray[np.float32]] = []
+        self._most, self._takes = most, 0
+        self._kept: list[_Kept] = []  # what was lent last is last
 
     def take(self, count: int) -> NDArray[np.float32]:
         """Return float32[count] of undefined content at an address of a multiple of 64 bytes."""
-        if 4 * count < SMALLEST_KEPT_BYTES:
-            return _aligned(np.empty(count + _ALIGNMENT_VALUES, np.float32), count)
         needed = count + _ALIGNMENT_VALUES
-        for number in range(len(self._kept)):
-            fits = needed <= self._kept[number].size <= needed + needed // 4
-            if fits and sys.getrefcount(self._kept[number]) <= _OWN_REFERENCES:
-                self._kept.append(self._kept.pop(number))
-                return _aligned(self._kept[-1], count)
-        self._kept.append(np.empty(needed + needed // 16, np.float32))  # fragments differ by a block or two
+        if 4 * count < SMALLEST_KEPT_BYTES:
+            return _aligned(np.empty(needed, np.float32), count)
+        self._takes += 1
+        latest = None
+        for kept in reversed(self._kept):
+            if needed <= kept.memory.size <= needed + needed // 4 and kept.is_free:
+                latest = kept
+                self._kept.remove(kept)
+                break
+        oldest = self._takes - IDLE_TAKES
+        self._kept = [kept for kept in self._kept if kept.lent_at > oldest or not kept.is_free]
+        if latest is None:  # a little more than is needed: fragments differ by a block or two
+            latest = _Kept(np.empty(needed + needed // 16, np.float32), 0)
+        latest.lent_at = self._takes
+        self._kept.append(latest)
         del self._kept[: -self._most]
-        return _aligned(self._kept[-1], count)
+        return _aligned(latest.memory, count)
 
     def take_segments(self, counts: Sequence[int]) -> list[NDArray[np.float32]]:
         """Return float32[count] for each count, as `take` does: all of one memory, each at a multiple of 64 bytes."""

@@ -291,15 +291,18 @@ class Rebase:
         self._replace = jax.jit(self._adopt, donate_argnums=(0, 1) if donate else (1,))
 
     def warm_up(self, params: Leaves, anchor: Leaves) -> None:
-        """Have all that an exchange needs compiled, on copies: later, none holds training up for a compiler."""
-        params, anchor = [jnp.copy(leaf) for leaf in params], [jnp.copy(leaf) for leaf in anchor]
+        """Have all that an exchange needs compiled: later, none holds training up for a compiler. Nothing is moved."""
         for fragment in range(self.layout.fragments):
-            for whole in {True, self.elastic == 1}:
-                segments = self.pending(params, anchor, fragment, whole=whole)
-            still = {fragment: [jnp.zeros_like(segment) for segment in segments]}
-            for shared, own in ((still, still), (still, {})):
-                params, anchor = self.apply(params, anchor, shared, own)
-        jax.tree.map(lambda leaf: leaf.block_until_ready(), (params, anchor))
+            touched = self.layout.leaves(fragment)
+            ours, shared = ([leaves[i] for i in touched] for leaves in (params, anchor))
+            for share in {1.0, self.elastic}:
+                pending = self._pending.lower(ours, shared, fragment, share)
+                pending.compile()
+            segments = [
+                _shape_at(segment, _tied_to(leaf)) for segment, leaf in zip(pending.out_info, ours, strict=True)
+            ]
+            for own in (segments, [None] * len(touched)):
+                self._move.lower(ours, shared, segments, own, fragment).compile()
 
     def pending(self, params: Leaves, anchor: Leaves, fragment: int, *, whole: bool = False) -> list[jax.Array]:
         """Return params - anchor of one fragment, or the elastic share of it: one flat float32 array per leaf.
@@ -323,7 +326,7 @@ class Rebase:
             forward, behind = self._move(
                 [params[i] for i in touched],
                 [anchor[i] for i in touched],
-                shared or [jnp.zeros(segment.shape, jnp.float32) for segment in mine],
+                shared or [np.zeros(segment.shape, np.float32) for segment in mine],
                 mine or [None] * len(touched),
                 fragment,
             )
@@ -367,6 +370,11 @@ class Rebase:
         pending = self._shift([p.astype(jnp.float32) - a for p, a in zip(params, anchor, strict=True)], own, -1.0)
         adopted = [(n + rest).astype(p.dtype) for n, rest, p in zip(new, pending, params, strict=True)]
         return adopted, [jnp.copy(n) for n in new]
+
+
+def _tied_to(leaf: Any) -> Any:
+    """Return the sharding of a leaf that its caller has tied to its device; None for any other."""
+    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
 
 
 rebase_of = lru_cache(maxsize=COMPILED_KEPT)(Rebase)
