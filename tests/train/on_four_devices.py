@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.train.lockstep import Process, Regression, batches_of, finish, group_of
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import ModelMismatch
 from zmqtrain.train.anchor import DeviceMoves, HostMoves, SpreadMoves, moves_of
@@ -248,3 +249,37 @@ def test_parameters_that_are_spread_after_joining_are_refused():
     ours = Played(2, True, dict.fromkeys(SHAPES))
     with pytest.raises(ModelMismatch, match="before they are given to DelayedSync"):
         ours.moves.settle(jax.tree.leaves(spread(values(0), FSDP)), ours.anchor)
+
+
+# ---------------------------------------------------------------------- in lockstep
+
+
+class Spread(Regression):
+    """The regression with its parameters in pieces on two devices, or as they are."""
+
+    def __init__(self, sharding):
+        self.sharding = sharding
+
+    def init(self, seed):
+        params = super().init(seed)
+        params["a"]["w"] = jax.device_put(params["a"]["w"], self.sharding)
+        return params | {"b": jax.device_put(params["b"], NamedSharding(GRID, P()))}
+
+
+def test_nodes_whose_parameters_are_spread_train_in_lockstep_to_the_same_bits():
+    ends = []
+    for spec in (P(), P("data"), P(("data", "model"))):
+        program, groups = Spread(NamedSharding(GRID, spec)), group_of(2)
+        processes = finish(
+            [
+                Process(f"pc-{rank + 1}", group, batches_of(range(rank, 4, 2)), program=program, bucket_bytes=100)
+                for rank, group in enumerate(groups)
+            ]
+        )
+        first, second = (process.params() for process in processes)
+        assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+        assert processes[0].result.params["a"]["w"].sharding.spec == spec
+        ends.append(first)
+    for end in ends[1:]:
+        for one, other in zip(ends[0], end, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -42,12 +42,13 @@ def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> N
     codec_on: Place = "device" if config.codec_on == "device" else "host"
     if config.codec_on == "auto" and config.anchor == "device" and not trains_on_processor():  # as `Node` decides it
         codec_on = "device"
+    in_lockstep = 1 if config.lockstep is None else 2  # gradients in buckets, as large as a sum of them
     plan = estimate(
         footprint.model,
         footprint.opt_state_bytes,
         settings,
         config.anchor,
-        minibatch.batches if isinstance(minibatch, FixedMinibatch) else minibatch.partitions,
+        max(in_lockstep, minibatch.batches if isinstance(minibatch, FixedMinibatch) else minibatch.partitions),
         codec_on=codec_on,
         activation_bytes=footprint.activation_bytes,
     )

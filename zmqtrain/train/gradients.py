@@ -33,6 +33,7 @@ import optax
 from zmqtrain.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.train.apart import begin
 from zmqtrain.train.buckets import Buckets
+from zmqtrain.train.leaves import host_state, placed_like
 from zmqtrain.train.lockstep import BUCKET_BYTES, Overlap
 from zmqtrain.train.loop import TrainingResult
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
@@ -101,7 +102,8 @@ class GradientLoop:
                 f"{settings.minibatch!r}: say --minibatch fixed:batches=4 where the broker is started, or overlap=none"
             )
         self.early_batches = minibatch.batches - 1 if isinstance(minibatch, FixedMinibatch) else 0
-        self.local = MinibatchStep(program, minibatch, exchange.clock, before_step=before_step, before_part=before_part)
+        self.local = _GradientStep(program, minibatch, exchange.clock, before_step=before_step, before_part=before_part)
+        self.local.trains_apart = settings.trains_apart
 
     def run(self, batches: Iterable[Any | None]) -> TrainingResult:
         """Join, train in lockstep, compare, give the run the final parameters, score them.
@@ -133,6 +135,17 @@ class GradientLoop:
             raise lockstep.difference
         seconds = self.exchange.clock.monotonic() - began
         return TrainingResult(params, scores, lockstep.statistics(), seconds, lockstep.samples)
+
+
+class _GradientStep(MinibatchStep):
+    """A step whose gradient is exchanged before the optimizer has it. trains_apart: it is a usual one before that."""
+
+    trains_apart = False
+
+    def compile(self, state: TrainState, batch: Any) -> int:
+        """Have compiled what is used; see `MinibatchStep.compile`."""
+        working = self.compile_gradient(state, batch)
+        return max(working, super().compile(state, batch)) if self.trains_apart else working
 
 
 class _Coming:
@@ -361,7 +374,7 @@ class _Lockstep:
 
     def _align(self) -> None:
         """Take the state of whoever has made most steps; at the very beginning, of the first process."""
-        step, arrays = self.gradients.align(self.steps if self._in_step else -1, self._arrays)
+        step, arrays = self.gradients.align(self.steps if self._in_step else -1, lambda: host_state(self._shared()))
         if arrays is not None:
             self._adopt(arrays)
         if self._in_step and step > self.steps:  # what this process had drawn is in that step
@@ -371,28 +384,6 @@ class _Lockstep:
     def _shared(self) -> Any:
         return self.state.params if self.gradients.gives_weights else self.state
 
-    def _arrays(self) -> list[Array]:
-        return [_to_host(leaf) for leaf in jax.tree.leaves(self._shared())]
-
     def _adopt(self, arrays: Sequence[Array]) -> None:
-        leaves, tree = jax.tree.flatten(self._shared())
-        adopted = jax.tree.unflatten(tree, [_like(leaf, new) for leaf, new in zip(leaves, arrays, strict=True)])
+        adopted = placed_like(self._shared(), arrays)
         self.state = self.state._replace(params=adopted) if self.gradients.gives_weights else adopted
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _to_host(leaf: Any) -> Array:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _like(leaf: Any, values: Array) -> Any:
-    """Return the values as `leaf` is: in its shape and dtype, and where it lies."""
-    if _is_key(leaf):
-        return jax.random.wrap_key_data(jnp.asarray(values), impl=jax.random.key_impl(leaf))
-    like = np.asarray(leaf)
-    values = np.array(values, like.dtype).reshape(like.shape)
-    tied = isinstance(leaf, jax.Array) and leaf.committed
-    return jax.device_put(values, leaf.sharding) if tied else jnp.asarray(values)

@@ -194,14 +194,25 @@ class MinibatchStep:
         """Have the step compiled: see `LocalStep.compile`. The sum of several gradients is not among its bytes."""
         if self._most_parts == 1:
             return self._local.compile(state, batch)
+        first, then, total = self._compile_parts(state, batch)
+        last = self._functions.finish.lower(state, total, np.float32(2)).compile()
+        return max(_working_bytes(compiled) for compiled in (first, then, last))
+
+    def compile_gradient(self, state: TrainState, batch: Any) -> int:
+        """Have compiled what `gradient` uses; see `compile`."""
+        if self._most_parts == 1:
+            return _working_bytes(self._functions.first.lower(state.params, batch).compile())
+        first, then, _ = self._compile_parts(state, batch)
+        return max(_working_bytes(first), _working_bytes(then))
+
+    def _compile_parts(self, state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
+        """Return the compiled gradient of a first part, and of a further one, and the shapes of their sum."""
         functions, part = self._functions, self._cut(batch)[0]
         first = functions.first.lower(state.params, part).compile()
         total = jax.eval_shape(functions.first, state.params, part)[0]
         if any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in jax.tree.leaves(state.params)):
             total = jax.tree.map(_shape_at, total, first.output_shardings[0])  # where the gradients will be
-        then = functions.next.lower(total, state.params, part).compile()
-        last = functions.finish.lower(state, total, np.float32(2)).compile()
-        return max(_working_bytes(compiled) for compiled in (first, then, last))
+        return first, functions.next.lower(total, state.params, part).compile(), total
 
     def step(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, jax.Array, int] | None:
         """Take one step; return the new state, the mean loss before it (a device scalar) and how many samples it used.
