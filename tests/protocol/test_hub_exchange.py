@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.test_hub import FOUNDING, WIRE, contribute, hub_of, of, publish, sent
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Accumulate, Reduce
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome, WorkRequest
 
 RING, TREE = "allreduce:algorithm=ring", "allreduce:algorithm=tree"
 
@@ -88,6 +88,16 @@ def test_who_was_lost_before_the_end_neither_holds_the_round_up_nor_weighs_in_it
     contribute(hub, "b", 0, dense=True, codec="float32")
     (reduce,) = of(Reduce, hub.gone("c", "killed", 1.0))
     assert (reduce.live, reduce.plain) == (2, True)
+
+
+def test_who_waits_for_data_is_awaited_at_the_end_as_well():
+    hub = in_lockstep("a", "b", units=1)
+    hub.receive("a", WorkRequest((), 1, True), 0.0)
+    hub.receive("b", WorkRequest((), 1, True), 0.0)
+    assert hub.members["b"].idle  # a has the one unit that there is
+    assert not of(Reduce, contribute(hub, "a", 0, dense=True, codec="float32"))
+    (reduce,) = of(Reduce, contribute(hub, "b", 0, dense=True, codec="float32"))
+    assert reduce.live == 2
 
 
 def test_what_a_node_published_that_left_before_the_others_ended_does_not_land():

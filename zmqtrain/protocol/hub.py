@@ -468,7 +468,7 @@ class Hub:
         effects: list[HubEffect] = []
         if not self._complete:  # the first began with so many at once; here they come one after another
             self._complete = len(training(self.members)) >= self.settings.start_nodes
-        while self._complete and (taken := self.rounds.take(self.live, now)):
+        while self._complete and (taken := self.rounds.take(self._awaited(), now)):
             if self.rounds.rule.one_each:
                 # a stated order: the sum of floats depends on it (strict mode is bit-identical)
                 taken.sort(key=lambda one: one[0])
@@ -490,6 +490,12 @@ class Hub:
             self.contributions += len(taken)
             effects.append(reduce)
         return effects
+
+    def _awaited(self) -> frozenset[PeerId]:
+        """The nodes from which a round may await a contribution: all that end together, where nodes are in lockstep."""
+        if not self.exchange:
+            return self.live
+        return frozenset(peer for peer in training(self.members) if not self.members[peer].drained)
 
     def _contribution(self, peer: PeerId, publish: Publish) -> Contribution:
         staleness = self.version - publish.base_version

@@ -33,7 +33,7 @@ import optax
 from zmqtrain.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.train.apart import begin
 from zmqtrain.train.buckets import Buckets
-from zmqtrain.train.leaves import host_state, placed_like
+from zmqtrain.train.leaves import host_leaves, host_state, placed_like
 from zmqtrain.train.lockstep import BUCKET_BYTES, Overlap
 from zmqtrain.train.loop import TrainingResult
 from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
@@ -356,8 +356,9 @@ class _Lockstep:
 
     def _compare(self) -> bool:
         """Return False: it is over; or True, to go on. Notes where parameters are not the same on all processes."""
-        leaves = jax.tree.leaves(self.state.params)
-        sums = self.gradients.gather([zlib.crc32(np.asarray(leaf).tobytes()) for leaf in leaves])
+        sums = self.gradients.gather(
+            [zlib.crc32(memoryview(leaf.reshape(-1).view(np.uint8))) for leaf in host_leaves(self.state.params)]
+        )
         for spec, of_leaf in zip(self._model, zip(*sums, strict=True), strict=True):
             usual, _ = Counter(of_leaf).most_common(1)[0]
             ranks = tuple(rank for rank, one in enumerate(of_leaf) if one != usual)
