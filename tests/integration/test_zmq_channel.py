@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from zmqtrain.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 
 A, B = PeerId("pc-1#é1"), PeerId("pc-2#22")
 HERE = "tcp://127.0.0.1:0"
+PROJECT = Path(__file__).parents[2]
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -592,3 +595,12 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
             DealerChannel.connect("tcp://127.0.0.1:1", peer=A, keys=CurveKeys.generate())
 
     run(main)
+
+
+def test_what_is_sent_without_a_copy_outlives_who_closes_at_the_end_of_a_process() -> None:
+    program = (
+        "import atexit, sys, zmqtrain.transport.zmq_channel\n"
+        "atexit.register(lambda: print(sys.modules['zmq.utils.garbage'].gc._stay_down))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n", "libzmq would read memory that is no more, and end the process"

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+import zmq.utils.garbage  # at the interpreter's end it lets go what is on its way uncopied: after who closes then
 from zmq.auth.certs import load_certificate
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
