@@ -190,6 +190,23 @@ def test_who_leaves_is_missed_only_by_those_who_need_it(ranks: Make) -> None:
     assert group.play(part) == [None, 2, 2]
 
 
+def test_what_was_left_of_a_communicator_is_closed_with_it(ranks: Make) -> None:
+    group = ranks(3)
+    group.ports.kill(0)
+
+    def part(comm: Any) -> Any:
+        with comm:
+            with pytest.raises(PeerLost):
+                comm.barrier()
+            smaller = comm.shrink()
+            smaller.barrier()
+        with pytest.raises(LocalProtocolError, match="is closed"):
+            smaller.barrier()
+        return not comm._endpoint.port._thread.is_alive()
+
+    assert group.play(part, group.communicators[1:]) == [True, True]
+
+
 def test_what_waits_on_a_closed_communicator_ends(ranks: Make) -> None:
     group = ranks(2)
     comm = group.communicators[0]

@@ -195,6 +195,20 @@ def test_callbacks_run_in_the_ports_thread_once_and_must_not_wait(ranks: Make) -
     assert request.wait() == request.wait() == 1
 
 
+def test_a_callback_that_fails_harms_nobody(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
+    group = ranks(2)
+
+    def fail(request: Any) -> None:
+        raise ValueError("on purpose")
+
+    request = group.communicators[0].irecv()
+    request.add_done_callback(fail)
+    group.communicators[1].send(1, dest=0)
+    assert request.wait() == 1
+    assert good(group.play(lambda comm: comm.allreduce(1))) == [2, 2]
+    assert "on purpose" in caplog.text
+
+
 def test_the_first_of_several_is_told(ranks: Make) -> None:
     def part(comm: Any) -> Any:
         if comm.rank == 0:

@@ -97,6 +97,8 @@ def test_what_does_not_travel_is_refused() -> None:
         deep = [deep]
     with pytest.raises(ConfigError, match="64 deep"):
         take_tree(deep)
+    with pytest.raises(ConfigError, match="join some of them"):
+        take_tree([np.float32(1)] * 20_000)
     with pytest.raises(FramingError, match="no dtype"):
         dtype_of_code(99)
 

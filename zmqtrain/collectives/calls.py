@@ -138,7 +138,7 @@ class Calls:
         call.text, call.digest, call.owner, call._phases = text, digest(text), owner, phases
         call.confirm, call.operation = confirm, operation
         self._texts[self.number] = text
-        self._texts.pop(self.number - _REMEMBERED, None)
+        self._forget_old_texts()
         for source, theirs in self._theirs.pop(self.number, {}).items():
             self._compare(self.number, source, theirs)
         different = [rank for rank, source in call._sources.items() if source.digest != call.digest]
@@ -147,6 +147,11 @@ class Calls:
         if not different:
             self._advance(call)
         return call
+
+    def _forget_old_texts(self) -> None:
+        if len(self._texts) > 2 * _REMEMBERED:
+            kept = self.number - _REMEMBERED
+            self._texts = {n: text for n, text in self._texts.items() if n > kept or n in self._calls}
 
     def fail(self, error: ZmqTrainError) -> None:
         """End all calls with this error."""
@@ -203,17 +208,16 @@ class Calls:
         call = self._calls.get(number)
         if call is None:
             if number <= self.number:
-                if number in self._texts and digest(self._texts[number]) != head.digest:
-                    self._tell(source, number)
-                elif number in self._texts:
+                if number not in self._texts:  # so long ago that nobody knows
+                    return
+                if digest(self._texts[number]) == head.digest:
                     raise FramingError(f"{self._name(source)} sent more of call {number} than it consists of")
-                return
+                return self._tell(source, number)
             if number > self.number + _AHEAD:
                 raise FramingError(f"{self._name(source)} is at call {number}, this rank at {self.number}")
             call = self._calls[number] = Call(number)
         if call.text and head.digest != call.digest:
-            self._tell(source, number)
-            return
+            return self._tell(source, number)
         nbytes = 0 if values is None else values.nbytes
         if nbytes > head.size:
             raise FramingError(f"a part of {nbytes} bytes of {head.size} of {self._name(source)}")

@@ -119,7 +119,7 @@ class Endpoint:
             self._look_who_survives()
 
     def note_difference(self, context: int) -> None:
-        """Remember that calls differed in a communicator, so that the next one is another one."""
+        """Remember that a communicator ended though all who are in it live, so that the next one is another one."""
         self._differed.add(context)
 
     def retire(self, group: Group) -> None:

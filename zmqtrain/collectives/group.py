@@ -51,7 +51,7 @@ class Post(Protocol):
         """Count a rank of the port among the lost."""
 
     def note_difference(self, context: int) -> None:
-        """Remember that calls differed in a communicator."""
+        """Remember that a communicator ended though all who are in it live."""
 
 
 @dataclass(slots=True)
@@ -222,6 +222,7 @@ class Group:
             self._endpoint.note_difference(self.context)
             self.break_off(CollectiveMismatch(head.text), tell=False)
         elif head.place == HUB:
+            self._endpoint.note_difference(self.context)
             self.break_off(PeerLost(self.name(HUB), head.text, HUB), tell=False)
         elif 0 <= head.place < self.size:
             self._endpoint.note_lost(self.members[head.place], head.text)
@@ -247,7 +248,7 @@ class Group:
         self.matching.fail(error)
         if tell:
             lost = isinstance(error, PeerLost)
-            if not lost:
+            if not lost or error is self._gone.get(HUB):
                 self._endpoint.note_difference(self.context)
             head = Head(
                 Kind.BROKEN,

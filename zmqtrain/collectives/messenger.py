@@ -92,7 +92,8 @@ class Messenger:
         self.timeout_seconds = timeout_seconds
         self._endpoint = Endpoint(port)
         self._group: Group = self._endpoint.start()
-        self._is_last, self._closed = True, False
+        self._next: Messenger | None = None  # what has come of it by `shrink`
+        self._closed = False
         self._requests: WeakSet[Request] = WeakSet()
 
     # ------------------------------------------------------------------ who and where
@@ -160,18 +161,21 @@ class Messenger:
         smaller = object.__new__(type(self))
         smaller.__dict__.update(self.__dict__)
         smaller._group = found[0]
-        self._is_last = False
+        self._next = smaller
         return smaller
 
     def close(self, linger_seconds: float = 1.0) -> None:
         """Leave the group, once what is queued is sent: at most so many seconds. Twice is once.
 
-        What is pending here raises PeerLost, and so does on the others what needs this rank from now on.
+        What is pending here raises PeerLost, and so does on the others what needs this rank from now on. What `shrink`
+        has made of this communicator is closed with it.
         """
         if self._closed:
             return
         self._closed = True
-        if self._is_last:
+        if self._next is not None:
+            self._next.close(linger_seconds)
+        else:
             self._endpoint.port.call(self._group.leave)
             self._endpoint.port.close(linger_seconds)
             error = PeerLost(self.names[self.rank], "its communicator is closed", self.rank)

@@ -7,6 +7,7 @@ Rule 2: results are made in the thread that waits; callbacks run in the port's t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 from zmqtrain.errors import CollectiveTimeout, ZmqTrainError
 
 __all__ = ["Host", "Request", "wait_all", "wait_any"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Host(Protocol):
@@ -96,7 +100,10 @@ class Request:
             self._over.set()
             callbacks, self._callbacks = self._callbacks, []
         for call in callbacks:
-            call(self)
+            try:
+                call(self)
+            except Exception:
+                logger.exception("a callback of %s failed", self.what)
 
     def _wait_until_over(self, timeout_seconds: float) -> None:
         if self._over.is_set():

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives.arrays import Leaf, LeafShape, as_bytes, read_leaf, take_leaf
+from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.errors import ConfigError, FramingError
 
 __all__ = ["Tree", "read_tree", "take_tree"]
 
 _DEEPEST = 64
+_LONGEST_TEXT = MAX_TEXT_BYTES // 5  # characters, and what is said around it: some ten thousand leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def take_tree(tree: Any) -> Tree:
     leaves: list[Leaf] = []
     structure, described = _take(tree, leaves, 0)
     text = described if isinstance(structure, int) else repr(described)
+    if len(text) > _LONGEST_TEXT:
+        raise ConfigError(f"a tree of {len(leaves)} arrays is too large to describe: join some of them")
     return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
 
 
