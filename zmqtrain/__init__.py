@@ -13,8 +13,8 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.types import VERSION as __version__
 
 if TYPE_CHECKING:
-    from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG
     from zmqtrain.collectives.requests import wait_all, wait_any
+    from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG
     from zmqtrain.engine.executor import Engine
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker import Broker
@@ -52,8 +52,8 @@ _HOMES = {
     "Node": "zmqtrain.runtime.node",
     "Broker": "zmqtrain.runtime.broker",
     "Communicator": "zmqtrain.runtime.communicator",
-    "ANY_SOURCE": "zmqtrain.collectives.matching",
-    "ANY_TAG": "zmqtrain.collectives.matching",
+    "ANY_SOURCE": "zmqtrain.collectives.transfers",
+    "ANY_TAG": "zmqtrain.collectives.transfers",
     "wait_all": "zmqtrain.collectives.requests",
     "wait_any": "zmqtrain.collectives.requests",
     "Engine": "zmqtrain.engine.executor",

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives.arrays import as_bytes, dtype_code
-from zmqtrain.collectives.matching import Outgoing
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
+from zmqtrain.collectives.transfers import Outgoing
 from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
 from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
 from zmqtrain.types import MAX_FRAME_BYTES

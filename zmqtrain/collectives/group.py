@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zmqtrain.collectives.calls import Call, Calls, Phases
-from zmqtrain.collectives.matching import ANY_SOURCE, Matching, Transfer
+from zmqtrain.collectives.matching import Matching
 from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.steps import HUB
+from zmqtrain.collectives.transfers import ANY_SOURCE, Transfer
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.errors import (
     CollectiveMismatch,

@@ -16,33 +16,27 @@ Source: the MPI standard 4.0, sec. 3.5 (order and progress), 3.8 (probe, matched
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.collectives.trees import Tree, read_tree
+from zmqtrain.collectives.transfers import (
+    ANY_SOURCE,
+    NOTHING,
+    Envelope,
+    Finding,
+    Outgoing,
+    Receiving,
+    Sending,
+    Transfer,
+    matches,
+)
+from zmqtrain.collectives.trees import read_tree
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
 
-__all__ = [
-    "ANY_SOURCE",
-    "ANY_TAG",
-    "EAGER_WINDOW_BYTES",
-    "PIECE_BYTES",
-    "WINDOW_BYTES",
-    "Envelope",
-    "Finding",
-    "Matching",
-    "Outgoing",
-    "Receiving",
-    "Sending",
-    "Transfer",
-]
-
-ANY_SOURCE = -1
-ANY_TAG = -1
+__all__ = ["EAGER_WINDOW_BYTES", "PIECE_BYTES", "WINDOW_BYTES", "Matching"]
 
 EAGER_WINDOW_BYTES = 1 << 20
 """How much of small messages may be unreceived at a receiver, from each sender."""
@@ -52,82 +46,6 @@ WINDOW_BYTES = 4 << 20
 """How a large message is cut, and how much of it is on its way at most."""
 
 _ENVELOPE_BYTES = 64  # what an empty message counts for
-
-_NOTHING = memoryview(b"")
-
-Outgoing = tuple[int, Head, Any]
-"""To which rank, what, and the values: anything with a buffer, or None."""
-
-
-@dataclass(slots=True, eq=False)
-class Envelope:
-    """A message that has come, or been announced, and is not received yet."""
-
-    source: int
-    tag: int
-    number: int
-    nbytes: int
-    tree: Tree
-    values: memoryview | None  # None: they wait at the sender
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Something that somebody waits for: one of the three below.
-
-    ended: it is over, well or not.  error: why not well.  owner: whoever asked for it may note itself here.
-    """
-
-    peer: int
-    tag: int
-    ended: bool = False
-    error: ZmqTrainError | None = None
-    owner: Any = None
-
-
-@dataclass(slots=True, eq=False)
-class Sending(Transfer):
-    """A message on its way to rank `peer`.
-
-    taken: somebody there receives it.  withdrawn: it never got there, its sender has it back.
-    answered: called once the other side has said whether its sender can have it back.
-    """
-
-    number: int = 0
-    values: memoryview = _NOTHING
-    taken: bool = False
-    sent: int = 0
-    received: int = 0
-    withdrawn: bool = False
-    answered: Callable[[], object] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Receiving(Transfer):
-    """A wait for a message of rank `peer`, or of any.
-
-    into: the array that it goes into, contiguous.  envelope: of what is matched.  joined: its values as bytes.
-    """
-
-    into: NDArray[Any] | None = None
-    envelope: Envelope | None = None
-    joined: NDArray[np.uint8] | None = None
-    received: int = 0
-    reported: int = 0
-    cancelled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Finding(Transfer):
-    """A probe: a wait for a message to be there; take: it is then this probe's (`envelope`), and nobody else's."""
-
-    take: bool = False
-    envelope: Envelope | None = None
-    cancelled: bool = False
-
-
-def _matches(transfer: Transfer, envelope: Envelope) -> bool:
-    return transfer.peer in (ANY_SOURCE, envelope.source) and transfer.tag in (ANY_TAG, envelope.tag)
 
 
 class Matching:
@@ -199,7 +117,7 @@ class Matching:
 
     def probe(self, finding: Finding, *, wait: bool) -> None:
         """Find the first message that matches; without `wait`, end at once, with no envelope if there is none."""
-        found = next((envelope for envelope in self._unexpected if _matches(finding, envelope)), None)
+        found = next((envelope for envelope in self._unexpected if matches(finding, envelope)), None)
         if found is not None:
             self._find(finding, found)
         elif not wait:
@@ -290,13 +208,13 @@ class Matching:
             raise FramingError(f"a message of {head.size} bytes with tag {head.place} that describes {head.text[:80]}")
         envelope = Envelope(source, head.place, head.number, head.size, tree, values)
         for receiving in self._posted:
-            if _matches(receiving, envelope):
+            if matches(receiving, envelope):
                 _remove(self._posted, receiving)
                 self._begin(receiving, envelope)
                 return
         self._unexpected.append(envelope)
         for finding in list(self._probing):
-            if _matches(finding, envelope):
+            if matches(finding, envelope):
                 _remove(self._probing, finding)
                 self._find(finding, envelope)
                 if finding.take:
@@ -398,7 +316,7 @@ class Matching:
 
     def _take_unexpected(self, receiving: Receiving) -> Envelope | None:
         for envelope in self._unexpected:
-            if _matches(receiving, envelope):
+            if matches(receiving, envelope):
                 _remove(self._unexpected, envelope)
                 return envelope
         return None
@@ -419,7 +337,7 @@ class Matching:
     def _end(self, transfer: Transfer, error: ZmqTrainError | None = None) -> None:
         transfer.ended, transfer.error = True, error
         if isinstance(transfer, Sending):
-            transfer.values = _NOTHING
+            transfer.values = NOTHING
         self.finished.append(transfer)
 
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from zmqtrain.collectives.arrays import dtype_code
 from zmqtrain.collectives.endpoint import Endpoint
 from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Envelope, Finding, Receiving, Sending
 from zmqtrain.collectives.requests import Request
+from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Envelope, Finding, Receiving, Sending
 from zmqtrain.collectives.trees import take_tree
 from zmqtrain.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.types import Port
