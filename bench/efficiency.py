@@ -50,13 +50,13 @@ from zmqtrain.runtime.schedule import payload_rate
 import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
+from shapes import model_shapes
 from star import Star
 
-__all__ = ["Case", "read_options", "default_cases", "measure", "model_shapes", "main"]
+__all__ = ["Case", "read_options", "default_cases", "measure", "main"]
 
 STEP_SECONDS = 0.05
 BASELINE_STEPS = 30
-BLOCKS = 12
 LONGEST_PERIOD_STEPS, PERIOD_STEPS = 16, 12
 """Steps between offers, unless --every says otherwise, of a whole model (as rarely as a period of 16 lets it be: two
 cores can hardly do the work of five machines at that) and of a fragment."""
@@ -454,20 +454,6 @@ def _be_node(case: Case, number: int) -> None:
                 node.exchange.close()
                 say({"left": True})
                 return
-
-
-def model_shapes(params: int) -> dict[str, tuple[int, ...]]:
-    """Return the leaves of a transformer of about so many values: an embedding and 12 blocks."""
-    width = max(8, int((0.92 * params / (12 * BLOCKS)) ** 0.5) // 8 * 8)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for block in range(BLOCKS):
-        for name, (rows, columns) in {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}.items():
-            shapes[f"block{block:02}/{name}/kernel"] = (rows * width, columns * width)
-            shapes[f"block{block:02}/{name}/bias"] = (columns * width,)
-        shapes[f"block{block:02}/norm/scale"] = (width,)
-    used = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
-    shapes["embedding"] = (max(1, (params - used) // width), width)
-    return shapes
 
 
 def _make_model(params: int, random: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from zmqtrain.runtime.schedule import payload_rate
 
 from children import Child, ask_all, commands, say
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
+from shapes import model_shapes
 from star import Star
 
 __all__ = ["Case", "read_options", "measure", "main"]
@@ -216,10 +217,8 @@ def _be_node(case: Case, number: int) -> None:
 
 
 def _describe_model(params: int) -> Any:
-    """Return the leaves of a transformer of about so many values: those that efficiency.py has."""
+    """Return the leaves of a transformer of about so many values."""
     from zmqtrain.types import LeafSpec
-
-    from efficiency import model_shapes
 
     return tuple(LeafSpec(name, shape, "float32") for name, shape in model_shapes(params).items())
 
