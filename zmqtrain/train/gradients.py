@@ -357,7 +357,7 @@ class _Lockstep:
     def _compare(self) -> bool:
         """Return False: it is over; or True, to go on. Notes where parameters are not the same on all processes."""
         sums = self.gradients.gather(
-            [zlib.crc32(memoryview(leaf.reshape(-1).view(np.uint8))) for leaf in host_leaves(self.state.params)]
+            [zlib.crc32(leaf.reshape(-1).view(np.uint8).data) for leaf in host_leaves(self.state.params)]
         )
         for spec, of_leaf in zip(self._model, zip(*sums, strict=True), strict=True):
             usual, _ = Counter(of_leaf).most_common(1)[0]
