@@ -26,7 +26,9 @@ from zmqtrain.errors import (
 )
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
+from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Message, Refused, Welcome
+from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.sender import Sender
 from zmqtrain.transport.reservation import Use
 from zmqtrain.types import Buffer, Channel, Lane
@@ -34,10 +36,8 @@ from zmqtrain.types import Buffer, Channel, Lane
 __all__ = ["MasterLine"]
 
 TICK_SECONDS = 0.05
-BEAT_SECONDS = 0.25
-SILENCE_SECONDS = 2.0
-"""A master that has said nothing for so long is lost."""
 HELLO_SECONDS = 1.0
+MAX_REASON = 200
 ASSEMBLED_BYTES = 1 << 40
 """No bound of ours on what a master may announce: it sends what was asked for."""
 
@@ -72,7 +72,7 @@ class MasterLine:
         self._assembler = Assembler(ASSEMBLED_BYTES)
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._outgoing: dict[int, deque[tuple[bytes, Buffer]]] = {}
-        self._number = 0
+        self._number, self._there = 0, True
         self._heard = self._ticked = time.monotonic()
         self._tasks = [
             asyncio.ensure_future(coroutine)
@@ -130,35 +130,38 @@ class MasterLine:
             self._open[self._number] = future
         return self._number, future
 
-    async def close(self, reason: str = "") -> None:
-        """Say goodbye, unless there is nobody to say it to, and close the channel."""
-        if self.failure is None and self.welcome.done():
-            self.say(Goodbye(reason))
+    async def close(self) -> None:
+        """Say goodbye, if that has not been said, and close the channel."""
+        self.fail(ChannelClosed("this client was closed"))
+        if self._there:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._sender.sent_control(), 1.0)
-        self.fail(ChannelClosed("this client was closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
     def fail(self, error: ZmqTrainError) -> None:
-        """End all requests that are open, and to come, with this error."""
+        """End all requests that are open, and to come, with this error; a master that is there is told goodbye."""
         if self.failure is not None:
             return
         self.failure = error
         waiting, self._open = self._open, {}
         futures: list[asyncio.Future[Any]] = [self.welcome, self.enrolled, *waiting.values()]
+        self._there = self._there and self.welcome.done()
         for future in futures:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # whoever still waits for it is told; nobody need
         self._outgoing.clear()
         self._sender.clear(control=False)
+        if self._there:  # other workers must not wait for a client that can do nothing more
+            self.say(Goodbye("" if isinstance(error, ChannelClosed) else str(error)[:MAX_REASON]))
         self._failed(error)
 
     def lose(self, why: str) -> None:
         """Take the master for lost."""
+        self._there = False
         self.fail(PeerLost(f"master {self.master} at {self.address}", why, self.master))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -170,9 +173,9 @@ class MasterLine:
 
     async def _tick_forever(self) -> None:
         hello_at = beat_at = 0.0
-        while True:
+        while self.failure is None:
             now = time.monotonic()
-            self._heard += max(0.0, now - self._ticked - 2 * TICK_SECONDS)
+            self._heard += max(0.0, now - self._ticked - LATE_SECONDS)
             self._ticked = now
             if not self.welcome.done():
                 self._heard = now
