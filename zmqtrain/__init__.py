@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, ZmqTrainError
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import VERSION as __version__
 
@@ -44,6 +44,9 @@ __all__ = [
     "Engine",
     "RunSettings",
     "ZmqTrainError",
+    "PeerLost",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "__version__",
 ]
 
