@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.parameter_server import directory as directories
 from zmqtrain.parameter_server.directory import ASKS, Directory
 from zmqtrain.types import LeafSpec
 
@@ -100,3 +101,19 @@ def test_a_restored_directory_knows_the_keys_that_have_values():
     theirs.restore(ours.state())
     assert told(theirs.declare("b", 2, [W, B])) == [("b", 2, ["b"], ["w"])]
     assert theirs.map["w"] == ours.map["w"]
+
+
+def test_one_client_waits_for_so_many_keys_and_no_more(monkeypatch):
+    monkeypatch.setattr(directories, "MOST_WAITS", 3)
+    directory = Directory(1)
+    directory.declare("a", 1, [W, B])
+    for request in range(3):
+        directory.declare("b", request, [W])
+    with pytest.raises(ConfigError, match="at most"):
+        directory.declare("b", 3, [WHERE])
+    assert directory.declare("c", 1, [W]) == []
+    assert told(directory.lost("a")) == [("b", 0, ["w"], [])]  # who brings a key waits for it no more
+    assert directory.declare("c", 2, [B]) != directory.declare("b", 4, [B]) == []
+    directory.founded("b", ["w"])
+    directory.founded("c", ["b"])
+    assert told(directory.declare("b", 5, [W, B])) == [("b", 5, [], ["w", "b"])]

@@ -273,6 +273,7 @@ def initialise(server, *what, worker="a"):
         ("v", "float32", 0, 0, ()),
         ("v", "float32", -1, 100, (400,)),
         ("v", "float64", 0, 100, (400,)),
+        ("v", "float32", 0, (1 << 20) + 1, (1 << 20,) * 4 + (4,)),
     ],
 )
 def test_first_values_of_a_wrong_size_are_refused(what):
@@ -308,6 +309,57 @@ def test_of_keys_that_are_announced_at_once_those_are_refused_that_do_not_fit():
         assert kinds(initialise(server, key, "float32", 0, 100, SIZES)) == ["Receive"]
     assert kinds(server.machine.received("a", 1)) == ["Install", "Confirm"]
     assert server.machine.received("a", 2)[0].reason == "memory"
+
+
+def test_gradients_that_wait_for_a_step_have_a_bound_whoever_comes_and_goes():
+    server = Server("bsp", workers="ab").key("w")
+    held = server.machine.held_bytes
+    server.machine.limit_bytes = held + 2 * 400
+    for stranger in "xyz":  # each leaves a gradient behind: two more than what the key is counted with
+        server.machine.enrol(stranger, Rules(), False)
+        assert kinds(server.push(stranger)) == ["Confirm"]
+        server.machine.lost(stranger)
+    assert server.machine.held_bytes == server.machine.limit_bytes
+    assert [(one.reason, one.request) for one in server.push("a")] == [("memory", 2)]  # and abstains
+    assert kinds(server.push("b")) == ["Refuse", "Apply"]
+    assert server.machine.held_bytes == held
+
+
+def test_who_comes_again_under_its_name_leaves_what_it_had_pushed():
+    server = Server("bsp", workers="ab").key("w")
+    for _ in range(2):
+        server.push("b")
+        server.machine.lost("b")
+        server.machine.enrol("b", Rules(), False)
+    assert Apply("w", (("a", 2), ("b", 1), ("b", 2))) in server.push("a")
+
+
+def test_an_optimizer_that_keeps_more_than_there_is_memory_for_is_refused():
+    server = Server(workers="a", optimizer="sgd").key("w")
+    server.machine.limit_bytes = KEY_BYTES + 4 * 400
+    server.machine.lost("a")
+    with pytest.raises(ConfigError, match="name an optimizer that keeps less"):
+        server.machine.enrol("b", Rules(optimizer="adam"), False)
+    assert kinds(server.machine.enrol("b", Rules(optimizer="momentum"), False)) == ["Begin"]
+    assert server.machine.held_bytes == server.machine.limit_bytes
+
+
+def test_who_comes_and_goes_costs_nothing_of_the_keys_that_it_has_not_used():
+    server = Server("bsp", workers="ab").key(*"uvw")
+
+    class Untouched(dict):
+        def values(self):
+            raise AssertionError("all keys were gone through")
+
+    server.push("a")
+    server.machine.keys = Untouched(server.machine.keys)
+    server.machine.enrol("c", Rules(), False)
+    assert server.machine.awaited() == {}
+    server.pull("a")
+    server.push("c", "v")
+    assert server.machine.awaited() == {"a": ("b",)}
+    assert kinds(server.machine.lost("b")) == ["Apply", "Answer"]
+    assert kinds(server.machine.lost("c")) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from zmqtrain.parameter_server import machine
 from zmqtrain.parameter_server.store import cut_frames, frame_sizes
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.keys import Declare, Done, Enrol, Enrolled, Founded, Initialise, Placed, Pull, Push, Values
-from zmqtrain.protocol.messages import Chunk, Credit, Hello, Refused
+from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Hello, Refused
 from zmqtrain.runtime.broker import Broker
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Lane
@@ -73,6 +73,20 @@ class Clients:
         await self.told(peer, Done)
         self.say(peer, Founded(("w",)))
 
+    async def found_large(self, peer):
+        """Begin a key that is as large as a piece can be, nearly; return in how many frames."""
+        large = np.zeros(1_000_000, np.float32)
+        sizes = frame_sizes(large.nbytes)
+        self.say(peer, Declare(1, (("w", large.shape, "float32"),)))
+        await self.told(peer, Placed)
+        self.say(peer, Initialise(2, "w", "float32", 0, large.size, sizes))
+        for sent, (chunk, frame) in enumerate(split(2, cut_frames(large))):
+            while sum(one.chunks for who, one, *_ in self.wire.sent if isinstance(one, Credit)) <= sent:
+                await asyncio.sleep(0)
+            self.wire.heard.put_nowait((peer, Lane.BULK, [chunk, bytes(frame)]))
+        await self.told(peer, Done)
+        return len(sizes)
+
     async def values(self, peer, count=1):
         """Wait for the values that a peer is sent; return them."""
         announced = await self.told(peer, Values, count)
@@ -119,7 +133,7 @@ HOSTILE = {
     "another dtype": Push(9, "w", "float64", True, (800,)),
     "values without any": Initialise(9, "v", "float32", 0, 0, ()),
     "an endless key": Initialise(9, "v", "float32", 0, 1 << 50, (1 << 20,)),
-    "a key that is larger than memory": Initialise(9, "v", "float32", 0, 1 << 34, frame_sizes(1 << 36)),
+    "a piece that is larger than one can be": Initialise(9, "v", "float32", 0, 1 << 21, frame_sizes(1 << 23)),
     "a pull of nothing": Pull(9, "v"),
     "a key that is there, of another shape": Declare(9, (("w", (3,), "float32"),)),
     "a key that cannot be": Declare(9, (("v", (0,), "float32"),)),
@@ -228,24 +242,30 @@ def test_a_client_that_leaves_in_the_middle_of_a_push_leaves_no_trace():
 def test_a_client_that_never_takes_what_it_asks_for_holds_no_more_than_its_share():
     async def story(clients):
         await clients.enrol("a#1", "b#1")
-        large = np.zeros(5_000_000, np.float32)
-        clients.say("a#1", Declare(1, (("w", large.shape, "float32"),)))
-        await clients.told("a#1", Placed)
-        clients.say("a#1", Initialise(2, "w", "float32", 0, large.size, frame_sizes(large.nbytes)))
-        for sent in range(len(frame_sizes(large.nbytes))):
-            while sum(one.chunks for who, one, *_ in clients.wire.sent if isinstance(one, Credit)) <= sent:
-                await asyncio.sleep(0)
-            chunk, frame = split(2, cut_frames(large))[sent]
-            clients.wire.heard.put_nowait(("a#1", Lane.BULK, [chunk, bytes(frame)]))
-        await clients.told("a#1", Done)
-        clients.say("b#1", *[Pull(number, "w") for number in range(10)])
+        frames = await clients.found_large("a#1")
+        clients.say("b#1", *[Pull(number, "w") for number in range(50)])
         await clients.told("b#1", Values)
         outbox = clients.broker.traffic._line("b#1").outbox
         clients.say("b#1", Pull(100, "nothing"))
         await clients.told("b#1", Refused)
         assert outbox.held_bytes <= outbox.limit_bytes == 64 << 20
         # once it takes what it has asked for, it gets it all
-        await clients.take("b#1", 10 * (1 + len(frame_sizes(large.nbytes))))
+        await clients.take("b#1", 50 * (1 + frames))
+
+    lived(story)
+
+
+def test_who_comes_again_and_begins_anew_is_not_sent_what_it_asked_for_before():
+    async def story(clients):
+        await clients.enrol("b#1")
+        frames = await clients.found_large("b#1")
+        anew = Enrol("", 0, 2, "async", "sgd:rate=1", 1, False)
+        pulls = [Pull(number, "w") for number in range(60)]
+        clients.say("b#1", *pulls, Goodbye(""), Hello("b#1", "process"), anew)
+        await clients.told("b#1", Enrolled, 2)
+        await clients.take("b#1", 5 * (1 + frames))
+        clients.say("b#1", Pull(100, "w"))
+        assert (await clients.told("b#1", Refused)).reason == "key"
 
     lived(story)
 

@@ -3,11 +3,13 @@
 Rule 1: who declares a key first brings its values to all masters that have a piece of it, and says so (`founded`); who
 declares it later waits for that, and takes what is there.  So no key is made of two clients' values.
 Rule 2: who is lost before it has said so is succeeded by the next that waits for the key.
-Rule 3: a key keeps its shape, its dtype and its place.
+Rule 3: a key keeps its shape, its dtype and its place.  Rule 4: who leaves costs what it has asked for, however many
+keys there are.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -19,7 +21,8 @@ from zmqtrain.types import LeafSpec, PeerId
 
 __all__ = ["MOST_KEYS", "Placement", "Placed", "Directory"]
 
-MOST_KEYS = 1 << 18
+MOST_KEYS = MOST_WAITS = 1 << 18
+"""Keys in all, and waits for their values of one client."""
 MAX_KEY_CHARACTERS, MAX_DIMENSIONS = 400, 32
 MOST_VALUES = 1 << 40
 ASKS = ""
@@ -55,12 +58,22 @@ class _Key:
     waiting: list[tuple[PeerId, int, bool]] = field(default_factory=list)
 
 
+@dataclass
+class _Client:
+    """brings: the keys whose values it brings.  waits: how often it waits for a key's values; waits_for: of which."""
+
+    brings: set[str] = field(default_factory=set)
+    waits: int = 0
+    waits_for: set[str] = field(default_factory=set)
+
+
 class Directory:
     """Where the keys lie on so many masters."""
 
     def __init__(self, masters: int) -> None:
         self.map = ShardMap(masters)
         self._keys: dict[str, _Key] = {}
+        self._clients: defaultdict[PeerId, _Client] = defaultdict(_Client)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -76,6 +89,8 @@ class Directory:
         new = {leaf.path: (leaf.values, leaf.dtype) for leaf in leaves if self._is_new(leaf)}
         if len(self._keys) + len(new) > MOST_KEYS:
             raise ConfigError(f"{len(self._keys) + len(new)} keys are more than the {MOST_KEYS} that one server has")
+        if (client := self._clients[worker]).waits + len(leaves) - len(new) > MOST_WAITS:
+            raise ConfigError(f"one client waits for the values of {MOST_WAITS} keys at most: wait for some")
         places = self.map.place(new)
         found, given = [], []
         for leaf in leaves:
@@ -85,10 +100,12 @@ class Directory:
             if key.founder is None:
                 given.append(key.placement)
             elif brings and key.founder in (NOBODY, worker):
-                key.founder = worker
+                self._bring(key, worker)
                 found.append(key.placement)
             else:
                 key.waiting.append((worker, request, brings))
+                client.waits += 1
+                client.waits_for.add(leaf.path)
         return [Placed(worker, request, tuple(found), tuple(given))] if found or given else []
 
     def founded(self, worker: PeerId, keys: Iterable[str]) -> list[Placed]:
@@ -98,22 +115,33 @@ class Directory:
             key = self._keys.get(name)
             if key is not None and key.founder == worker:
                 key.founder, waiting, key.waiting = None, key.waiting, []
+                self._clients[worker].brings.discard(name)
                 for who, request, _ in waiting:
+                    self._clients[who].waits -= 1
+                    self._clients[who].waits_for.discard(name)
                     told.setdefault((who, request), []).append(key.placement)
         return [Placed(who, request, (), tuple(given)) for (who, request), given in told.items()]
 
     def lost(self, worker: PeerId) -> list[Placed]:
         """Forget a client: the next that waits for a key, and has values, brings them; or who declares it next."""
         told: dict[tuple[PeerId, int], list[Placement]] = {}
-        for key in self._keys.values():
-            key.waiting = [one for one in key.waiting if one[0] != worker]
-            if key.founder == worker:
-                next_one = next((one for one in key.waiting if one[2]), None)
-                key.founder = NOBODY if next_one is None else next_one[0]
-                if next_one is not None:
-                    key.waiting.remove(next_one)
-                    told.setdefault(next_one[:2], []).append(key.placement)
+        client = self._clients.pop(worker, _Client())
+        for name in client.waits_for:
+            self._keys[name].waiting = [one for one in self._keys[name].waiting if one[0] != worker]
+        for name in sorted(client.brings):
+            key = self._keys[name]
+            key.founder = NOBODY
+            next_one = next((one for one in key.waiting if one[2]), None)
+            if next_one is not None:
+                self._bring(key, next_one[0])
+                key.waiting.remove(next_one)
+                self._clients[next_one[0]].waits -= 1
+                told.setdefault(next_one[:2], []).append(key.placement)
         return [Placed(who, request, tuple(found), ()) for (who, request), found in told.items()]
+
+    def _bring(self, key: _Key, worker: PeerId) -> None:
+        key.founder = worker
+        self._clients[worker].brings.add(key.placement.leaf.path)
 
     def founder(self, key: str) -> PeerId | None:
         """Return who brings a key's values; None if they are there, or nobody does."""

@@ -6,30 +6,23 @@ it is whole, or was refused on its way (then it abstains): nobody waits for what
 Rule 4: until `workers` of them have enrolled no clock of a key moves; from then on live workers count, who comes later
 from its first push of that key on; who is lost counts no more.
 Rule 5: what cannot be is refused in a sentence, and costs its sender that request.
+Rule 6: who comes or goes costs what it has asked for, however many keys there are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from zmqtrain.errors import ConfigError
 from zmqtrain.parameter_server.consistency import Consistency, consistency_from_spec
-from zmqtrain.parameter_server.effects import (
-    Answer,
-    Apply,
-    Begin,
-    Confirm,
-    Effect,
-    Install,
-    Receive,
-    Refuse,
-)
+from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Effect, Install, Receive, Refuse
+from zmqtrain.parameter_server.ledger import Key, Kind, Request, Worker
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.rules import DEFAULT_RULES, Rules, canonical, check_equal
-from zmqtrain.parameter_server.shards import ITEM_BYTES
+from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES
 from zmqtrain.parameter_server.store import is_cut
 from zmqtrain.types import PeerId
 
@@ -41,77 +34,24 @@ KEY_BYTES, MAX_NAME = 4096, 500
 """What a key takes of memory besides values, at most; and the characters of its name."""
 
 
-class _Kind(Enum):
-    INITIALISE = "init"
-    PUSH = "push"
-    PULL = "pull"
-
-
-@dataclass(slots=True)
-class _Request:
-    """One request that is open. clock: what the worker's and the key's clock must allow; pull: values are wanted."""
-
-    worker: PeerId
-    number: int
-    kind: _Kind
-    key: str
-    pull: bool = False
-    clock: int | None = None
-    dtype: str = ""
-    values: tuple[int, int] = (0, 0)
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A client that has enrolled. reads: it never pushes.  counts: for every key, from the beginning."""
-
-    reads: bool
-    counts: bool
-    open: dict[int, _Request] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Key:
-    """One key's piece.
-
-    clock: what every worker that counts has pushed.  clocks: of the workers, as far as their pushes are whole; asked:
-    as they said.  pushed: it has been pushed to.  round: the pushes of the step that is being gathered.
-    deferred, pulls: who waits.
-    """
-
-    name: str
-    dtype: str
-    start: int
-    values: int
-    clock: int = 0
-    pushed: bool = False
-    clocks: dict[PeerId, int] = field(default_factory=dict)
-    asked: dict[PeerId, int] = field(default_factory=dict)
-    round: dict[PeerId, int] = field(default_factory=dict)
-    deferred: deque[_Request] = field(default_factory=deque)
-    pulls: list[_Request] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        return self.values * ITEM_BYTES[self.dtype]
-
-
 class KeyServer:
     """The machine of one master.
 
     name: unlike any other master's; a store that begins here is named after it.  limit_bytes: what its keys, with the
-    optimizer's state, may take of memory.  rules: as they are in force.  pushes: how many have come whole.
+    optimizer's state and the gradients of steps that are being gathered, may take of memory; held_bytes: what they do.
+    rules: as they are in force.  pushes: how many have come whole.
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
         self.name, self.limit_bytes, self.held_bytes, self.pushes = name, limit_bytes, 0, 0
         self.rules = DEFAULT_RULES
         self.consistency: Consistency = consistency_from_spec(DEFAULT_RULES.consistency)
-        self.keys: dict[str, _Key] = {}
+        self.keys: dict[str, Key] = {}
+        self._moving: set[str] = set()  # the keys at which a live worker has a clock, or a step is being gathered
         self._slots = 0
         self._stores = 0
         self._set_by = ""
-        self._workers: dict[PeerId, _Worker] = {}
+        self._workers: dict[PeerId, Worker] = {}
         self._complete = False
 
     @property
@@ -126,7 +66,8 @@ class KeyServer:
     # ------------------------------------------------------------------ who is here
 
     def enrol(self, worker: PeerId, rules: Rules, reads: bool) -> list[Effect]:
-        """Take a client. Raises ConfigError if it wants other rules than those there, which the message names.
+        """Take a client. Raises ConfigError if it wants other rules than those there, which the message names, or an
+        optimizer that keeps more than there is memory for.
 
         With no other client here its rules are the server's from now on; what it leaves open stays as it was.
         """
@@ -137,52 +78,65 @@ class KeyServer:
             check_equal(self.rules, wanted, self._set_by)
         else:
             effects = self._begin(worker, wanted)
-        self._workers[worker] = _Worker(reads, counts=not reads and not self._complete)
+        self._workers[worker] = Worker(reads, counts=not reads and not self._complete)
         if not self._complete:
             self._complete = sum(one.counts for one in self._workers.values()) >= self.rules.workers
             if self._complete:
-                effects += self._settle_all()
+                effects += self._settle_all(self._moving)
         return effects
 
     def _begin(self, worker: PeerId, wanted: Rules) -> list[Effect]:
-        before, self._complete, self._set_by = self.rules, False, worker.rpartition("#")[0] or worker
+        before = self.rules
         store = wanted.store if wanted.master else before.store
         place = (wanted.master, wanted.masters)
-        if anew := not store or (before.store, before.master, before.masters) != (store, *place):
-            self.keys, self.held_bytes = {}, 0
+        anew = not store or (before.store, before.master, before.masters) != (store, *place)
+        consistency = wanted.consistency or before.consistency
+        optimizer = wanted.optimizer or before.optimizer
+        slots = len(optimizer_from_spec(optimizer).slots)
+        if anew:
+            self.keys, self._moving, self.held_bytes = {}, set(), 0
             if not wanted.master:
                 self._stores += 1
                 store = f"{self.name}-{self._stores}"
+        elif slots != self._slots:
+            self._check_room(optimizer, slots)
         # what those who have left had pushed counts, though not all of them did
-        effects: list[Effect] = [step for key in self.keys.values() for step in self._step(key)]
-        consistency = wanted.consistency or before.consistency
-        optimizer = wanted.optimizer or before.optimizer
+        effects: list[Effect] = [step for name in sorted(self._moving) for step in self._step(self.keys[name])]
+        self._moving.clear()
         self.rules = Rules(store, *place, consistency, optimizer, wanted.workers or before.workers)
         self.consistency = consistency_from_spec(consistency)
-        self._slots = len(optimizer_from_spec(optimizer).slots)
+        if slots != self._slots:
+            self._slots, self.held_bytes = slots, self._sum_costs(slots)
+        self._complete, self._set_by = False, worker.rpartition("#")[0] or worker
         return [*effects, Begin(optimizer, anew)] if anew or optimizer != before.optimizer else effects
 
     def lost(self, worker: PeerId) -> list[Effect]:
         """Forget a client: what it had pushed whole counts, and nobody waits for it."""
-        if self._workers.pop(worker, None) is None:
+        gone = self._workers.pop(worker, None)
+        if gone is None:
             return []
-        for key in self.keys.values():
+        for name in gone.pushed:
+            key = self.keys[name]
             key.clocks.pop(worker, None)
             key.asked.pop(worker, None)
             key.deferred = deque(one for one in key.deferred if one.worker != worker)
             key.pulls = [one for one in key.pulls if one.worker != worker]
-        return self._settle_all()
+        effects = self._settle_all(self._moving if gone.counts else gone.pushed)
+        self._moving -= {name for name in gone.pushed if not (self.keys[name].clocks or self.keys[name].round)}
+        return effects
 
     def awaited(self) -> dict[PeerId, tuple[PeerId, ...]]:
         """Return, for each worker that waits for others, for whom; for nobody: for those who have not enrolled."""
-        found: dict[PeerId, set[PeerId]] = {}
-        for key in self.keys.values():
-            waiting = [asked for asked in (*key.deferred, *key.pulls) if not self._is_near(asked, key)]
-            if waiting:
-                behind = {peer for peer, clock in self._counted(key) if clock == key.clock}
-                for asked in waiting:
-                    found.setdefault(asked.worker, set()).update(behind - {asked.worker})
-        return {worker: tuple(sorted(behind)) for worker, behind in found.items()}
+        behind: dict[str, set[PeerId]] = {}
+        found: dict[PeerId, tuple[PeerId, ...]] = {}
+        for peer, worker in self._workers.items():
+            names = {asked.key for asked in worker.open.values() if not self._is_near(asked)}
+            for name in names - behind.keys():
+                clock = self.keys[name].clock
+                behind[name] = {other for other, theirs in self._counted(self.keys[name]) if theirs == clock}
+            if names:
+                found[peer] = tuple(sorted(set[PeerId]().union(*(behind[name] for name in names)) - {peer}))
+        return found
 
     @property
     def missing(self) -> int:
@@ -202,9 +156,11 @@ class KeyServer:
             return [Refuse(worker, request, "key", f"the name of a key has {len(key)} characters; {MAX_NAME} may be")]
         if dtype not in ITEM_BYTES or start < 0 or values < 1 or not is_cut(values * ITEM_BYTES[dtype], sizes):
             return [Refuse(worker, request, "size", f"{values} values of {dtype!r} in {len(sizes)} frames are no key")]
+        if (size := values * ITEM_BYTES[dtype]) > PIECE_BYTES:
+            return [Refuse(worker, request, "size", f"a piece of a key has {PIECE_BYTES} bytes at most, not {size}")]
         if known is not None and known.pushed:
             return [Refuse(worker, request, "key", f"the key {key!r} is there already, and trained")]
-        asked = _Request(worker, request, _Kind.INITIALISE, key, dtype=dtype, values=(start, values))
+        asked = Request(worker, request, Kind.INITIALISE, key, dtype=dtype, values=(start, values))
         if (text := self._why_no_room(asked)) is not None:
             return [Refuse(worker, request, "memory", text)]
         self._open(asked)
@@ -226,7 +182,9 @@ class KeyServer:
         entry.asked[worker] = clock + 1
         entry.clocks.setdefault(worker, clock)
         entry.pushed = True
-        asked = _Request(worker, request, _Kind.PUSH, key, pull, clock)
+        self._workers[worker].pushed.add(key)
+        self._moving.add(key)
+        asked = Request(worker, request, Kind.PUSH, key, pull, clock)
         self._open(asked)
         if not self._may_proceed(asked):
             entry.deferred.append(asked)
@@ -237,7 +195,7 @@ class KeyServer:
         """A client wants the values of a key: with all that it pushed before, and as fresh as the consistency says."""
         if (why := self._why_not(worker, request, key)) is not None:
             return [Refuse(worker, request, *why)]
-        asked = _Request(worker, request, _Kind.PULL, key, True, self.keys[key].asked.get(worker))
+        asked = Request(worker, request, Kind.PULL, key, True, self.keys[key].asked.get(worker))
         self._open(asked)
         return self._answer_or_wait(asked)
 
@@ -248,27 +206,31 @@ class KeyServer:
         asked = self._take(worker, request)
         if asked is None:
             return []
-        if asked.kind is _Kind.INITIALISE:
+        if asked.kind is Kind.INITIALISE:
             known = self.keys.get(asked.key)
             if known is not None and known.pushed:
                 return [Refuse(worker, request, "key", f"the key {asked.key!r} is there already, and trained")]
             if (text := self._why_no_room(asked)) is not None:  # of those that were announced at once, not all may fit
                 return [Refuse(worker, request, "memory", text)]
             self.held_bytes += self._more_bytes(asked)
-            self.keys[asked.key] = _Key(asked.key, asked.dtype, *asked.values)
+            self.keys[asked.key] = Key(asked.key, asked.dtype, *asked.values)
             return [Install(worker, request, asked.key, asked.dtype), Confirm(worker, request)]
         key = self.keys[asked.key]
+        if key.round and self.held_bytes + key.size > self.limit_bytes:
+            text = f"{len(key.round)} gradients wait for this step, and this master has no memory for one more"
+            return self._abstain(asked, "memory", text)
         self.pushes += 1
         effects: list[Effect] = []
         if self.consistency.averages:
-            key.round[worker] = request
+            self.held_bytes += key.size if key.round else 0  # the first is in what the key takes
+            key.round.add((worker, request))
         else:
             effects.append(Apply(asked.key, ((worker, request),)))
         key.clocks[worker] += 1
         if not asked.pull:
             effects.append(Confirm(worker, request))
             return effects + self._settle(key)
-        asked.kind, asked.clock = _Kind.PULL, (asked.clock or 0) + 1
+        asked.kind, asked.clock = Kind.PULL, (asked.clock or 0) + 1
         self._open(asked)
         effects += self._settle(key)
         return effects + self._answer_or_wait(asked)
@@ -276,12 +238,14 @@ class KeyServer:
     def broken(self, worker: PeerId, request: int, reason: str, text: str) -> list[Effect]:
         """The payload of a request is not sound, or was never acceptable: a push of it abstains."""
         asked = self._take(worker, request)
-        if asked is None:
-            return []
-        effects: list[Effect] = [Refuse(worker, request, reason, f"{asked.kind.value} of {asked.key!r}: {text}")]
-        if asked.kind is _Kind.PUSH:
+        return [] if asked is None else self._abstain(asked, reason, text)
+
+    def _abstain(self, asked: Request, reason: str, text: str) -> list[Effect]:
+        text = f"{asked.kind.value} of {asked.key!r}: {text}"
+        effects: list[Effect] = [Refuse(asked.worker, asked.number, reason, text)]
+        if asked.kind is Kind.PUSH:
             key = self.keys[asked.key]
-            key.clocks[worker] += 1
+            key.clocks[asked.worker] += 1
             effects += self._settle(key)
         return effects
 
@@ -303,18 +267,18 @@ class KeyServer:
         self.consistency = consistency_from_spec(self.rules.consistency)
         self._slots = len(optimizer_from_spec(self.rules.optimizer).slots)
         for name, dtype, start, values in state["keys"]:
-            self.keys[name] = _Key(str(name), str(dtype), int(start), int(values), pushed=versions[name] > 0)
-            self.held_bytes += self._cost(self.keys[name].size)
+            self.keys[name] = Key(str(name), str(dtype), int(start), int(values), pushed=versions[name] > 0)
+        self.held_bytes = self._sum_costs(self._slots)
 
     # ------------------------------------------------------------------ clocks
 
-    def _counted(self, key: _Key) -> Iterator[tuple[PeerId, int]]:
+    def _counted(self, key: Key) -> Iterator[tuple[PeerId, int]]:
         """Give the workers that a key's clock waits for, and their clocks."""
         for peer, worker in self._workers.items():
             if peer in key.clocks or worker.counts:
                 yield peer, key.clocks.get(peer, key.clock)
 
-    def _settle(self, key: _Key) -> list[Effect]:
+    def _settle(self, key: Key) -> list[Effect]:
         """Move a key's clock as far as it goes; let go on who waited for that, or for its own pushes."""
         effects: list[Effect] = []
         slowest = min((clock for _, clock in self._counted(key)), default=key.clock)
@@ -332,26 +296,29 @@ class KeyServer:
             effects += self._answer_or_wait(asked)
         return effects
 
-    def _step(self, key: _Key) -> list[Effect]:
+    def _step(self, key: Key) -> list[Effect]:
         """Make one step of all that was gathered for it, in the order of names."""
-        gathered, key.round = key.round, {}
-        return [Apply(key.name, tuple(sorted(gathered.items())))] if gathered else []
+        if not key.round:
+            return []
+        gathered, key.round = key.round, set()
+        self.held_bytes -= key.size * (len(gathered) - 1)
+        return [Apply(key.name, tuple(sorted(gathered)))]
 
-    def _settle_all(self) -> list[Effect]:
-        return [effect for key in self.keys.values() for effect in self._settle(key)]
+    def _settle_all(self, names: Iterable[str]) -> list[Effect]:
+        return [effect for name in sorted(names) for effect in self._settle(self.keys[name])]
 
-    def _may_proceed(self, asked: _Request) -> bool:
+    def _may_proceed(self, asked: Request) -> bool:
         """Return whether a request goes on now: the consistency lets it, and its worker's pushes before it are here."""
         key = self.keys[asked.key]
         if asked.clock is None:
             return True
-        own = asked.kind is _Kind.PUSH or key.clocks.get(asked.worker, asked.clock) >= asked.clock
-        return own and self._is_near(asked, key)
+        own = asked.kind is Kind.PUSH or key.clocks.get(asked.worker, asked.clock) >= asked.clock
+        return own and self._is_near(asked)
 
-    def _is_near(self, asked: _Request, key: _Key) -> bool:
-        return asked.clock is None or self.consistency.may_proceed(asked.clock - key.clock)
+    def _is_near(self, asked: Request) -> bool:
+        return asked.clock is None or self.consistency.may_proceed(asked.clock - self.keys[asked.key].clock)
 
-    def _answer_or_wait(self, asked: _Request) -> list[Effect]:
+    def _answer_or_wait(self, asked: Request) -> list[Effect]:
         if not self._may_proceed(asked):
             self.keys[asked.key].pulls.append(asked)
             return []
@@ -372,7 +339,7 @@ class KeyServer:
             )
         return None
 
-    def _why_no_room(self, asked: _Request) -> str | None:
+    def _why_no_room(self, asked: Request) -> str | None:
         more = self._more_bytes(asked)
         if self.held_bytes + more <= self.limit_bytes:
             return None
@@ -381,18 +348,29 @@ class KeyServer:
             f"{self.limit_bytes >> 20} that this master gives, {self.held_bytes >> 20} are taken: use more masters"
         )
 
-    def _more_bytes(self, asked: _Request) -> int:
+    def _check_room(self, optimizer: str, slots: int) -> None:
+        if (needed := self._sum_costs(slots)) > self.limit_bytes:
+            raise ConfigError(
+                f"with {optimizer} the keys that are here take {needed >> 20} MiB, and this master gives "
+                f"{self.limit_bytes >> 20}: name an optimizer that keeps less, or start the masters anew"
+            )
+
+    def _sum_costs(self, slots: int) -> int:
+        return sum(self._cost(key.size, slots) for key in self.keys.values())
+
+    def _more_bytes(self, asked: Request) -> int:
         """What a key that is begun takes, more than what is there of that name."""
         known = self.keys.get(asked.key)
-        before = self._cost(known.size) if known is not None else 0
-        return self._cost(asked.values[1] * ITEM_BYTES[asked.dtype]) - before
+        before = self._cost(known.size, self._slots) if known is not None else 0
+        return self._cost(asked.values[1] * ITEM_BYTES[asked.dtype], self._slots) - before
 
-    def _cost(self, size: int) -> int:
+    @staticmethod
+    def _cost(size: int, slots: int) -> int:
         """What a piece takes of memory: values, what is sent of them, a gradient, and the optimizer's state."""
-        return KEY_BYTES + size * (3 + self._slots)
+        return KEY_BYTES + size * (3 + slots)
 
-    def _open(self, asked: _Request) -> None:
+    def _open(self, asked: Request) -> None:
         self._workers[asked.worker].open[asked.number] = asked
 
-    def _take(self, worker: PeerId, request: int) -> _Request | None:
+    def _take(self, worker: PeerId, request: int) -> Request | None:
         return self._workers[worker].open.pop(request, None) if worker in self._workers else None

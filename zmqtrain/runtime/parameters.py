@@ -19,16 +19,7 @@ from typing import Any
 
 from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
 from zmqtrain.parameter_server.directory import Directory, Placed, Placement
-from zmqtrain.parameter_server.effects import (
-    Answer,
-    Apply,
-    Begin,
-    Confirm,
-    Effect,
-    Install,
-    Receive,
-    Refuse,
-)
+from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Effect, Install, Receive, Refuse
 from zmqtrain.parameter_server.machine import KeyServer
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.rules import Rules
@@ -201,7 +192,10 @@ class Parameters:
             self._expect(peer, incoming.popleft())
         asked = 0
         while outgoing and self.machine.serves(peer):
-            asked += self.machine.keys[outgoing[0].key].size
+            if (key := self.machine.keys.get(outgoing[0].key)) is None:  # gone: this peer has left, and come again
+                outgoing.popleft()
+                continue
+            asked += key.size
             if not self._traffic.has_room_to(peer, asked):
                 break
             self._answer(outgoing.popleft())
