@@ -60,9 +60,16 @@ def version_at(trainer, shard):
 def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_address(tmp_path):
     settings = RunSettings(every=4, delay=2, units=60, masters=2, fragments=2)
     with run_of(settings, tmp_path) as (first, second):
-        trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
+        joined = threading.Event()
+
+        def wait_for_the_late_one(trainer):
+            if shared(trainer):
+                joined.wait(60.0)
+
+        early = {"params": wide(), "on_step": wait_for_the_late_one}
+        trainers = [Trainer(first.address, name, **early) for name in ("pc-1", "pc-2")]
         trainers[0].wait_until(lambda: shared(trainers[0]))
-        trainers.append(Trainer(first.address, "pc-3", params=wide(1)))
+        trainers.append(Trainer(first.address, "pc-3", params=wide(1), on_step=lambda _: joined.set()))
         params = [trainer.join() for trainer in trainers]
     for one in params[1:]:
         for name in one:
