@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +86,6 @@ def test_a_processor_sets_nothing_as_large_as_a_fragment_aside(fragments):
         jax.jit(move, donate_argnums=(0, 1)).lower(leaves, leaves, segments, segments).compile(),
     ):
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * B
-        assert not re.search(r"f32\S* copy\(", compiled.as_text())
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cpu", True), ("cuda", False), ("rocm", False)])

