@@ -387,7 +387,7 @@ class GradientExchange(Protocol):
         """
 
     def finish(self) -> list[Array]:
-        """Wait for what came of the buckets, and return it in the order in which they were begun."""
+        """Wait for what came of the buckets, and return it in the order in which they were begun: the caller's own."""
 
     def align(self, step: int, state: Callable[[], Sequence[Array]]) -> tuple[int, Sequence[Array] | None]:
         """Bring all to the state of whoever has made most steps. Return their number, and that state (None if it is
