@@ -6,7 +6,8 @@ Rule 2: who waits says so to all others after a while, with his call's text: so 
 out too, and everybody knows what the others do.
 Rule 3: a call that comes to nothing on one rank is of no use on any: what `hear` and `begin` raise ends them all.
 Rule 4: of one call at most WINDOW_BYTES are on their way to a rank and not taken there. Windows of several calls are
-apart: in whatever order the ranks wait, none keeps another one from going on.
+apart: in whatever order the ranks wait, none keeps another one from going on. At the hub, where a rank has one window,
+its calls have it one after another.
 Rule 5: a call ends when its algorithm has, and when those whom it sent memory of its own have taken all of that; where
 some ranks only send (`confirm`), when they have taken all: else a rank could be done before it hears that calls differ.
 Rule 6: what to send is appended to `outgoing`, and calls that have ended to `finished`.
@@ -123,6 +124,7 @@ class Calls:
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, str] = {}
         self._theirs: dict[int, dict[int, str]] = {}  # by number and rank: calls that this rank has not made yet
+        self._at_hub: deque[Call] = deque()  # those that the hub reduces for: it is the first one's turn
 
     @property
     def pending(self) -> list[Call]:
@@ -158,6 +160,7 @@ class Calls:
         for call in self.pending:
             self._end(call, error)
         self._calls.clear()
+        self._at_hub.clear()
 
     def tick(self, now: float) -> None:
         """Let time pass: say what is waited for, where nothing has moved for a while."""
@@ -283,6 +286,10 @@ class Calls:
         if phase is None:
             call._phases = iter(())
             self._report_all(call)
+            if self._at_hub and self._at_hub[0] is call:
+                self._at_hub.popleft()
+                if self._at_hub:
+                    self._pump(self._at_hub[0], HUB, self._at_hub[0]._streams[HUB])
             return False
         call._steps, call._dtype = phase
         call._code = dtype_code(call._dtype)
@@ -351,6 +358,8 @@ class Calls:
         stream = call._streams.get(to)
         if stream is None:
             stream = call._streams[to] = _Stream()
+            if to == HUB:
+                self._at_hub.append(call)
         total = values.nbytes
         if total <= PART_BYTES:
             stream.waiting.append((values if total else None, total, 0))
@@ -360,7 +369,9 @@ class Calls:
         self._pump(call, to, stream)
 
     def _pump(self, call: Call, to: int, stream: _Stream) -> None:
-        """Send what there is room for."""
+        """Send what there is room for; to the hub, which has its own window, when it is this call's turn."""
+        if to == HUB and self._at_hub[0] is not call:
+            return
         while stream.waiting and (stream.sent - stream.taken < WINDOW_BYTES or to == HUB):
             values, total, start = stream.waiting.popleft()
             flag = call._code | CONFIRM if call.confirm else call._code
