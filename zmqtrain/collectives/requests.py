@@ -2,7 +2,8 @@
 
 Rule 1: every wait has an end: a result, an error that says who is lost or differs, or CollectiveTimeout, which says for
 whom was waited and what they did last. A wait that ran out ends nothing: the request goes on, and can be waited for.
-Rule 2: results are made in the thread that waits; callbacks run in the port's thread, and never wait.
+Rule 2: results are made in the thread that waits; callbacks run in the port's thread, and never wait. One that fails is
+said in the log, and costs nobody else anything.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 from zmqtrain.errors import CollectiveTimeout, ZmqTrainError
 
 __all__ = ["Host", "Request", "wait_all", "wait_any"]
+
+logger = logging.getLogger(__name__)
 
 
 logger = logging.getLogger(__name__)
