@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,11 @@ def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Redu
 
 
 def _of_function(function: Function) -> Reduction:
-    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    named = function
+    while isinstance(named, partial):  # what its object is called differs from process to process
+        named = named.func
+    named = named if hasattr(named, "__name__") else type(named)
+    name = f"{named.__module__}.{getattr(named, '__qualname__', named.__name__)}"
 
     def combine(first: Values, second: Values, out: Values) -> None:
         result = np.asarray(function(first, second))

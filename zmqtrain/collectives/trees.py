@@ -23,7 +23,8 @@ from zmqtrain.errors import ConfigError, FramingError
 __all__ = ["Tree", "read_tree", "take_tree"]
 
 _DEEPEST = 64
-_LONGEST_TEXT = MAX_TEXT_BYTES // 5  # characters, and what is said around it: some ten thousand leaves
+_LONGEST_TEXT = MAX_TEXT_BYTES // 2
+"""What describes a call with these arrays is longer, and must fit in a message too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,10 @@ def take_tree(tree: Any) -> Tree:
     leaves: list[Leaf] = []
     structure, described = _take(tree, leaves, 0)
     text = described if isinstance(structure, int) else repr(described)
-    if len(text) > _LONGEST_TEXT:
-        raise ConfigError(f"a tree of {len(leaves)} arrays is too large to describe: join some of them")
+    if len(text) > _LONGEST_TEXT // 4 and (length := len(text.encode())) > _LONGEST_TEXT:
+        raise ConfigError(
+            f"what describes these {len(leaves)} arrays is {length} bytes long, more than {_LONGEST_TEXT}: join some"
+        )
     return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
 
 
