@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from zmqtrain.errors import (
     ConfigError,
     LocalProtocolError,
     NonFiniteDelta,
+    PeerLost,
 )
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -238,6 +241,56 @@ def test_after_calls_differed_all_go_on_in_a_new_communicator(ranks: Make) -> No
 
     for result in good(group.play(part)):
         np.testing.assert_array_equal(result, np.full(3, 3.0))
+
+
+def test_a_callback_that_fails_costs_no_other_request_anything(ranks: Make, caplog: Any) -> None:
+    group = ranks(2)
+
+    def fail(request: Any) -> None:
+        raise ValueError("a mistake")
+
+    first, second = group.communicators
+    requests = [first.irecv(source=1, tag=tag) for tag in range(3)]
+    told = threading.Semaphore(0)
+    for request in requests:
+        request.add_done_callback(fail)
+        request.add_done_callback(lambda _: told.release())
+    second.close()  # all of them end at once
+    for request in requests:
+        with pytest.raises(PeerLost):
+            request.wait()
+        assert told.acquire(timeout=20)
+    assert caplog.text.count("ValueError: a mistake") == 3
+
+
+def test_a_tree_that_cannot_be_described_in_a_message_is_refused_to_who_gives_it(ranks: Make) -> None:
+    comm = ranks(1).communicators[0]
+    for call in (comm.iallreduce, lambda tree: comm.isend(tree, 0)):
+        with pytest.raises(ConfigError, match=r"50000 arrays.*join some"):
+            call([np.ones(1)] * 50_000)
+
+
+def test_functions_without_a_name_of_their_own_are_the_same_on_all_ranks(ranks: Make) -> None:
+    def add(first: Any, second: Any, times: int) -> Any:
+        return first + second * times
+
+    class Adding:
+        def __call__(self, first: Any, second: Any) -> Any:
+            return first + second
+
+    def part(comm: Any) -> Any:
+        here = functools.partial(lambda a, b, times: add(a, b, times), times=1)
+        return comm.allreduce(np.ones(3), here) + comm.allreduce(np.ones(3), Adding())
+
+    for result in good(ranks(2).play(part)):
+        np.testing.assert_array_equal(result, np.full(3, 4.0))
+
+
+def test_a_child_that_was_forked_is_told_that_the_communicator_is_its_parents(ranks: Make, monkeypatch: Any) -> None:
+    comm = ranks(1).communicators[0]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(LocalProtocolError, match="after the fork"):
+        comm.barrier()
 
 
 def test_a_function_that_fails_fails_the_call_on_all_ranks(ranks: Make) -> None:

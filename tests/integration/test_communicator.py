@@ -100,6 +100,31 @@ def test_the_hub_reduces_for_all_and_says_what_it_cannot(hub: str) -> None:
         comm.close()
 
 
+def test_who_waits_for_each_call_and_who_begins_several_have_the_hub_reduce_all(hub: str) -> None:
+    first, second = create(hub, 2, "by the hub in turn")
+    x = [np.full(1 << 19, float(index), np.float32) for index in range(3)]
+    begun = [second.iallreduce(one, algorithm="hub") for one in x]
+    for one, request in zip(x, begun, strict=True):
+        np.testing.assert_array_equal(first.allreduce(one, algorithm="hub"), 2 * one)
+        np.testing.assert_array_equal(request.wait(), 2 * one)
+    first.close()
+    second.close()
+
+
+def test_what_shrink_gives_is_refused_a_hub_that_still_holds_parts_of_calls_that_differed(hub: str) -> None:
+    comms = create(hub, 2, "after a difference")
+    for request in [comm.iallreduce(np.ones(3), "sum" if comm.rank else "max", algorithm="hub") for comm in comms]:
+        with pytest.raises(CollectiveMismatch):
+            request.wait()
+    with ThreadPoolExecutor(2) as pool:
+        again = list(pool.map(lambda comm: comm.shrink(), comms))
+    with pytest.raises(ConfigError, match="shrink gave"):
+        again[0].iallreduce(np.ones(3), algorithm="hub")
+    assert zt.wait_all([comm.iallreduce(1) for comm in again]) == [2, 2]
+    for comm in again:
+        comm.close()
+
+
 def test_who_waits_for_a_hub_that_is_gone_is_told() -> None:
     with broker() as hub:
         comms = create(hub, 2, "hub gone")

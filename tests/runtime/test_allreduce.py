@@ -130,3 +130,16 @@ def test_a_lost_process_is_named_to_all_and_those_who_are_left_go_on():
         found = group.do(wait_for_the_lost, (0, 2))
         names = (group.ports[0].names[0], group.ports[0].names[2])
         assert found == [(1, names, 0, Turn(2, False)), (1, names, 1, Turn(2, False))]
+
+
+def test_those_who_are_left_of_a_group_for_which_the_hub_reduced_go_on_without_it():
+    def go_on(exchange, rank):
+        with pytest.raises(PeerLost):
+            exchange.agree(1, False)
+        exchange.recover()
+        exchange.begin((0,), np.ones(1000, np.float32))
+        return exchange.finish()[0].sum()
+
+    with Together(3, "hub") as group:
+        group.ports.kill(1)
+        assert group.do(go_on, (0, 2)) == [2000.0, 2000.0]

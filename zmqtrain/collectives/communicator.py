@@ -303,8 +303,7 @@ class Communicator(Messenger):
         timeout_seconds: float | None = None,
     ) -> Request:
         request, group = self._request(text, make, timeout_seconds), self._group
-        self._endpoint.port.call(lambda: group.begin(request, text, phases, confirm, operation))
-        return request
+        return self._begin(request, lambda: group.begin(request, text, phases, confirm, operation))
 
     def _chunk(self, flat: NDArray[Any], algorithm: str = "") -> int:
         """Return how many values of an array go in one message."""
@@ -318,8 +317,11 @@ class Communicator(Messenger):
             raise ConfigError(f"algorithm={algorithm!r}: choose one of auto, {', '.join(ALLREDUCE)}")
         if algorithm != "hub":
             return
-        if not hasattr(self._endpoint.port, "reduce") or self.size < len(self._endpoint.port.names):
-            raise ConfigError('algorithm="hub": no hub reduces for this group (nor for what is left of one)')
+        if not hasattr(self._endpoint.port, "reduce") or self._shrunk:
+            raise ConfigError(
+                'algorithm="hub": no hub reduces for this group (nor for one that shrink gave: it holds parts of calls '
+                "that never ended)"
+            )
         if operation not in OPERATIONS or any(shape.dtype.name in NOT_OF_NUMPY for shape in tree.shapes):
             raise ConfigError(f"the hub reduces {', '.join(OPERATIONS)}, of numpy's own dtypes, not {tree.text[:200]}")
 

@@ -7,6 +7,7 @@ Rule 3: any thread may call; ranks that call from several threads agree themselv
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Messenger:
         self._endpoint = Endpoint(port)
         self._group: Group = self._endpoint.start()
         self._next: Messenger | None = None  # what has come of it by `shrink`
-        self._closed = False
+        self._closed = self._shrunk = False
+        self._process = os.getpid()
         self._requests: WeakSet[Request] = WeakSet()
 
     # ------------------------------------------------------------------ who and where
@@ -134,14 +136,17 @@ class Messenger:
     def shrink(self: Self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
-        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises
-        LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who lives does not call it, PeerLost if it
-        is this process that was lost.
+        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who
+        lives does not call it, PeerLost if it is this process that was lost.
         """
         self.check_may_wait()
-        if self._closed or self._group.broken is None:
+        error = self._group.broken
+        if self._closed or error is None:
             state = "is closed" if self._closed else "has lost nobody"
             raise LocalProtocolError(f"this communicator {state}: shrink is for after PeerLost or CollectiveMismatch")
+        cut_off = PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
+        if isinstance(error, PeerLost) and error.rank == self.rank:  # its port may have ended
+            raise cut_off
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         agreed, found = threading.Event(), list[Group | None]()
 
@@ -157,10 +162,10 @@ class Messenger:
             whom = ", ".join(f"{names[rank]} (rank {rank} at first)" for rank in missing)
             raise CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing)
         if found[0] is None:
-            raise PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
+            raise cut_off
         smaller = object.__new__(type(self))
         smaller.__dict__.update(self.__dict__)
-        smaller._group = found[0]
+        smaller._group, smaller._shrunk = found[0], True
         self._next = smaller
         return smaller
 
@@ -273,13 +278,22 @@ class Messenger:
     def _request(self, what: str, make: Callable[[], Any], timeout_seconds: float | None = None) -> Request:
         if self._closed:
             raise LocalProtocolError(f"{what}: this communicator is closed")
+        if os.getpid() != self._process:
+            raise LocalProtocolError(f"{what}: this communicator is another process's: create one after the fork")
         request = Request(self, what, self.timeout_seconds if timeout_seconds is None else timeout_seconds, make)
         self._requests.add(request)
         return request
 
     def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
         group, request.doing = self._group, transfer
-        self._endpoint.port.call(lambda: group.post(request, transfer, post))
+        return self._begin(request, lambda: group.post(request, transfer, post))
+
+    def _begin(self, request: Request, begin: Callable[[], object]) -> Request:
+        """Have the port's thread begin a request; once all is over, it need not be alive any more."""
+        if (error := self._group.broken) is not None:
+            request.complete(error)
+        else:
+            self._endpoint.port.call(begin)
         return request
 
     def _receive(self, source: int, tag: int, into: NDArray[Any] | None, envelope: Envelope | None) -> Request:

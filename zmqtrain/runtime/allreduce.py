@@ -3,10 +3,12 @@
 Rule 1: whatever is agreed is a sum over all, in one order that all keep: first how many samples each has, then bucket
 by bucket the gradients.
 Rule 2: where a process is lost, those who are left make a group of their own, and say how far each of them has come.
+The hub does not reduce for such a group: they go on with another algorithm.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +18,8 @@ from numpy.typing import NDArray
 from zmqtrain.types import Array, Turn
 
 __all__ = ["Pending", "Group", "AllreduceExchange"]
+
+logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 600.0
 """How long one process may take longer than the others for a step, for its first compilation or an evaluation."""
@@ -130,6 +134,9 @@ class AllreduceExchange:
         """See GradientExchange: whoever is lost meanwhile is left out, too."""
         self._pending.clear()
         self._group = self._group.shrink(self.timeout_seconds)
+        if self.algorithm == "hub":
+            logger.warning("the hub reduces for the whole group only: those who are left reduce without it")
+            self.algorithm = "auto"
 
     def traffic(self) -> tuple[int, int]:
         """See GradientExchange."""
