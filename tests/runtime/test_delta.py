@@ -227,6 +227,16 @@ def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, largest, deco
     assert told == [1, 2, 3]
 
 
+def test_a_snapshot_that_waits_is_as_large_as_its_anchor(monkeypatch):
+    monkeypatch.setattr("zmqtrain.runtime.inbox.LARGE_UPDATE_BYTES", 100)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    message, frames, _ = snapshot_of(coder, 3)
+    inbox.arrive(coder, Deliver(message, ()), frames)
+    message, frames = aggregate_of(coder, 4, (0,))
+    inbox.arrive(coder, Deliver(message, ()), frames)
+    assert len(inbox) == 1
+
+
 def test_who_is_too_far_behind_takes_one_snapshot_and_what_landed_is_told_with_that():
     coder, inbox = coder_of("float32"), Inbox(lambda: None)
     for sequence in range(2):

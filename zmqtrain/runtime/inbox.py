@@ -93,5 +93,6 @@ class Inbox:
 
 
 def _decoded_bytes(update: Update) -> int:
-    parts = (*update.aggregate.values(), *update.own.values())
-    return sum(4 * math.prod(segment.shape) for segments in parts for segment in segments)
+    anchor = [part.values for part in update.anchor or ()]
+    parts = (*update.aggregate.values(), *update.own.values(), anchor, update.moments or ())
+    return sum(4 * math.prod(array.shape) for arrays in parts for array in arrays)
