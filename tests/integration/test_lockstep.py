@@ -176,16 +176,19 @@ def test_another_exchange_in_the_same_run_is_refused_with_both_named():
 
 
 def test_who_comes_later_is_refused_and_the_others_do_not_notice():
-    with broker(run_of(40, 2)) as running:
-        nodes = Nodes(running.address, ["allreduce:ring"] * 2, step_seconds=0.02, watch=watch_steps(begun := Count()))
-        begun.wait(3)
+    asked, made = threading.Event(), Count()
+    options = {"step_seconds": 0.02, "stop": asked.is_set, "watch": watch_steps(made)}
+    with broker(run_of(0, 2)) as running:
+        nodes = Nodes(running.address, ["allreduce:ring"] * 2, **options)
+        made.wait(3)
         late = Nodes(running.address, ["allreduce:ring"], name="late")
         late.finish()
+        made.wait(made.count + 3)
+        asked.set()
         results = nodes.finish()
         assert not nodes.failures
-        same_bits([parameters(result) for result in results])
+        close(same_bits([parameters(result) for result in results]), in_the_broker(running))
     assert isinstance(late.failures["late-1"], JoinRefused), late.failures
-    assert sum(result.samples for result in results) == 40 * BATCHES_OF_A_UNIT * SAMPLES
 
 
 def test_a_worker_of_an_asynchronous_server_may_come_later():
@@ -285,7 +288,7 @@ def test_killed_with_9_in_mid_run_the_others_go_on_to_the_end_with_the_same_bits
     params, published, figures, words = kill_in_mid_run("allreduce:ring", tmp_path)
     close(same_bits(params), published)
     assert int(figures[0]["steps"]) == int(figures[1]["steps"])
-    assert all("pc-2 is lost" in said and "2 are left: pc-1, pc-3" in said for said in words.values())
+    assert all("pc-2 is lost" in said and "2 are left: " in said for said in words.values()), words
 
 
 def test_killed_with_9_in_mid_run_the_other_workers_of_a_server_go_on(tmp_path):

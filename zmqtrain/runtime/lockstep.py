@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 UNIT_WAIT_SECONDS = 0.05
 """So long a node waits for a data unit before it tells the others that it has none now."""
+MEET_SECONDS = 120.0
+"""So long nodes that have joined the run wait for each other, to exchange gradients."""
 
 
 def read_exchange(text: str) -> Lockstep | None:
@@ -87,7 +89,7 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: byt
         group=f"{node.run} gradients",
         name=node.name,
         server_key=server_key,
-        timeout_seconds=choice.timeout_seconds,
+        timeout_seconds=MEET_SECONDS,
     )
     logger.info("%s is rank %d of %d: %s", node.name, group.rank, size, ", ".join(group.names))
     return AllreduceExchange(
