@@ -136,8 +136,9 @@ class Messenger:
     def shrink(self: Self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
-        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who
-        lives does not call it, PeerLost if it is this process that was lost.
+        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises
+        LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who lives does not call it, PeerLost if it
+        is this process that was lost.
         """
         self.check_may_wait()
         error = self._group.broken
