@@ -101,7 +101,7 @@ def send(port: MeshPort, rank: int, *messages: list[Any]) -> None:
 
 
 ECHO = """
-import sys, threading
+import ctypes, sys, threading
 from zmqtrain.runtime.rendezvous import open_port
 hub, size, rank, key = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = threading.Event()
@@ -112,14 +112,16 @@ class Echo:
 port = open_port(hub, size, rank, name=f"pc-{rank}", server_key=key.encode() or None, timeout_seconds=20)
 port.start(Echo())
 print("ready", flush=True)
-sys.stdin.readline()
+while sys.stdin.readline() == "hold\\n":  # the interpreter's lock, for 2 s
+    ctypes.PyDLL(None).usleep(2_000_000)
+    print("held", flush=True)
 port.close()
 """
 
 
 @contextlib.contextmanager
 def echoing(hub: str, size: int, ranks: range, key: str = "") -> Iterator[dict[int, subprocess.Popen[str]]]:
-    """Give processes that send back what they are sent; a line on their stdin closes their ports."""
+    """Give processes that send back what they are sent; an empty line on their stdin closes their ports."""
     processes = {
         rank: subprocess.Popen(
             [sys.executable, "-c", ECHO, hub, str(size), str(rank), key],

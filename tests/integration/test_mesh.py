@@ -196,6 +196,18 @@ def test_a_process_that_is_killed_or_stopped_is_lost_to_all_soon(hub, number):
             assert processes[3].stdout.readline().startswith("lost 3 "), "it is told that it is the one that is lost"
 
 
+def test_a_process_that_lets_none_of_its_threads_run_for_two_seconds_is_not_lost(hub):
+    with echoing(hub, 3, range(2, 3)) as processes, ports(hub, 3, here=2) as (opened, listeners):
+        assert processes[2].stdout.readline() == "ready\n"
+        processes[2].stdin.write("hold\n")
+        processes[2].stdin.flush()
+        assert processes[2].stdout.readline() == "held\n"
+        for port, listener in zip(opened, listeners, strict=True):
+            send(port, 2, [b"are you there"])
+            listener.wait(lambda one: one.messages)
+            assert listener.lost == {}
+
+
 def test_a_group_lives_on_without_its_hub_and_all_are_told_of_the_same_loss():
     with (
         BrokerProcess(RunSettings(), None) as hub,

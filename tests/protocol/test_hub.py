@@ -20,6 +20,7 @@ from zmqtrain.protocol.effects import (
     SendTo,
     Serve,
 )
+from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.hub import ALLOWED, MOST_WAITING, Hub, MemberState
 from zmqtrain.protocol.keys import (
     Awaited,
@@ -480,11 +481,11 @@ def test_a_silent_process_is_lost_soon_and_its_group_is_told():
         hub.receive(peer, Hello(peer, "process"), 0.0)
         effects = hub.receive(peer, SAMPLES[JoinGroup], 0.0)
     assert [message.rank for _, message in sent(effects, Group)] == [0, 1]
-    for tenths in range(1, 20):
+    for tenths in range(1, round(10 * SILENCE_SECONDS)):
         hub.saw("q", tenths / 10)
         assert sent(hub.tick(tenths / 10), GroupLost) == []
-    hub.saw("q", 2.05)
-    told = dict(sent(hub.tick(2.05), GroupLost))
+    hub.saw("q", SILENCE_SECONDS + 0.05)
+    told = dict(sent(hub.tick(SILENCE_SECONDS + 0.05), GroupLost))
     assert told.keys() == {"p", "q"} and told["p"] == told["q"]
     assert (told["q"].rank, told["q"].left) == (0, False) and "silent" in told["q"].why
 

@@ -53,8 +53,9 @@ MAX_WHY, MAX_ADDRESS, MAX_TOKEN = 300, 200, 64
 RELAY_MESSAGES, RELAY_BYTES = 16, 4 << 20
 """What of one process may be on its way through the hub, to all others together: so many messages, and so many bytes or
 one message."""
-SILENCE_SECONDS = 2.0
-"""A process that says nothing for so long is lost."""
+SILENCE_SECONDS = 2.4
+"""A process that says nothing for so long is lost: whose threads all stand still for 2 s, in a call that lets no other
+run or because it is stopped, is not.  (With `vigil.VERDICT_SECONDS` and the ticks it stays under 3 s.)"""
 LATE_SECONDS = 0.5
 """Who looks for silence, and has not looked for longer than this, was busy or stopped himself: the rest of that time is
 nobody's silence."""

@@ -13,11 +13,11 @@ from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS
 
 __all__ = ["BEAT_SECONDS", "VERDICT_SECONDS", "Accuse", "Declare", "CutOff", "Finding", "Vigil"]
 
-BEAT_SECONDS = 0.25
+BEAT_SECONDS = 0.2
 """So often a process shows the others, and the hub, that it lives."""
 UNREACHABLE_SECONDS = 0.3
 """A connection that is gone for so long is not coming back: libzmq makes a broken one anew within 0.1 s."""
-VERDICT_SECONDS = 0.5
+VERDICT_SECONDS = 0.4
 """A hub that does not answer an accusation for so long is not there."""
 CUT_OFF_SECONDS = 1.0
 """Whoever was heard within this can be heard still."""
