@@ -155,14 +155,14 @@ def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(t
 
         await peers.join("a#1")
         peers.broker.aggregator.check = slow
-        close = peers.broker._worker.close
+        close = peers.broker._jobs._worker.close
 
         def close_and_let_go(seconds):
             threading.Thread(target=go_on.set).start()
-            peers.broker._worker._jobs.close()
+            peers.broker._jobs._worker._jobs.close()
             close(seconds)
 
-        peers.broker._worker.close = close_and_let_go
+        peers.broker._jobs._worker.close = close_and_let_go
         peers.publish("a#1", 0, transfer=7)
         await peers.until(checking.is_set)
 

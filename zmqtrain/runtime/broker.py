@@ -73,8 +73,8 @@ from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.aggregator import Aggregator, Released
 from zmqtrain.runtime.auto import LoadPlanner, typical_rate
 from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.jobs import Jobs
 from zmqtrain.runtime.keeper import Keeper
-from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.parameters import Parameters
@@ -165,7 +165,8 @@ class Broker:
             registration.place.first if registration is not None else "",
         )
         self.aggregator = Aggregator(self.settings, shard)
-        self.keeper = Keeper(checkpoint, self._job_failed)
+        self._jobs = Jobs("zmqtrain-aggregate", self.stop)
+        self.keeper = Keeper(checkpoint, self._jobs.fail)
         self.keeper.resume(self.hub, self.aggregator)
         if registration is not None and registration.founded and self.hub.version < 0:
             raise ConfigError(
@@ -177,18 +178,14 @@ class Broker:
         self._relays = Relays(self.traffic)
         self._reducers = Reducers(self._relays.forward)
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
-        kept = ParameterKeeper(checkpoint, self._job_failed)
+        kept = ParameterKeeper(checkpoint, self._jobs.fail)
         name = f"keys-{secrets.token_hex(4)}"
-        self.parameters = Parameters(self.traffic, self._job, name, kept, checkpoint_seconds)
-        self._worker = Worker("zmqtrain-aggregate", 4096, self._job_failed)
+        self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, checkpoint_seconds)
         self._stop = asyncio.Event()
-        self._failure: BaseException | None = None
-        self._closing = False
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
         self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
-        self._aggregate_seconds = 0.0
         self._bytes_received = self._snapshots_served = 0
         self._saved_version, self._saved_at = self.hub.version, time.monotonic()
         self._contributions_before = self.hub.contributions
@@ -200,7 +197,7 @@ class Broker:
 
     async def run(self) -> None:
         """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what went wrong here."""
-        self._loop = asyncio.get_running_loop()
+        self._jobs.start()
         if self._events is not None:
             self._events.began(self.hub.run, self.settings, self.hub.version)
         receiving = asyncio.create_task(self._receive_forever())
@@ -226,18 +223,16 @@ class Broker:
             for peer in list(self.hub.members):
                 self.traffic.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
-            # the codec thread finishes what it has; its results are of no use any more, and must move the hub no more
-            self._closing = True
             try:
-                await asyncio.to_thread(self._worker.close, 60.0)
+                await self._jobs.close()
                 await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
-                if self._failure is None:
+                if self._jobs.failure is None:
                     await asyncio.to_thread(self.parameters.close)
             finally:
                 await self.channel.close()
                 self._tell_end()
-        if self._failure is not None:
-            raise self._failure
+        if self._jobs.failure is not None:
+            raise self._jobs.failure
 
     def _is_over(self) -> bool:
         """Whether this broker's run has come to its end, and nobody is left here."""
@@ -279,7 +274,7 @@ class Broker:
             self.hub.refused,
             self.traffic.bytes_sent,
             self._bytes_received,
-            self._aggregate_seconds,
+            self._jobs.seconds,
             self._snapshots_served,
             self.traffic.dropped,
         )
@@ -327,7 +322,7 @@ class Broker:
                 if isinstance(whole[0], Initialise | Push):
                     self.parameters.whole(peer, whole[0], whole[1])
                 else:
-                    self._job(partial(self._check, *whole), self._checked, peer, *whole)
+                    self._jobs.do(partial(self._check, *whole), self._checked, peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
             self.traffic.heard(len(frames[0]))
@@ -408,22 +403,22 @@ class Broker:
                 logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
                 frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
                 self._whole.clear()  # what was pending in a run that is founded anew
-                self._job(partial(self._found, frames, self.hub.state(), peer))
+                self._jobs.do(partial(self._found, frames, self.hub.state(), peer))
             case Average(snapshots):
                 gathered = [self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots]
                 parts: dict[str, Sequence[Buffer]] = {
                     peer: split_snapshot(snapshot, frames)[0]
                     for (peer, snapshot), frames in zip(snapshots, gathered, strict=True)
                 }
-                self._job(partial(self.aggregator.average, parts), self._averaged, snapshots)
+                self._jobs.do(partial(self.aggregator.average, parts), self._averaged, snapshots)
             case Lend(lender, announcement, peers):
                 self._lend(lender, announcement, peers)
             case Accumulate(peer, publish):
-                self._job(partial(self.aggregator.accumulate, peer, publish, self._whole.pop(_key(peer, publish))))
+                self._jobs.do(partial(self.aggregator.accumulate, peer, publish, self._whole.pop(_key(peer, publish))))
             case Reduce():
-                self._job(partial(self._release, effect, len(self.hub.live)), self._released, effect)
+                self._jobs.do(partial(self._release, effect, len(self.hub.live)), self._released, effect)
             case Serve(peer):
-                self._job(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
+                self._jobs.do(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
             case Answer(peer, probe):
                 self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
             case Forward(peer, message):
@@ -467,7 +462,7 @@ class Broker:
 
     def _contribution_seconds(self) -> float:
         """The CPU of the codec thread for one contribution, all its work; 0 as long as too few were seen."""
-        count, seconds = self.hub.contributions, self._aggregate_seconds
+        count, seconds = self.hub.contributions, self._jobs.seconds
         if self._measured_from is None and count >= self._contributions_before + CONTRIBUTIONS_WARM:
             self._measured_from = (count, seconds)
         before, seconds_before = self._measured_from or (count, seconds)
@@ -518,39 +513,6 @@ class Broker:
             self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}
 
     # ------------------------------------------------------------------ the codec thread
-
-    def _job(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
-        """Do `work` in the codec thread, then `then(result or CodecError, *facts)` in the loop; both in order."""
-
-        def job() -> None:
-            if self._failure is not None:  # what follows a job that failed would be built on nothing
-                return
-            began = time.thread_time()
-            result: Any
-            try:
-                result = work()
-            except CodecError as error:
-                result = error
-            self._aggregate_seconds += time.thread_time() - began
-            if then is not None:
-                self._loop.call_soon_threadsafe(self._finish, then, result, facts)
-
-        if not self._worker.submit(job):
-            self._job_failed(ZmqTrainError("the codec thread cannot keep up: 4096 jobs wait"))
-
-    def _finish(self, then: Callable[..., None], result: object, facts: tuple[Any, ...]) -> None:
-        if self._closing:
-            return
-        try:
-            then(result, *facts)
-        except Exception as error:
-            self._job_failed(error)
-
-    def _job_failed(self, error: BaseException | None) -> None:
-        """Something of our own broke: there is no honest way on. Save what is saved, and end with the error."""
-        logger.error("the broker stops: %s", error)
-        self._failure = self._failure or error
-        self._loop.call_soon_threadsafe(self._stop.set)
 
     def _found(self, frames: Sequence[Buffer], state: dict[str, Any], peer: PeerId) -> None:
         self.aggregator.found(frames)
@@ -620,4 +582,4 @@ class Broker:
         now = time.monotonic()
         if self.hub.version > self._saved_version and now - self._saved_at >= self.checkpoint_seconds:
             self._saved_version, self._saved_at = self.hub.version, now
-            self._job(partial(self.keeper.save, self.hub.state(), self.aggregator))
+            self._jobs.do(partial(self.keeper.save, self.hub.state(), self.aggregator))
