@@ -15,6 +15,7 @@ from enum import IntEnum
 from math import prod
 from typing import Any, NewType, Protocol
 
+from zmqtrain.errors import PeerLost
 from zmqtrain.settings import RunSettings
 
 __all__ = [
@@ -401,7 +402,7 @@ class GradientExchange(Protocol):
     def gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the numbers of all (as many of each, of 32 bits), by rank."""
 
-    def recover(self) -> None:
+    def recover(self, lost: PeerLost) -> None:
         """Go on with those who are left, after PeerLost; wait for them. Raises PeerLost where nobody can go on."""
 
     def traffic(self) -> tuple[int, int]:

@@ -76,6 +76,12 @@ def test_the_headline_says_how_the_run_stands() -> None:
     assert text == expected
 
 
+def test_the_headline_of_a_run_in_lockstep_says_how_it_exchanges_and_not_k_and_d() -> None:
+    text = roster_headline(roster(every=8, delay=4, samples=0, exchange="allreduce:algorithm=ring,size=0,overlap=none"))
+    assert " · in lockstep, allreduce:algorithm=ring · " in text
+    assert "k 8" not in text and "samples" not in text
+
+
 def test_the_headline_says_what_a_parameter_server_serves() -> None:
     served = {"keys": 12, "bytes": 3_200_000, "pushes": 4500, "clients": 3}
     assert " · serves 12 keys, 3.2 MB: 4.5 k pushes, 3 clients now" in roster_headline(roster(served=served))

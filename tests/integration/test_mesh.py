@@ -111,8 +111,17 @@ def test_a_listener_that_fails_is_said_and_told_further(hub, caplog):
 
 
 def test_a_group_that_is_not_complete_in_time_says_who_is_here(hub):
-    with pytest.raises(CollectiveTimeout, match=r"'few' of 3 processes .*: alone is here, 2 missing"):
+    with pytest.raises(CollectiveTimeout, match=r"'few' of 3 processes alone is here, 2 missing"):
         open_port(hub, 3, group="few", name="alone", timeout_seconds=0.3)
+
+
+def test_who_waits_for_others_for_long_says_for_whom(hub, monkeypatch, caplog):
+    monkeypatch.setattr(hub_line, "PATIENCE_SECONDS", 0.1)
+    with pytest.raises(CollectiveTimeout):
+        open_port(hub, 2, group="slow", name="early", timeout_seconds=0.6)
+    assert (
+        "early waits (0 s of at most 0.6): of the group 'slow' of 2 processes early is here, 1 missing" in caplog.text
+    )
 
 
 def test_no_broker_is_said_with_what_to_do():

@@ -76,7 +76,7 @@ EXAMPLES = [
     Report(1, 2, 3.0, 4.0, 5.0, 6, 7, 8, "nothing", {"loss": 1.0}, 9),
     Report(1, 2, 3.0, float("inf"), 5.0, 6, 7, 8),
     Roster(1, ({"name": "pc-1", "step": 3, "loss": 0.5, "idle": False},), "pc-1#1", 1, 2, 3, 4, 5.0, {}, -1),
-    Roster(1, (), "", 1, 2, 3, 4, 5.0, {}, -1, 12, 5, served={"keys": 3}),
+    Roster(1, (), "", 1, 2, 3, 4, 5.0, {}, -1, 12, 5, served={"keys": 3}, exchange="allreduce:algorithm=ring"),
     Schedule(12, 5, 40),
     Fetch(3, (("w", (2, 3), "float32"),), 0.5),
     Snapshot(1, 2, (3, 4), ((1, 2),), 1, True),

@@ -121,7 +121,7 @@ def test_a_lost_process_is_named_to_all_and_those_who_are_left_go_on():
         exchange.begin((0,), np.ones(1000, np.float32))
         with pytest.raises(PeerLost, match="lost") as raised:
             exchange.finish()
-        exchange.recover()
+        exchange.recover(raised.value)
         return raised.value.rank, exchange.names, exchange.rank, exchange.agree(1, False)
 
     with Together(3) as group:

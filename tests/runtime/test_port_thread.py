@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.errors import HubUnreachable, LocalProtocolError
 from zmqtrain.runtime.port_thread import PortThread
 
 
@@ -93,6 +93,13 @@ def test_what_fails_before_it_is_ready_is_raised_to_who_opens_it():
         life.thread.open()
     life.thread.call(lambda: None)
     assert life.failures == []
+
+
+def test_an_error_that_says_all_comes_without_the_ways_of_the_thread():
+    life = Life(error=HubUnreachable("no broker answers", "tcp://hub:5555"))
+    with pytest.raises(HubUnreachable) as raised:
+        life.thread.open()
+    assert [entry.name for entry in raised.traceback][1:] == ["open"]
 
 
 def test_what_fails_afterwards_is_said_and_told(caplog):

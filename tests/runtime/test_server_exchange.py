@@ -124,5 +124,5 @@ def test_workers_meet_before_the_first_step(server, meetings):
 
 
 def test_without_a_master_nobody_goes_on(server):
-    with pytest.raises(PeerLost, match="start the brokers again"):
-        ServerExchange(server.connect, MODEL, 0, "pc-1").recover()
+    with pytest.raises(PeerLost, match=r"master 1 is lost: silent for 2 s.*start the brokers again"):
+        ServerExchange(server.connect, MODEL, 0, "pc-1").recover(PeerLost("master 1", "silent for 2 s", 1))

@@ -37,8 +37,8 @@ def test_a_text_names_a_choice_and_its_canonical_text_the_same(text, choice):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "choose one of hub, allreduce:algorithm=auto,size=0"),
-        ("ring", "choose one of hub, allreduce:algorithm=auto,size=0"),
+        ("", "choose one of hub, allreduce:ring (or another algorithm) and server:bsp"),
+        ("ring", "choose one of hub, allreduce:ring (or another algorithm) and server:bsp"),
         ("allreduce:ring,speed=3", "no argument 'speed'; choose of algorithm, size"),
         ("allreduce:ring,tree", "no argument 'tree'; choose of algorithm, size"),
         ("allreduce:size=x", "size is a whole number, got 'x'"),
@@ -47,7 +47,7 @@ def test_a_text_names_a_choice_and_its_canonical_text_the_same(text, choice):
         ("allreduce:overlap=all", "overlap is one of none, next, got 'all'"),
         ("allreduce:timeout=0", "bucket and timeout must be more than 0"),
         ("allreduce:timeout=long", "timeout is a number of seconds, got 'long'"),
-        ("allreduce:bucket=8", "that would be 8 bytes"),
+        ("allreduce:bucket=8", "bucket is written like 6GB, 512MB or 2e9, not '8': that would be 8 bytes"),
         ("server:masters=two", "masters is a whole number, got 'two'"),
     ],
 )

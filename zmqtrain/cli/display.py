@@ -107,17 +107,24 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     parts = [f"{format_seconds(roster.seconds)}"]
     parts.append(_version(roster))
     parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
-    parts.append(f"{format_count(roster.samples)} samples")
-    if roster.every:
+    if roster.samples or not roster.exchange:  # in lockstep they are counted in the end
+        parts.append(f"{format_count(roster.samples)} samples")
+    if roster.exchange:
+        parts.append(f"in lockstep, {roster.exchange.partition(',')[0]}")
+    elif roster.every:
         parts.append(f"k {roster.every}, d {roster.delay}")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     if missing := name_missing(roster.masters):
         parts.append(f"without {missing}")
     if served := roster.served:
-        keys, pushes, clients = (format_count(int(served.get(name, 0))) for name in ("keys", "pushes", "clients"))
+        keys, pushes, clients = (
+            f"{format_count(count)} {one if count == 1 else several}"
+            for one, several in (("key", "keys"), ("push", "pushes"), ("client", "clients"))
+            for count in (int(served.get(several, 0)),)
+        )
         size = format_bytes(int(served.get("bytes", 0)))
-        parts.append(f"serves {keys} keys, {size}: {pushes} pushes, {clients} clients now")
+        parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
     line = " · ".join(parts)
     return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
 

@@ -35,7 +35,7 @@ from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_comma
 from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
-from zmqtrain.runtime.lockstep import open_gradients, unit_wait_seconds
+from zmqtrain.runtime.lockstep import check_masters, open_gradients, unit_wait_seconds
 from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.runtime.node import Node, connect
 from zmqtrain.settings import RunSettings
@@ -80,6 +80,7 @@ def _run(config: NodeConfig) -> int:
             share=config.share,
             exchange="" if config.lockstep is None else config.lockstep.name,
         ) as node:
+            check_masters(config.lockstep, node.settings)  # before it waits for others
             program = load_run_program(node.settings, config.data, config.hub)
             if config.devices == "all":
                 program = _on_all_devices(program)

@@ -103,7 +103,7 @@ class Group:
         self.calls = Calls(self.rank, self.size, self.name, self._say_doing)
         self.matching = Matching(self.rank, self.name)
         self._gone: dict[int, PeerLost] = {}  # who has closed its communicator; the hub
-        self._last = "nothing"
+        self._last = ""
         self._doing: Call | Transfer | None = None  # what it did last, as long as that goes on
         self._questions: list[_Question] = []
 
@@ -340,7 +340,7 @@ class Group:
 
     def _say_doing(self) -> str:
         if self._doing is None:
-            return f"{self._last}, which has ended"
+            return f"{self._last}, which has ended" if self._last else "nothing yet"
         ranks = self._doing.waits_for if isinstance(self._doing, Call) else ()
         whom = f" and waits for {', '.join(map(self.name, ranks))}" if ranks else ""
         return f"{self._last}, which goes on{whom}"

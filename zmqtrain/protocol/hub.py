@@ -248,6 +248,7 @@ class Hub:
             every=settings.every,
             delay=settings.delay,
             masters=self.masters.addresses if not self.shard else (),
+            exchange=self.exchange,
         )
 
     def measured(self, peer: PeerId, rate: float) -> None:

@@ -189,7 +189,8 @@ class Roster:
     """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
 
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
-    bytes, pushes, clients; nothing if it has no keys.
+    bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes in lockstep exchange gradients; "": they
+    publish here.
     """
 
     version: int
@@ -206,6 +207,7 @@ class Roster:
     delay: int = 0
     masters: tuple[str, ...] = ()
     served: dict[str, Scalar] = field(default_factory=dict)
+    exchange: str = ""
 
 
 @dataclass(frozen=True, slots=True)

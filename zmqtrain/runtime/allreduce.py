@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.errors import PeerLost
 from zmqtrain.types import Array, Turn
 
 __all__ = ["Pending", "Group", "AllreduceExchange"]
@@ -130,7 +131,7 @@ class AllreduceExchange:
         table[self.rank] = numbers
         return [tuple(row) for row in self._sum(table.reshape(-1)).reshape(table.shape).tolist()]
 
-    def recover(self) -> None:
+    def recover(self, lost: PeerLost) -> None:
         """See GradientExchange: whoever is lost meanwhile is left out, too."""
         self._pending.clear()
         self._group = self._group.shrink(self.timeout_seconds)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zmqtrain.errors import ChannelClosed, CollectiveTimeout, FramingError, HubUnreachable, JoinRefused
@@ -42,10 +43,14 @@ from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
 __all__ = ["HubListener", "HubLine"]
 
+logger = logging.getLogger(__name__)
+
 LEAVE_LINGER_SECONDS = 0.2
 ASK_SECONDS = 1.0
 """A hub that knows nothing of this process is asked no more often than this: several messages may tell so."""
 
+PATIENCE_SECONDS, SAY_AGAIN_SECONDS = 5.0, 15.0
+"""After so long it is said for whom a process waits that would meet others, and again and again after so long."""
 
 COMPLETE_SECONDS = 3.0
 """A group of the same name that is complete for so long lives: its processes were not just killed, to be started again.
@@ -93,12 +98,16 @@ class HubLine:
         """Ask for a place in the group, and wait until all are here.
 
         Raises HubUnreachable if no hub answers in time, JoinRefused if it refuses, CollectiveTimeout, which says who is
-        here, if processes are missing.
+        here, if processes are missing. While it waits for long, the log says for whom, as a warning: people look on.
         """
         welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
         self._ask(asked)
         complete_until = math.inf
-        beating = asyncio.create_task(self._beat_forever())
+
+        def still() -> str:
+            return _say_forming(asked, forming) if welcomed else f"no broker answers at {self.address} yet"
+
+        tasks = [asyncio.create_task(one) for one in (self._beat_forever(), self._say_forever(still, timeout_seconds))]
         try:
             async with asyncio.timeout(timeout_seconds):
                 while True:
@@ -127,7 +136,8 @@ class HubLine:
                 ) from None
             raise CollectiveTimeout(_say_missing(asked, forming, timeout_seconds)) from None
         finally:
-            beating.cancel()
+            for task in tasks:
+                task.cancel()
 
     def _ask(self, asked: JoinGroup) -> None:
         self._asked_at = time.monotonic()
@@ -139,6 +149,13 @@ class HubLine:
             await asyncio.sleep(BEAT_SECONDS)
             if self._control.empty:  # else there is no hub to beat for
                 self.beat()
+
+    async def _say_forever(self, still: Callable[[], str], timeout_seconds: float) -> None:
+        began, seconds = time.monotonic(), PATIENCE_SECONDS
+        while True:
+            await asyncio.sleep(seconds)
+            waited, seconds = time.monotonic() - began, SAY_AGAIN_SECONDS
+            logger.warning("%s waits (%.0f s of at most %g): %s", self.name, waited, timeout_seconds, still())
 
     async def _next(self) -> Message | None:
         _, frames = await self._channel.receive()
@@ -266,10 +283,13 @@ class HubLine:
         await self._channel.close(linger_seconds)
 
 
-def _say_missing(asked: JoinGroup, forming: Forming, seconds: float) -> str:
+def _say_forming(asked: JoinGroup, forming: Forming) -> str:
     here = f"{list_names(forming.here)} {'is' if len(forming.here) == 1 else 'are'} here"
+    return f"of the group {asked.group!r} of {asked.size} processes {here}, {forming.missing} missing"
+
+
+def _say_missing(asked: JoinGroup, forming: Forming, seconds: float) -> str:
     return (
-        f"the group {asked.group!r} of {asked.size} processes was not complete within {seconds:g} s: {here}, "
-        f"{forming.missing} missing. Start those that are missing with the same hub, group and size, or wait longer "
-        "(timeout_seconds)"
+        f"not all came within {seconds:g} s: {_say_forming(asked, forming)}. Start those that are missing with the "
+        "same hub, group and size, or wait longer (timeout_seconds)"
     )

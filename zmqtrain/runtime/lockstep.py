@@ -23,7 +23,7 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.train.lockstep import Allreduce, Lockstep, Server, lockstep_from_spec
 from zmqtrain.types import GradientExchange, ModelSpec, Version
 
-__all__ = ["read_exchange", "unit_wait_seconds", "open_gradients"]
+__all__ = ["read_exchange", "check_masters", "unit_wait_seconds", "open_gradients"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ MEET_SECONDS = 120.0
 
 def read_exchange(text: str) -> Lockstep | None:
     """Return what `--exchange` names, None for "hub". Raises ConfigError for what there is not, whatever part it is."""
-    choice = lockstep_from_spec(text)
     try:
+        choice = lockstep_from_spec(text)
         match choice:
             case Allreduce(algorithm, codec=codec):
                 if algorithm not in ("auto", *ALLREDUCE):
@@ -51,6 +51,15 @@ def read_exchange(text: str) -> Lockstep | None:
     except ConfigError as error:
         raise ConfigError(f"exchange = {text!r}: {error}") from error
     return choice
+
+
+def check_masters(choice: Lockstep | None, settings: RunSettings) -> None:
+    """Raise ConfigError if the run does not have the masters that were asked for."""
+    if isinstance(choice, Server) and choice.masters not in (0, settings.masters):
+        raise ConfigError(
+            f"--masters {choice.masters} was asked for, and this run has {settings.masters}: start its brokers with "
+            f"--shard 0/{choice.masters} to {choice.masters - 1}/{choice.masters}, or leave --masters out"
+        )
 
 
 def unit_wait_seconds(settings: RunSettings) -> float:
@@ -100,12 +109,7 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: byt
 def _open_server(
     choice: Server, node: Node | MastersNode, server_key: bytes | None, model: ModelSpec, version: Version
 ) -> ServerExchange:
-    masters = node.settings.masters
-    if choice.masters not in (0, masters):
-        raise ConfigError(
-            f"--masters {choice.masters} was asked for, and this run has {masters}: start its brokers with --shard "
-            f"0/{choice.masters} to {choice.masters - 1}/{choice.masters}, or leave --masters out"
-        )
+    check_masters(choice, node.settings)
 
     def connect(reads_only: bool) -> ParameterClient:
         return ParameterClient.connect(

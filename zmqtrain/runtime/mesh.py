@@ -311,7 +311,8 @@ class MeshPort:
             closing = way.lose()
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
-            logger.info("%s: %s (rank %d) is lost: %s", self._thread.name, way.name, rank, why)
+            what = "has left the group" if why == LEFT else f"is lost: {why}"
+            logger.info("%s: %s (rank %d) %s", self._thread.name, way.name, rank, what)
         self._thread.tell(lambda listener: listener.on_lost(rank, why))
 
     def _lose_hub(self) -> None:

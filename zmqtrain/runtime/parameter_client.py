@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -122,7 +123,7 @@ class ParameterClient:
             )
         if len(set(given)) < len(given):
             raise ConfigError(f"a master is named twice: {', '.join(given)}")
-        name = name or socket.gethostname().partition(".")[0] or "worker"
+        name = name or f"{socket.gethostname().partition('.')[0] or 'worker'}-{os.getpid()}"
         if not name.isprintable() or len(name) > 64 or "#" in name:
             raise ConfigError(f"a worker's name is at most 64 printable characters without '#', got {name!r}")
         if workers is not None and workers < 1:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.errors import LocalProtocolError, ZmqTrainError
 from zmqtrain.types import PortListener
 
 __all__ = ["PortThread"]
@@ -50,6 +50,8 @@ class PortThread:
         """Start, and wait until `ready` is called; raise what `main` raised before."""
         self._thread.start()
         self._ready.wait()
+        if isinstance(self._failure, ZmqTrainError):  # its message says it all: where in the thread is of no use
+            raise self._failure.with_traceback(None)
         if self._failure is not None:
             raise self._failure
 

@@ -143,13 +143,14 @@ class ServerExchange:
         """See GradientExchange."""
         return [tuple(numbers)]
 
-    def recover(self) -> None:
+    def recover(self, lost: PeerLost) -> None:
         """See GradientExchange: without a master its layers are lost, and nobody can go on."""
         raise PeerLost(
-            "a master",
-            "the weights of its layers are gone: start the brokers again, and then the nodes; they begin "
-            "with the run's parameters",
-        )
+            lost.peer,
+            f"{lost.why}. The weights of its layers are gone with it: start the brokers again, and then the nodes; "
+            "they begin with the run's parameters",
+            lost.rank,
+        ) from lost
 
     def traffic(self) -> tuple[int, int]:
         """See GradientExchange."""

@@ -239,8 +239,8 @@ class _Lockstep:
                 if lost.rank == self.gradients.rank and not self.gradients.gives_weights:
                     text = "; the others go on without it, and nobody joins them in the middle of a run"
                     raise PeerLost(lost.peer, lost.why + text, lost.rank) from None
+                self.gradients.recover(lost)
                 logger.warning("%s; the others go on from step %d", lost, self.steps)
-                self.gradients.recover()
                 logger.info("%d are left: %s", len(self.gradients.names), ", ".join(self.gradients.names))
                 aligned = False
         with contextlib.suppress(PeerLost):  # nobody leaves before all have compared

@@ -42,9 +42,9 @@ class Allreduce:
     codec: str = ""
 
     def __post_init__(self) -> None:
-        _check(self.name, self.bucket_bytes, self.timeout_seconds, size=self.size, check=self.check_steps)
+        _check(self.bucket_bytes, self.timeout_seconds, size=self.size, check=self.check_steps)
         if self.overlap not in get_args(Overlap):
-            raise ConfigError(f"{self.name!r}: overlap is one of {', '.join(get_args(Overlap))}, got {self.overlap!r}")
+            raise ConfigError(f"overlap is one of {', '.join(get_args(Overlap))}, got {self.overlap!r}")
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Server:
     optimizer: str = "adam"
 
     def __post_init__(self) -> None:
-        _check(self.name, self.bucket_bytes, self.timeout_seconds, masters=self.masters, workers=self.workers)
+        _check(self.bucket_bytes, self.timeout_seconds, masters=self.masters, workers=self.workers)
 
     @property
     def name(self) -> str:
@@ -96,12 +96,16 @@ def _seconds(text: str) -> float:
         raise ValueError("a number of seconds") from None
 
 
+def _bytes(text: str) -> int:
+    return parse_bytes(text, "bucket")
+
+
 # by argument as it is typed: the field, and how it is read; the first may go without its name, the last takes the rest
 _ALLREDUCE: dict[str, tuple[str, _Reader]] = {
     "algorithm": ("algorithm", str),
     "size": ("size", _whole),
     "overlap": ("overlap", str),
-    "bucket": ("bucket_bytes", parse_bytes),
+    "bucket": ("bucket_bytes", _bytes),
     "check": ("check_steps", _whole),
     "timeout": ("timeout_seconds", _seconds),
     "codec": ("codec", str),
@@ -110,7 +114,7 @@ _SERVER: dict[str, tuple[str, _Reader]] = {
     "consistency": ("consistency", str),
     "masters": ("masters", _whole),
     "workers": ("workers", _whole),
-    "bucket": ("bucket_bytes", parse_bytes),
+    "bucket": ("bucket_bytes", _bytes),
     "timeout": ("timeout_seconds", _seconds),
     "optimizer": ("optimizer", str),
 }
@@ -130,7 +134,10 @@ def lockstep_from_spec(text: str) -> Lockstep | None:
         return Allreduce(**_read(text, rest, _ALLREDUCE) if colon else {})
     if name == "server":
         return Server(**_read(text, rest, _SERVER) if colon else {})
-    raise ConfigError(f"{text!r}: there is no {name!r}; choose one of hub, {Allreduce().name}, {Server().name}")
+    raise ConfigError(
+        f"there is no {name!r}; choose one of hub, allreduce:ring (or another algorithm) and server:bsp (or async, "
+        f"bounded:s=3); written out: {Allreduce().name} or {Server().name}"
+    )
 
 
 def _read(text: str, rest: str, readers: dict[str, tuple[str, _Reader]]) -> dict[str, Any]:
@@ -145,14 +152,14 @@ def _read(text: str, rest: str, readers: dict[str, tuple[str, _Reader]]) -> dict
         else:
             rest = ""
         if argument not in readers:
-            raise ConfigError(f"{text!r}: there is no argument {argument!r}; choose of {', '.join(readers)}")
+            raise ConfigError(f"there is no argument {argument!r}; choose of {', '.join(readers)}")
         field, read = readers[argument]
         if field in values:
-            raise ConfigError(f"{text!r}: {argument} is given twice")
+            raise ConfigError(f"{argument} is given twice")
         try:
             values[field] = read(value)
         except ValueError as error:
-            raise ConfigError(f"{text!r}: {argument} is {error}, got {value!r}") from None
+            raise ConfigError(f"{argument} is {error}, got {value!r}") from None
     return values
 
 
@@ -162,13 +169,13 @@ def _write(name: str, choice: Lockstep, readers: dict[str, tuple[str, _Reader]])
     for argument, (field, read) in readers.items():
         value = getattr(choice, field)
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        written.append(f"{argument}={text}B" if read is parse_bytes else f"{argument}={text}")
+        written.append(f"{argument}={text}B" if read is _bytes else f"{argument}={text}")
     return f"{name}:{','.join(written)}"
 
 
-def _check(name: str, bucket_bytes: int, timeout_seconds: float, **counts: int) -> None:
+def _check(bucket_bytes: int, timeout_seconds: float, **counts: int) -> None:
     if bucket_bytes < 1 or not timeout_seconds > 0:
-        raise ConfigError(f"{name!r}: bucket and timeout must be more than 0")
+        raise ConfigError("bucket and timeout must be more than 0")
     for argument, count in counts.items():
         if count < 0:
-            raise ConfigError(f"{name!r}: {argument} must be at least 0, got {count}")
+            raise ConfigError(f"{argument} must be at least 0, got {count}")
