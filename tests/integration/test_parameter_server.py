@@ -212,8 +212,17 @@ def test_what_is_wrong_is_refused_in_a_sentence_and_the_client_goes_on():
             a.init("i", np.zeros(3, np.int64))
         with pytest.raises(ConfigError, match="no values"):
             a.init("e", np.zeros(0, np.float32))
-        with pytest.raises(ConfigError, match="into"):
-            a.pull("w", into=np.zeros(3))
+        frozen = np.zeros(3, np.float32)
+        frozen.flags.writeable = False
+        for into in (np.zeros(3), np.zeros(6, np.float32)[::2], np.zeros(3, ">f4"), frozen, [0.0, 0.0, 0.0]):
+            with pytest.raises(ConfigError, match="into"):
+                a.pull("w", into=into)
+        for key in ("", "w" * 401, "\ud800", 5):
+            with pytest.raises(ConfigError, match="a key is a text of 1 to 400 characters"):
+                a.init(key, np.zeros(3, np.float32))
+            with pytest.raises(ConfigError, match="a key is a text of 1 to 400 characters"):
+                a.pull(key)
+        assert a.init("swapped", np.ones(3, ">f4")).dtype == np.float32
         assert b.pull("w").tolist() == a.pull("w").tolist() == [0, 0, 0]
 
 

@@ -19,7 +19,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.parameter_server.shards import ITEM_BYTES, Piece, ShardMap
 from zmqtrain.types import LeafSpec, PeerId
 
-__all__ = ["MOST_KEYS", "Placement", "Placed", "Directory"]
+__all__ = ["MOST_KEYS", "check_key", "Placement", "Placed", "Directory"]
 
 MOST_KEYS = MOST_WAITS = 1 << 18
 """Keys in all, and waits for their values of one client."""
@@ -28,6 +28,15 @@ MOST_VALUES = 1 << 40
 ASKS = ""
 """The dtype of who only asks where a key lies."""
 NOBODY = PeerId("")
+
+
+def check_key(key: object) -> None:
+    """Raise ConfigError for what is no name of a key: a text of 1 to `MAX_KEY_CHARACTERS` characters, valid Unicode."""
+    fits = isinstance(key, str) and 0 < len(key) <= MAX_KEY_CHARACTERS
+    if not fits or any("\ud800" <= character <= "\udfff" for character in str(key)):
+        text = repr(key)
+        text = text if len(text) <= 80 else f"{text[:80]}..."
+        raise ConfigError(f"a key is a text of 1 to {MAX_KEY_CHARACTERS} characters, not {text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +180,9 @@ class Directory:
             return False
         if known is not None and (known.placement.leaf.shape, known.placement.leaf.dtype) != (leaf.shape, leaf.dtype):
             raise ConfigError(f"the key {known.placement.leaf} is on the server; this client's is {leaf}")
-        if not 0 < len(leaf.path) <= MAX_KEY_CHARACTERS or len(leaf.shape) > MAX_DIMENSIONS:
-            raise ConfigError(f"the key {leaf.path[:80]!r} has no name, too long a one, or too many dimensions")
+        check_key(leaf.path)
+        if len(leaf.shape) > MAX_DIMENSIONS:
+            raise ConfigError(f"the key {leaf.path!r} has {len(leaf.shape)} dimensions; {MAX_DIMENSIONS} may be")
         if leaf.dtype not in ITEM_BYTES or not 0 < prod(leaf.shape) <= MOST_VALUES or min(leaf.shape, default=1) < 1:
             raise ConfigError(f"the key {leaf} cannot be: it has one value at least, of {' or '.join(ITEM_BYTES)}")
         return known is None

@@ -29,7 +29,7 @@ from zmqtrain.errors import (
     LocalProtocolError,
 )
 from zmqtrain.parameter_server.consistency import consistency_from_spec
-from zmqtrain.parameter_server.directory import ASKS
+from zmqtrain.parameter_server.directory import ASKS, check_key
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
@@ -297,7 +297,8 @@ class ParameterClient:
         """Begin work in the client's thread."""
         if not self._thread.is_alive() or self._masters.failure is not None:
             work.close()
-            raise self._masters.failure or ChannelClosed("this client was closed")
+            failure = self._masters.failure or ChannelClosed("this client was closed")
+            raise failure.with_traceback(None)  # it is raised again and again, and would hold the frames of all times
         try:
             return ParameterRequest(asyncio.run_coroutine_threadsafe(work, self._loop), what, self)
         except RuntimeError as error:  # the loop is closed
@@ -322,9 +323,12 @@ class ParameterClient:
 
     def _find(self, wanted: Iterable[str]) -> None:
         """Ask the first master where keys lie that this client has not initialised."""
-        unknown = [LeafSpec(key, (), ASKS) for key in wanted if key not in self._masters.places]
+        unknown = [key for key in wanted if key not in self._masters.places]
+        for key in unknown:
+            check_key(key)
         if unknown:
-            self._call(self._masters.declare(unknown), _name_all("place", [leaf.path for leaf in unknown])).wait()
+            asked = self._masters.declare([LeafSpec(key, (), ASKS) for key in unknown])
+            self._call(asked, _name_all("place", unknown)).wait()
 
     def _gradients(self, gradients: Mapping[str, Any]) -> dict[str, Vector]:
         self._find(gradients)
@@ -342,8 +346,9 @@ class ParameterClient:
         leaf = self._masters.places[key].leaf
         if into is None:
             return np.empty(leaf.shape, leaf.dtype)
-        if (into.shape, into.dtype.name) != (leaf.shape, leaf.dtype) or not into.flags.c_contiguous:
-            raise ConfigError(f"`into` must be a contiguous array like the key {leaf}")
+        fits = isinstance(into, np.ndarray) and (into.shape, into.dtype) == (leaf.shape, np.dtype(leaf.dtype))
+        if not (fits and into.flags.c_contiguous and into.flags.writeable):
+            raise ConfigError(f"`into` must be a contiguous numpy array like the key {leaf}, that may be written to")
         return into
 
     def _run(self) -> None:
@@ -355,12 +360,13 @@ class ParameterClient:
 
 
 def _as_array(key: str, array: Any) -> Vector:
+    check_key(key)
     values = np.asarray(array, order="C")
     if values.dtype.name not in ITEM_BYTES:
         raise ConfigError(f"the key {key!r}: values are {' or '.join(ITEM_BYTES)}, not {values.dtype.name}; cast them")
     if not values.size:
         raise ConfigError(f"the key {key!r} has no values: leave it out")
-    return values
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _name_all(verb: str, names: Iterable[str]) -> str:
