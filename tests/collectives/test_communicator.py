@@ -336,6 +336,8 @@ def test_bad_arguments_are_said_before_anything_is_sent(ranks: Make) -> None:
         comm.all_to_all([np.ones(3), np.ones(4)])
     with pytest.raises(ConfigError, match="str is no array"):
         comm.allreduce("text")
+    with pytest.raises(ConfigError, match="a mask does not travel"):
+        comm.allreduce([np.ma.array([1.0, 2.0], mask=[True, False])])
     with pytest.raises(ConfigError, match="into is a contiguous numpy array like x"):
         comm.allreduce(np.ones(3), into=np.ones(4))
     with pytest.raises(ConfigError, match="takes one array"):

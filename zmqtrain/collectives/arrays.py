@@ -147,6 +147,8 @@ def take_leaf(value: Array) -> Leaf:
     array, or one of a dtype that does not travel.
     """
     rebuild: Callable[[NDArray[Any]], Any]
+    if isinstance(value, np.ma.MaskedArray):
+        raise ConfigError("a mask does not travel: give x.filled(0), say, and the mask as an array of its own")
     if isinstance(value, np.ndarray):
         rebuild = _itself
     elif isinstance(value, np.generic):

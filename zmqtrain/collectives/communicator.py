@@ -3,7 +3,7 @@
 Rule 1: every call is also there with an i before its name: it returns a Request at once, and several may be on their
 way; the order in which they are made is what all ranks share, not the order in which they end.
 Rule 2: arrays are numpy or jax, numbers, or trees of them (dict, list, tuple, NamedTuple, None); results are of the
-same kind, on the same device, and the caller's own.
+same kind, on the same device, and the caller's own; what a root has given it gets back itself.
 Rule 3: what differs between ranks is CollectiveMismatch on all of them; a lost rank is PeerLost on all; both end the
 communicator, and `shrink` goes on.
 """
@@ -212,7 +212,8 @@ class Communicator(Messenger):
     def scatter(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
         """Give each rank its own of the root's arrays.
 
-        xs: on the root one for each rank, all of one shape and dtype; not looked at elsewhere.
+        xs: on the root one for each rank, all of one shape and dtype; not looked at elsewhere. The root gets its own
+        itself.
         """
         return self.iscatter(xs, root).wait(timeout_seconds)
 

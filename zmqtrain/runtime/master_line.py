@@ -2,7 +2,7 @@
 
 Rule 1: all of it belongs to one asyncio loop.  Rule 2: a request is a future; a master that is lost is the exception of
 all that are open, and of those that come later: nothing waits for who is gone.
-Rule 3: silence is counted in time that this side attended to: a process that was stopped accuses nobody for it.
+Rule 3: silence is counted as `protocol/vigil` does: a process that was stopped accuses nobody for it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from zmqtrain.errors import (
 )
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
-from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS
+from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Message, Refused, Welcome
-from zmqtrain.protocol.vigil import BEAT_SECONDS
+from zmqtrain.protocol.vigil import BEAT_SECONDS, Vigil
 from zmqtrain.runtime.sender import Sender
 from zmqtrain.transport.reservation import Use
 from zmqtrain.types import Buffer, Channel, Lane
@@ -73,7 +73,7 @@ class MasterLine:
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._outgoing: dict[int, deque[tuple[bytes, Buffer]]] = {}
         self._number, self._there = 0, True
-        self._heard = self._ticked = time.monotonic()
+        self._vigil = Vigil(time.monotonic())
         self._tasks = [
             asyncio.ensure_future(coroutine)
             for coroutine in (self._receive_forever(), self._sender.run(channel), self._tick_forever())
@@ -175,15 +175,14 @@ class MasterLine:
         hello_at = beat_at = 0.0
         while self.failure is None:
             now = time.monotonic()
-            self._heard += max(0.0, now - self._ticked - LATE_SECONDS)
-            self._ticked = now
+            self._vigil.tick(now)
             if not self.welcome.done():
-                self._heard = now
+                self._vigil.heard_hub()
                 if now >= hello_at:
                     hello_at = now + HELLO_SECONDS
                     self.say(Hello(self.name, "process"))
-            elif now - self._heard > SILENCE_SECONDS:
-                self.lose(f"silent for {now - self._heard:.1f} s")
+            elif self._vigil.hub_silence > SILENCE_SECONDS:
+                self.lose(f"silent for {self._vigil.hub_silence:.1f} s")
             elif now >= beat_at:
                 beat_at = now + BEAT_SECONDS
                 self.say(Heartbeat(now))
@@ -196,7 +195,7 @@ class MasterLine:
             except ChannelClosed:
                 return
             self.bytes_received += sum(len(frame) for frame in frames)
-            self._heard = time.monotonic()
+            self._vigil.heard_hub()
             try:
                 self._take(lane, frames)
             except ProtocolVersionError as error:
