@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -130,9 +131,40 @@ def test_no_broker_is_said_with_what_to_do():
 
 
 def test_who_comes_to_a_complete_group_is_refused_once_it_is_sure_that_it_lives(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "COMPLETE_SECONDS", 0.5)
+    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", 0.5)
     with ports(hub, 1, group="alone"), pytest.raises(JoinRefused, match="complete: pc-0"):
         open_port(hub, 1, group="alone", name="late", timeout_seconds=20)
+
+
+def wait_until_it_waits(hub, name, **arguments):
+    """Wait until a process of that name waits for a group of three."""
+    error = ""
+    while f"{name} " not in error.partition("within")[2].replace(",", " "):
+        with pytest.raises(CollectiveTimeout) as raised:
+            open_port(hub, 3, name="looks", timeout_seconds=0.2, **arguments)
+        error = str(raised.value)
+
+
+def test_who_asks_for_something_else_than_those_who_wait_is_refused_once_it_is_sure_that_they_live(hub, monkeypatch):
+    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", 0.5)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(open_port, hub, 3, 0, group="few", name="first", timeout_seconds=20)
+        wait_until_it_waits(hub, "first", group="few")
+        with pytest.raises(JoinRefused, match=r"rank 0 .* is taken, by first"):
+            open_port(hub, 3, 0, group="few", name="other", timeout_seconds=0.2)
+        with pytest.raises(JoinRefused, match="first forms the group 'few' for 3 processes, other wants one of 2"):
+            open_port(hub, 2, group="few", name="other", timeout_seconds=20)
+        others = [pool.submit(open_port, hub, 3, group="few", timeout_seconds=20) for _ in range(2)]
+        for port in (waiting, *others):
+            port.result().close()
+
+
+def test_the_place_of_a_process_that_was_killed_while_it_waited_is_taken_by_who_comes_instead(hub):
+    with echoing(hub, 3, range(1)) as processes:
+        wait_until_it_waits(hub, "pc-0")
+        processes[0].kill()
+        with ports(hub, 2) as (opened, _):  # of another size besides
+            assert opened[0].names == ("pc-0", "pc-1")
 
 
 def test_a_group_whose_processes_were_just_killed_meets_again_at_once(hub):

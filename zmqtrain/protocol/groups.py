@@ -1,10 +1,11 @@
 """Let processes meet in groups: who is which rank, who is missing, who is gone, what goes through the hub (pure).
 
-Rule 1: a process is refused with a sentence that says what to do; who waits is told who is here and how many are
-missing.  Rule 2: the hub alone says who of a group is lost, to all in one order: the first word about a rank counts,
-and who is lost is not listened to any more.  Rule 3: a complete group takes nobody in; the same name can be formed anew
-once somebody of it is gone, or by those who are in it.  Rule 4: everything is bounded: groups, processes, the length of
-what they say, and what is on its way through the hub of each.
+Rule 1: a process is refused with a sentence that says what to do, and as one that may ask again where others are in its
+way: they may be dead and not known to be. Who waits is told who is here and how many are missing.  Rule 2: the hub
+alone says who of a group is lost, to all in one order: the first word about a rank counts, and who is lost is not
+listened to any more.  Rule 3: a complete group takes nobody in; the same name can be formed anew once somebody of it is
+gone, or by those who are in it.  Rule 4: everything is bounded: groups, processes, the length of what they say, and
+what is on its way through the hub of each.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ class Groups:
         peer = member.peer
         if peer in self._in or any(peer in forming.waiting for forming in self._forming.values()):
             raise RemoteProtocolError(peer, member.state.value, "a second JoinGroup")
-        if why := self._complete_already(member.name, asked):
-            return [SendTo(peer, Refused("complete", why))]
-        if why := _unsound(asked) or self._unwelcome(member.name, asked):
+        if why := _unsound(asked):
             return [SendTo(peer, Refused("group", why))]
+        if why := self._complete_already(member.name, asked) or self._unwelcome(member.name, asked):
+            return [SendTo(peer, Refused("occupied", why))]
         forming = self._forming.setdefault(asked.group, _Forming(asked.size, asked.description, member.name))
         forming.waiting[peer] = (member.name, asked)
         if len(forming.waiting) == forming.size:
@@ -140,7 +141,7 @@ class Groups:
         return [SendTo(peer, _describe(asked.group, forming))]
 
     def _unwelcome(self, name: str, asked: JoinGroup) -> str:
-        """Return why a sound wish cannot be fulfilled, "" if it can."""
+        """Return who has asked for something else before, "" if nobody has."""
         forming = self._forming.get(asked.group)
         if forming is None:
             full = len(self._forming) + len(self._complete) >= MAX_GROUPS

@@ -52,9 +52,8 @@ ASK_SECONDS = 1.0
 PATIENCE_SECONDS, SAY_AGAIN_SECONDS = 5.0, 15.0
 """After so long it is said for whom a process waits that would meet others, and again and again after so long."""
 
-COMPLETE_SECONDS = 3.0
-"""A group of the same name that is complete for so long lives: its processes were not just killed, to be started again.
-"""
+OCCUPIED_SECONDS = 3.0
+"""Who has what this process asks for, and has it for so long, lives: it was not just killed, to be started again."""
 
 
 class HubListener(Protocol):
@@ -102,7 +101,7 @@ class HubLine:
         """
         welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
         self._ask(asked)
-        complete_until = math.inf
+        occupied, occupied_until = "", math.inf
 
         def still() -> str:
             return _say_forming(asked, forming) if welcomed else f"no broker answers at {self.address} yet"
@@ -115,17 +114,18 @@ class HubLine:
                         case Welcome():
                             welcomed = True
                         case Forming() as told:
-                            forming = told
+                            forming, occupied, occupied_until = told, "", math.inf
                         case Group() as met:
                             return met
                         case Refused("unknown"):  # another hub than the one that was there
                             if time.monotonic() - self._asked_at > ASK_SECONDS:
                                 self._ask(asked)
-                        case Refused("complete") if time.monotonic() < complete_until:  # its processes may be dead
-                            complete_until = min(complete_until, time.monotonic() + COMPLETE_SECONDS)
+                        case Refused("occupied", text) if time.monotonic() < occupied_until:  # by the dead, perhaps
+                            occupied_until = min(occupied_until, time.monotonic() + OCCUPIED_SECONDS)
+                            occupied = text
                             asyncio.get_running_loop().call_later(BEAT_SECONDS, self.say, asked)
                         case Refused(reason, text):
-                            raise JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
+                            raise self._refused(text, reason)
         except TimeoutError:
             if not welcomed:
                 raise HubUnreachable(
@@ -134,10 +134,15 @@ class HubLine:
                     "gives its server_key",
                     self.address,
                 ) from None
+            if occupied:
+                raise self._refused(occupied, "occupied") from None
             raise CollectiveTimeout(_say_missing(asked, forming, timeout_seconds)) from None
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _refused(self, text: str, reason: str) -> JoinRefused:
+        return JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
 
     def _ask(self, asked: JoinGroup) -> None:
         self._asked_at = time.monotonic()
