@@ -192,7 +192,7 @@ def test_a_bounded_worker_runs_ahead_by_s_and_no_more():
         assert kinds(server.push("a", pull=True)) == ["Apply", "Answer"]
     assert kinds(server.push("a", pull=True)) == ["Apply"]  # its clock is 3, b's is 0
     assert server.machine.push("a", 99, "w", "float32", SIZES, True) == []
-    assert kinds(server.push("b", pull=True)) == ["Apply", "Receive", "Answer", "Answer"]
+    assert kinds(server.push("b", pull=True)) == ["Apply", "Answer", "Receive", "Answer"]
 
 
 def test_a_bounded_worker_that_is_lost_frees_the_others():
@@ -360,6 +360,18 @@ def test_who_comes_and_goes_costs_nothing_of_the_keys_that_it_has_not_used():
     assert server.machine.awaited() == {"a": ("b",)}
     assert kinds(server.machine.lost("b")) == ["Apply", "Answer"]
     assert kinds(server.machine.lost("c")) == []
+
+
+def test_however_many_pulls_wait_a_push_looks_at_none_that_it_does_not_let_go(monkeypatch):
+    server = Server("bsp", workers="abz").key("w")
+    server.push("z")
+    assert [server.pull("z") for _ in range(100)] == [[]] * 100
+    looked_at = []
+    is_near = server.machine._is_near
+    monkeypatch.setattr(server.machine, "_is_near", lambda asked: looked_at.append(asked) or is_near(asked))
+    server.push("a")
+    assert len(looked_at) == 1  # its own
+    assert kinds(server.push("b")) == ["Confirm", "Apply", *["Answer"] * 100]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Rule: nothing is decided here; the machine moves all of it.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,7 +24,10 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Request:
-    """One request that is open. clock: what the worker's and the key's clock must allow; pull: values are wanted."""
+    """One request that is open. clock: what the worker's and the key's clock must allow; pull: values are wanted.
+
+    turn: in which order requests were opened: of those that wait for the same clock the first goes first.
+    """
 
     worker: PeerId
     number: int
@@ -35,6 +37,10 @@ class Request:
     clock: int | None = None
     dtype: str = ""
     values: tuple[int, int] = (0, 0)
+    turn: int = 0
+
+    def __lt__(self, other: Request) -> bool:
+        return (self.clock or 0, self.turn) < (other.clock or 0, other.turn)
 
 
 @dataclass(slots=True)
@@ -56,7 +62,7 @@ class Key:
 
     clock: what every worker that counts has pushed.  clocks: of the workers, as far as their pushes are whole; asked:
     as they said.  pushed: it has been pushed to.  round: the pushes of the step that is being gathered.
-    deferred, pulls: who waits.
+    far: the requests that wait for the key's clock; own: by worker, the pulls that wait for its own pushes; both heaps.
     """
 
     name: str
@@ -68,8 +74,8 @@ class Key:
     clocks: dict[PeerId, int] = field(default_factory=dict)
     asked: dict[PeerId, int] = field(default_factory=dict)
     round: set[tuple[PeerId, int]] = field(default_factory=set)
-    deferred: deque[Request] = field(default_factory=deque)
-    pulls: list[Request] = field(default_factory=list)
+    far: list[Request] = field(default_factory=list)
+    own: dict[PeerId, list[Request]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

@@ -11,9 +11,9 @@ Rule 6: who comes or goes costs what it has asked for, however many keys there a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from zmqtrain.errors import ConfigError
@@ -39,17 +39,18 @@ class KeyServer:
 
     name: unlike any other master's; a store that begins here is named after it.  limit_bytes: what its keys, with the
     optimizer's state and the gradients of steps that are being gathered, may take of memory; held_bytes: what they do.
-    rules: as they are in force.  pushes: how many have come whole.
+    value_bytes: of the values alone.  rules: as they are in force.  pushes: how many have come whole.
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
         self.name, self.limit_bytes, self.held_bytes, self.pushes = name, limit_bytes, 0, 0
+        self.value_bytes = 0
         self.rules = DEFAULT_RULES
         self.consistency: Consistency = consistency_from_spec(DEFAULT_RULES.consistency)
         self.keys: dict[str, Key] = {}
         self._moving: set[str] = set()  # the keys at which a live worker has a clock, or a step is being gathered
         self._slots = 0
-        self._stores = 0
+        self._stores = self._turns = 0
         self._set_by = ""
         self._workers: dict[PeerId, Worker] = {}
         self._complete = False
@@ -94,7 +95,7 @@ class KeyServer:
         optimizer = wanted.optimizer or before.optimizer
         slots = len(optimizer_from_spec(optimizer).slots)
         if anew:
-            self.keys, self._moving, self.held_bytes = {}, set(), 0
+            self.keys, self._moving, self.held_bytes, self.value_bytes = {}, set(), 0, 0
             if not wanted.master:
                 self._stores += 1
                 store = f"{self.name}-{self._stores}"
@@ -119,8 +120,9 @@ class KeyServer:
             key = self.keys[name]
             key.clocks.pop(worker, None)
             key.asked.pop(worker, None)
-            key.deferred = deque(one for one in key.deferred if one.worker != worker)
-            key.pulls = [one for one in key.pulls if one.worker != worker]
+            key.own.pop(worker, None)
+            key.far = [one for one in key.far if one.worker != worker]
+            heapify(key.far)
         effects = self._settle_all(self._moving if gone.counts else gone.pushed)
         self._moving -= {name for name in gone.pushed if not (self.keys[name].clocks or self.keys[name].round)}
         return effects
@@ -186,8 +188,8 @@ class KeyServer:
         self._moving.add(key)
         asked = Request(worker, request, Kind.PUSH, key, pull, clock)
         self._open(asked)
-        if not self._may_proceed(asked):
-            entry.deferred.append(asked)
+        if not self._is_near(asked):
+            heappush(entry.far, asked)
             return []
         return [Receive(worker, request)]
 
@@ -213,7 +215,8 @@ class KeyServer:
             if (text := self._why_no_room(asked)) is not None:  # of those that were announced at once, not all may fit
                 return [Refuse(worker, request, "memory", text)]
             self.held_bytes += self._more_bytes(asked)
-            self.keys[asked.key] = Key(asked.key, asked.dtype, *asked.values)
+            key = self.keys[asked.key] = Key(asked.key, asked.dtype, *asked.values)
+            self.value_bytes += key.size - (0 if known is None else known.size)
             return [Install(worker, request, asked.key, asked.dtype), Confirm(worker, request)]
         key = self.keys[asked.key]
         if key.round and self.held_bytes + key.size > self.limit_bytes:
@@ -229,10 +232,10 @@ class KeyServer:
         key.clocks[worker] += 1
         if not asked.pull:
             effects.append(Confirm(worker, request))
-            return effects + self._settle(key)
+            return effects + self._settle(key, worker)
         asked.kind, asked.clock = Kind.PULL, (asked.clock or 0) + 1
         self._open(asked)
-        effects += self._settle(key)
+        effects += self._settle(key, worker)
         return effects + self._answer_or_wait(asked)
 
     def broken(self, worker: PeerId, request: int, reason: str, text: str) -> list[Effect]:
@@ -246,7 +249,7 @@ class KeyServer:
         if asked.kind is Kind.PUSH:
             key = self.keys[asked.key]
             key.clocks[asked.worker] += 1
-            effects += self._settle(key)
+            effects += self._settle(key, asked.worker)
         return effects
 
     # ------------------------------------------------------------------ life after a restart
@@ -269,6 +272,7 @@ class KeyServer:
         for name, dtype, start, values in state["keys"]:
             self.keys[name] = Key(str(name), str(dtype), int(start), int(values), pushed=versions[name] > 0)
         self.held_bytes = self._sum_costs(self._slots)
+        self.value_bytes = sum(key.size for key in self.keys.values())
 
     # ------------------------------------------------------------------ clocks
 
@@ -278,22 +282,22 @@ class KeyServer:
             if peer in key.clocks or worker.counts:
                 yield peer, key.clocks.get(peer, key.clock)
 
-    def _settle(self, key: Key) -> list[Effect]:
-        """Move a key's clock as far as it goes; let go on who waited for that, or for its own pushes."""
+    def _settle(self, key: Key, worker: PeerId | None = None) -> list[Effect]:
+        """Move a key's clock as far as it goes; let go on who waited for that, and what `worker`, whose own has moved,
+        waited with. Looks at nobody else, however many wait."""
         effects: list[Effect] = []
         slowest = min((clock for _, clock in self._counted(key)), default=key.clock)
         if self._complete and slowest > key.clock:
             effects += self._step(key)
             key.clock = slowest
-            deferred, key.deferred = key.deferred, deque()
-            for asked in deferred:
-                if self._may_proceed(asked):
-                    effects.append(Receive(asked.worker, asked.number))
-                else:
-                    key.deferred.append(asked)
-        pulls, key.pulls = key.pulls, []
-        for asked in pulls:
-            effects += self._answer_or_wait(asked)
+            while key.far and self._is_near(key.far[0]):
+                asked = heappop(key.far)
+                push = asked.kind is Kind.PUSH
+                effects += [Receive(asked.worker, asked.number)] if push else self._answer_or_wait(asked)
+        while worker in key.own and self._is_whole(key.own[worker][0]):
+            effects += self._answer_or_wait(heappop(key.own[worker]))
+            if not key.own[worker]:
+                del key.own[worker]
         return effects
 
     def _step(self, key: Key) -> list[Effect]:
@@ -307,23 +311,24 @@ class KeyServer:
     def _settle_all(self, names: Iterable[str]) -> list[Effect]:
         return [effect for name in sorted(names) for effect in self._settle(self.keys[name])]
 
-    def _may_proceed(self, asked: Request) -> bool:
-        """Return whether a request goes on now: the consistency lets it, and its worker's pushes before it are here."""
-        key = self.keys[asked.key]
-        if asked.clock is None:
-            return True
-        own = asked.kind is Kind.PUSH or key.clocks.get(asked.worker, asked.clock) >= asked.clock
-        return own and self._is_near(asked)
-
     def _is_near(self, asked: Request) -> bool:
+        """Return whether the consistency lets a request go on now."""
         return asked.clock is None or self.consistency.may_proceed(asked.clock - self.keys[asked.key].clock)
 
+    def _is_whole(self, asked: Request) -> bool:
+        """Return whether all that its worker pushed before a pull is here."""
+        return asked.clock is None or self.keys[asked.key].clocks.get(asked.worker, asked.clock) >= asked.clock
+
     def _answer_or_wait(self, asked: Request) -> list[Effect]:
-        if not self._may_proceed(asked):
-            self.keys[asked.key].pulls.append(asked)
-            return []
-        self._take(asked.worker, asked.number)
-        return [Answer(asked.worker, asked.number, asked.key)]
+        key = self.keys[asked.key]
+        if not self._is_near(asked):
+            heappush(key.far, asked)
+        elif not self._is_whole(asked):
+            heappush(key.own.setdefault(asked.worker, []), asked)
+        else:
+            self._take(asked.worker, asked.number)
+            return [Answer(asked.worker, asked.number, asked.key)]
+        return []
 
     # ------------------------------------------------------------------ bounds
 
@@ -370,6 +375,8 @@ class KeyServer:
         return KEY_BYTES + size * (3 + slots)
 
     def _open(self, asked: Request) -> None:
+        self._turns += 1
+        asked.turn = self._turns
         self._workers[asked.worker].open[asked.number] = asked
 
     def _take(self, worker: PeerId, request: int) -> Request | None:

@@ -161,8 +161,7 @@ class Parameters:
         if not isinstance(message, Roster) or not self.machine.keys:
             return message
         machine = self.machine
-        size = sum(key.size for key in machine.keys.values())
-        served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": size}
+        served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": machine.value_bytes}
         return replace(message, served=served | {"pushes": machine.pushes, "clients": machine.clients})
 
     def _state(self) -> dict[str, Any]:
