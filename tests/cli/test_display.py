@@ -76,9 +76,9 @@ def test_the_headline_says_how_the_run_stands() -> None:
     assert text == expected
 
 
-def test_the_headline_of_a_run_in_lockstep_says_how_it_exchanges_and_not_k_and_d() -> None:
+def test_where_gradients_are_exchanged_in_every_step_the_headline_says_how_and_not_k_and_d() -> None:
     text = roster_headline(roster(every=8, delay=4, samples=0, exchange="allreduce:algorithm=ring,size=0,overlap=none"))
-    assert " · in lockstep, allreduce:algorithm=ring · " in text
+    assert " · exchange allreduce:algorithm=ring · " in text
     assert "k 8" not in text and "samples" not in text
 
 

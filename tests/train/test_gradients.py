@@ -131,6 +131,14 @@ def test_the_run_is_given_what_all_have_moved_in_one_dense_offer():
         assert len(process.run_of.reports) == UNITS
 
 
+def test_where_the_run_takes_nothing_of_what_all_have_learnt_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr("zmqtrain.train.gradients.FLUSH_SECONDS", 0.0)
+    process = Process("pc-1", group_of(1)[0], batches_of([0, 1]))
+    monkeypatch.setattr(process.run_of, "offer", lambda *given, **how: None)
+    finish([process])
+    assert "pc-1: the run has not taken the parameters of these 4 steps" in caplog.text
+
+
 # ---------------------------------------------------------------------- overlap
 
 

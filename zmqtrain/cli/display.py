@@ -107,10 +107,10 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     parts = [f"{format_seconds(roster.seconds)}"]
     parts.append(_version(roster))
     parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
-    if roster.samples or not roster.exchange:  # in lockstep they are counted in the end
+    if roster.samples or not roster.exchange:  # past the broker, they are counted in the end
         parts.append(f"{format_count(roster.samples)} samples")
     if roster.exchange:
-        parts.append(f"in lockstep, {roster.exchange.partition(',')[0]}")
+        parts.append(f"exchange {roster.exchange.partition(',')[0]}")
     elif roster.every:
         parts.append(f"k {roster.every}, d {roster.delay}")
     if roster.units_total:

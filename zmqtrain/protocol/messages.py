@@ -189,8 +189,8 @@ class Roster:
     """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
 
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
-    bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes in lockstep exchange gradients; "": they
-    publish here.
+    bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":
+    they publish here.
     """
 
     version: int

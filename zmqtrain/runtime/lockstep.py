@@ -10,7 +10,7 @@ import logging
 
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import ConfigError, JoinRefused
 from zmqtrain.parameter_server.consistency import consistency_from_spec
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.runtime.allreduce import AllreduceExchange
@@ -92,14 +92,23 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: byt
             "with --start-nodes, or say --exchange allreduce:size=4",
             node.name,
         )
-    group = Communicator.create(
-        node.address,
-        size,
-        group=f"{node.run} gradients",
-        name=node.name,
-        server_key=server_key,
-        timeout_seconds=MEET_SECONDS,
-    )
+    try:
+        group = Communicator.create(
+            node.address,
+            size,
+            group=f"{node.run} gradients",
+            name=node.name,
+            server_key=server_key,
+            timeout_seconds=MEET_SECONDS,
+        )
+    except JoinRefused as refused:
+        if refused.reason != "complete":
+            raise
+        raise JoinRefused(
+            f"{node.name} comes too late: the run at {node.address} has the {size} nodes that it began with, and in "
+            "lockstep nobody joins in the middle. For more nodes start it anew, the broker with --start-nodes",
+            refused.reason,
+        ) from refused
     logger.info("%s is rank %d of %d: %s", node.name, group.rank, size, ", ".join(group.names))
     return AllreduceExchange(
         group, choice.algorithm, codec=choice.codec or None, timeout_seconds=choice.timeout_seconds

@@ -127,7 +127,15 @@ class GradientLoop:
             sync.take_note(lockstep.steps, lockstep.samples)
             # through a server nobody knows whether the others were asked to stop as well
             seconds = ALONE_SECONDS if gradients.gives_weights and self.stop() else FLUSH_SECONDS
+            before = sync.version
             params = sync.finish(params, seconds)
+            if lockstep.steps and sync.version == before:
+                logger.warning(
+                    "%s: the run has not taken the parameters of these %d steps: its broker was not there, or not all "
+                    "others were; the run keeps those it had before",
+                    self.exchange.name,
+                    lockstep.steps,
+                )
         scores = self.program.evaluate(params)
         if ended:
             self.exchange.report_scores(scores, sync.version)
