@@ -13,6 +13,7 @@ opened at ui.perfetto.dev: the track "network 0" shows what was sent meanwhile.
 """
 
 import argparse
+import sys
 import zlib
 from pathlib import Path
 
@@ -126,4 +127,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except zt.ZmqTrainError as error:
+        sys.exit(f"overlap: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -118,7 +118,11 @@ def start_all(options):
         command = [sys.executable, __file__, broker.address, "--size", str(options.size)]
         command += ["--megabytes", str(options.megabytes)]
         processes = [subprocess.Popen(command) for _ in range(options.size)]
-        return sum(process.wait() != 0 for process in processes)
+        try:
+            return sum(process.wait() != 0 for process in processes)
+        finally:
+            for process in processes:
+                process.kill()  # where it was interrupted; who has ended does not mind
 
 
 def main():
@@ -127,6 +131,8 @@ def main():
     parser.add_argument("--size", type=int, default=4, help="how many processes there are (default %(default)s)")
     parser.add_argument("--megabytes", type=float, default=400, help="of each array, int32 (default %(default)g)")
     options = parser.parse_args()
+    if options.size < 1 or options.megabytes < 0:
+        parser.error("--size must be at least 1, and --megabytes not below 0")
     if options.hub is not None:
         be_one_process(options)
     elif failed := start_all(options):
@@ -134,4 +140,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except zt.ZmqTrainError as error:
+        sys.exit(f"ring_and_all_to_all: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -347,8 +347,8 @@ class MeshPort:
         """Send to a rank through the hub that was not reached in time."""
         if not self._line.there:
             return self._declare(rank, f"it is not reached at {way.address}, and there is no hub")
-        logger.info(
-            "%s does not reach %s (rank %d) at %s within %g s: its messages to it go through the hub",
+        logger.warning(
+            "%s does not reach %s (rank %d) at %s within %g s: its messages to it go through the hub, which is slower",
             self._thread.name,
             way.name,
             rank,

@@ -173,8 +173,14 @@ def parse():
     parser.add_argument("--naive", action="store_true", help="asynchronously also as one would at first: see it fail")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take")
     parser.add_argument("--output", type=Path, default=Path("runs/course"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.workers + options.masters, default=1) < 1:
+        parser.error("--workers and --masters are numbers from 1 on")
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

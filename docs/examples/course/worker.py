@@ -50,7 +50,10 @@ def timed(comm, train):
 def connect(options):
     """Return the way to the masters, which take a plain step of gradient descent with every gradient as it comes."""
     return zt.ParameterClient.connect(
-        options.masters, name=f"worker {options.rank}", consistency="async", optimizer=f"sgd:rate={options.rate}"
+        options.masters or options.hub,
+        name=f"worker {options.rank}",
+        consistency="async",
+        optimizer=f"sgd:rate={options.rate}",
     )
 
 
@@ -61,7 +64,7 @@ def parse():
     parser.add_argument("--hub", required=True, help="where the workers meet")
     parser.add_argument("--workers", type=int, required=True, help="how many there are")
     parser.add_argument("--rank", type=int, required=True, help="which one this is, from 0")
-    parser.add_argument("--masters", nargs="*", default=[], help="the addresses of the masters (async)")
+    parser.add_argument("--masters", nargs="*", default=[], help="the masters' addresses (async); without: the hub")
     parser.add_argument("--data", default="", help="a folder in the format of MNIST; without, scikit-learn's digits")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=8)
@@ -76,3 +79,5 @@ if __name__ == "__main__":
         main()
     except zt.ZmqTrainError as error:
         sys.exit(f"worker: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
