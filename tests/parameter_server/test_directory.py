@@ -32,7 +32,7 @@ def test_a_client_is_told_at_once_of_the_keys_that_are_there():
     directory.declare("a", 1, [W])
     assert told(directory.declare("b", 2, [W, B])) == [("b", 2, ["b"], [])]
     assert told(directory.founded("a", ["w", "b"])) == [("b", 2, [], ["w"])]  # b is not a's to found
-    assert directory.founder("b") == "b" and directory.founder("w") is None
+    assert told(directory.declare("c", 3, [W, B])) == [("c", 3, [], ["w"])]
 
 
 def test_who_is_lost_is_succeeded_by_the_next_that_has_values():
@@ -50,7 +50,6 @@ def test_with_nobody_left_the_next_that_declares_the_key_brings_its_values():
     directory.declare("a", 1, [W])
     directory.declare("r", 2, [WHERE])
     assert directory.lost("a") == []
-    assert directory.founder("w") is None
     assert told(directory.declare("b", 3, [W])) == [("b", 3, ["w"], [])]
     assert told(directory.founded("b", ["w"])) == [("r", 2, [], ["w"])]
 
@@ -84,6 +83,7 @@ def test_all_clients_hear_of_the_same_places():
         ([LeafSpec("v", (1,) * 40, "float32")], "has 40 dimensions"),
         ([LeafSpec("v", (1 << 50,), "float32")], "cannot be"),
         ([B, B], "twice"),
+        ([LeafSpec("w[0:12]", (4,), "float32")], "a piece of a key"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(leaves, words):

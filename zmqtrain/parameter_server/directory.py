@@ -9,6 +9,7 @@ keys there are.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +32,16 @@ NOBODY = PeerId("")
 
 
 def check_key(key: object) -> None:
-    """Raise ConfigError for what is no name of a key: a text of 1 to `MAX_KEY_CHARACTERS` characters, valid Unicode."""
+    """Raise ConfigError for what is no name of a key: a text of 1 to `MAX_KEY_CHARACTERS` characters, valid Unicode,
+    and none that a master may call a piece of another key ("w[0:1000]", see `Piece.name`).
+    """
     fits = isinstance(key, str) and 0 < len(key) <= MAX_KEY_CHARACTERS
     if not fits or any("\ud800" <= character <= "\udfff" for character in str(key)):
         text = repr(key)
         text = text if len(text) <= 80 else f"{text[:80]}..."
         raise ConfigError(f"a key is a text of 1 to {MAX_KEY_CHARACTERS} characters, not {text}")
+    if re.search(r"\[\d+:\d+\]$", str(key)):
+        raise ConfigError(f"the key {key!r} is called as a piece of a key is: let it end otherwise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +156,6 @@ class Directory:
     def _bring(self, key: _Key, worker: PeerId) -> None:
         key.founder = worker
         self._clients[worker].brings.add(key.placement.leaf.path)
-
-    def founder(self, key: str) -> PeerId | None:
-        """Return who brings a key's values; None if they are there, or nobody does."""
-        return (self._keys[key].founder or None) if key in self._keys else None
 
     def state(self) -> list[Any]:
         """Return the keys that have values, for a checkpoint."""
