@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.errors import ConfigError, JoinRefused
 from zmqtrain.parameter_server.consistency import consistency_from_spec
@@ -44,7 +44,7 @@ def read_exchange(text: str) -> Lockstep | None:
                         f"there is no algorithm {algorithm!r}; choose one of auto, {', '.join(ALLREDUCE)}"
                     )
                 if codec:
-                    coding_from_spec(codec)
+                    codec_from_spec(codec)
             case Server(consistency, optimizer=optimizer):
                 consistency_from_spec(consistency)
                 optimizer_from_spec(optimizer)
