@@ -521,6 +521,13 @@ class Clients(RuleBasedStateMachine):
         if hasattr(self, "here") and (alone or self.rule.staleness is None) and not self.on_their_way:
             assert not self.waiting
 
+    @invariant()
+    def memory_is_that_of_the_key_and_of_the_gradients_that_wait(self):
+        if hasattr(self, "server"):
+            (key,) = self.server.machine.keys.values()
+            assert self.server.machine.held_bytes == KEY_BYTES + 3 * 400 + 400 * max(0, len(key.round) - 1)
+            assert self.server.machine.value_bytes == 400
+
     def teardown(self):
         """Whoever is left, once the others have gone and its own pushes are whole, waits for nothing."""
         for worker in sorted(getattr(self, "here", ()))[1:]:

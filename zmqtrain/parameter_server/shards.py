@@ -92,7 +92,7 @@ class ShardMap:
         return sorted(range(self.masters), key=lambda master: (self.loads[master], master))
 
     def _whole(self, values: int, item: int) -> tuple[Piece, ...]:
-        master = self._by_load()[0]
+        master = min(range(self.masters), key=lambda master: (self.loads[master], master))
         self.loads[master] += values * item
         return (Piece(master, 0, values),)
 
