@@ -21,9 +21,6 @@ __all__ = ["Host", "Request", "wait_all", "wait_any"]
 logger = logging.getLogger(__name__)
 
 
-logger = logging.getLogger(__name__)
-
-
 class Host(Protocol):
     """Who makes the requests come true: a communicator."""
 
