@@ -115,6 +115,14 @@ def test_a_slow_node_holds_nobody_up_under_quorum_and_everybody_under_strict_mod
     assert steps_of_the_first(release="all", mode="strict") <= 14
 
 
+@pytest.mark.parametrize("begins", [(0.0, 0.07, 0.11, 0.31), (0.0, 0.1, 0.2, 0.3), (0.05, 0.39, 0.2, 0.0)])
+def test_nodes_of_one_speed_are_all_in_every_aggregate_from_whatever_phases_they_begin(program, scenario, begins):
+    nodes = [SimNode(joins_at=begin, straggler=((0.0, 0.005, 1.0),), leaves_at=12.0) for begin in begins]
+    run = scenario(nodes, units=0, start_nodes=1, every=8, delay=12, release="quorum")
+    rounds = [one for one in simulate(run, program).of_kind("release") if 4.0 < one["seconds"] < 11.0]
+    assert len(rounds) >= 15 and sum(len(one["contributions"]) for one in rounds) >= 3.9 * len(rounds)
+
+
 def test_bounded_staleness_lets_the_fastest_be_so_many_exchanges_ahead_and_no_more(program, scenario):
     nodes = [SimNode(), SimNode(slowness=5)]
     run = scenario(nodes, units=60, release="bounded:staleness=2", every=2, delay=0, of_scenario={"max_seconds": 8.0})
