@@ -102,11 +102,9 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: byt
             timeout_seconds=MEET_SECONDS,
         )
     except JoinRefused as refused:
-        if refused.reason != "complete":
-            raise
         raise JoinRefused(
-            f"{node.name} comes too late: the run at {node.address} has the {size} nodes that it began with, and in "
-            "lockstep nobody joins in the middle. For more nodes start it anew, the broker with --start-nodes",
+            f"{refused}. A run in lockstep keeps the {size} nodes that it began with: for more, start a run anew, its "
+            "broker with --start-nodes",
             refused.reason,
         ) from refused
     logger.info("%s is rank %d of %d: %s", node.name, group.rank, size, ", ".join(group.names))
