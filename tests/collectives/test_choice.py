@@ -30,7 +30,12 @@ def test_large_arrays_go_in_whole_frames_and_small_ones_in_one_message() -> None
     assert choose_chunk_bytes("ring", 4, 10_000) >= 10_000
 
 
+def test_a_ring_of_small_shares_ends_soon_after_its_wire() -> None:
+    assert choose_chunk_bytes("ring", 4, 10**7) <= 10**7 / 4 / 15
+    assert choose_chunk_bytes("ring", 4, 10**6) >= 128 << 10
+
+
 def test_what_goes_from_rank_to_rank_as_a_whole_goes_in_more_chunks_than_shares_do() -> None:
     for nbytes in (10**7, 10**8, 10**9):
-        assert choose_chunk_bytes("chain", 4, nbytes) <= choose_chunk_bytes("ring", 4, nbytes) / 4
+        assert choose_chunk_bytes("chain", 4, nbytes) <= choose_chunk_bytes("parallel", 4, nbytes) / 4
         assert 2 * choose_chunk_bytes("chain", 4, nbytes) <= 0.04 * nbytes  # so much longer its last rank has to wait
