@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from children import Child, commands, say
+from children import Child, ask_all, commands, say
 from report import print_table, write_json
 from star import Star
 
@@ -98,6 +98,8 @@ def measure(call: str, loss: str, nodes: int, midst_seconds: float) -> dict[str,
             for one in others:
                 one.tell("stop")
         answers = [one.answer(WAIT_SECONDS) for one in others]
+        if call == SERVER[0]:  # a server of fewer masters begins when all have left the old one
+            answers = [one | more for one, more in zip(answers, ask_all(others, "again"), strict=True)]
     expected = {SERVER[0]: 1, SERVER[1]: None}.get(call, last)
     for answer in answers:
         if answer["lost"] != expected or not answer["goes_on"]:
@@ -141,12 +143,12 @@ def _measure_all(options: argparse.Namespace) -> None:
 
 
 def _obey(stop: threading.Event) -> None:
-    """Wait for "go"; from then on a thread does as it is told: "die", or "stop"."""
+    """Wait for "go"; from then on a thread does as it is told: "die", or "stop" and "again", which both set `stop`."""
     told = commands()
     assert told.get() == ["go"]
 
     def obey() -> None:
-        if told.get() == ["stop"]:
+        if told.get() != ["die"]:
             stop.set()
             return
         say({"died_at": time.monotonic()})
@@ -244,9 +246,11 @@ def _be_worker(rank: str, workers: int, addresses: list[str]) -> None:
     if lost is None:
         say(answer | {"goes_on": True, "longest": longest})
         return
+    say(answer)
+    stop.wait(WAIT_SECONDS)
     with zt.ParameterClient.connect(addresses[:1], name=f"pc-{rank}", timeout_seconds=WAIT_SECONDS) as again:
         again.init("w again", gradient["w0"])
-        say(answer | {"goes_on": bool(again.pull("w again")[0] == 1)})
+        say({"goes_on": bool(again.pull("w again")[0] == 1)})
 
 
 if __name__ == "__main__":
