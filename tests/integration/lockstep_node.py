@@ -1,13 +1,14 @@
 """One process that trains the regression of tests/train/lockstep.py in a run, as `zmqtrain-node --exchange` would.
 
-python lockstep_node.py HUB NAME EXCHANGE OUTPUT: writes the steps, samples and parameters that it ends with.
+python lockstep_node.py HUB NAME EXCHANGE OUTPUT: writes the steps, samples and parameters that it ends with. Before
+step HELD_BEFORE_STEP it waits for a line on its standard input.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-import time
 from functools import partial
 
 import jax
@@ -18,23 +19,28 @@ from zmqtrain.runtime.lockstep import open_gradients, read_exchange, unit_wait_s
 from zmqtrain.runtime.node import connect
 from zmqtrain.train.gradients import GradientLoop
 
-STEP_SECONDS = 0.02
+HELD_BEFORE_STEP = 8
 
 
-def train(hub, name, exchange, *, step_seconds=0.0, **options):
+def train(hub, name, exchange, **options):
     """Train to the end of the run; return the result."""
     choice = read_exchange(exchange)
     assert choice is not None
     with connect(hub, name, exchange=choice.name) as node:
         batches = node.batches_as_they_come(REGRESSION, unit_wait_seconds(node.settings))
         gradients = partial(open_gradients, choice, node, None)
-        options = {"bucket_bytes": 100, "before_step": lambda: time.sleep(step_seconds)} | options
-        return GradientLoop(REGRESSION, node, gradients, **options).run(batches)
+        return GradientLoop(REGRESSION, node, gradients, **{"bucket_bytes": 100} | options).run(batches)
+
+
+def hold():
+    """Return what waits for a line on the standard input when it is called for the HELD_BEFORE_STEP-th time."""
+    calls = itertools.count(1)
+    return lambda: sys.stdin.readline() if next(calls) == HELD_BEFORE_STEP else None
 
 
 if __name__ == "__main__":
     hub, name, exchange, output = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
-    result = train(hub, name, exchange, step_seconds=STEP_SECONDS)
+    result = train(hub, name, exchange, before_step=hold())
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.params)]
     np.savez(output, *leaves, steps=result.statistics.steps, samples=result.samples)

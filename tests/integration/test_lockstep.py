@@ -177,7 +177,7 @@ def test_another_exchange_in_the_same_run_is_refused_with_both_named():
 
 def test_who_comes_later_is_refused_and_the_others_do_not_notice():
     asked, made = threading.Event(), Count()
-    options = {"step_seconds": 0.02, "stop": asked.is_set, "watch": watch_steps(made)}
+    options = {"stop": asked.is_set, "watch": watch_steps(made)}
     with broker(run_of(0, 2)) as running:
         nodes = Nodes(running.address, ["allreduce:ring"] * 2, **options)
         made.wait(3)
@@ -193,11 +193,11 @@ def test_who_comes_later_is_refused_and_the_others_do_not_notice():
 
 
 def test_a_worker_of_an_asynchronous_server_may_come_later():
-    exchange = "server:async,optimizer=sgd:rate=0.02"
+    exchange, made, joined = "server:async,optimizer=sgd:rate=0.02", Count(), threading.Event()
     with broker(run_of(40, 1)) as running:
-        first = Nodes(running.address, [exchange], step_seconds=0.02, watch=watch_steps(made := Count()))
+        first = Nodes(running.address, [exchange], before_step=made.held(5, joined), watch=watch_steps(made))
         made.wait(5)
-        late = Nodes(running.address, [exchange], name="late", step_seconds=0.02)
+        late = Nodes(running.address, [exchange], name="late", before_step=joined.set)
         results = first.finish() + late.finish()
         assert not first.failures and not late.failures
         close(same_bits([parameters(result) for result in results]), in_the_broker(running))
@@ -206,10 +206,13 @@ def test_a_worker_of_an_asynchronous_server_may_come_later():
 
 def test_a_broker_that_is_restarted_in_mid_run_is_found_again_and_the_nodes_go_on_meanwhile(tmp_path):
     settings = run_of(40, 2, heartbeat_seconds=0.1, lost_seconds=0.5)
+    made, killed = Count(), threading.Event()
     with BrokerProcess(settings, tmp_path) as hub:
-        nodes = Nodes(hub.address, ["allreduce:ring"] * 2, step_seconds=0.02, watch=watch_steps(made := Count()))
+        options = {"before_step": made.held(10, killed), "watch": watch_steps(made)}
+        nodes = Nodes(hub.address, ["allreduce:ring"] * 2, **options)
         made.wait(10)
         hub.kill()
+        killed.set()
         made.wait(made.count + 20)
         with BrokerProcess(settings, tmp_path, hub.port) as again:
             results = nodes.finish()
@@ -233,6 +236,10 @@ class Count:
         with self.changed:
             assert self.changed.wait_for(lambda: self.count >= count, SECONDS), self.count
 
+    def held(self, count, event):
+        """Return what waits for the event, once it has come so far."""
+        return lambda: self.count < count or event.wait(SECONDS)
+
 
 def watch_steps(count):
     return lambda step, loss: count.add()
@@ -240,7 +247,8 @@ def watch_steps(count):
 
 def start(hub, name, exchange, folder):
     command = [sys.executable, str(HERE.with_name("lockstep_node.py")), hub, name, exchange, str(folder / name)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=HERE.parents[2])
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, cwd=HERE.parents[2], **pipes)
 
 
 class Watch:
@@ -268,13 +276,19 @@ def ended(processes, folder):
 
 
 def kill_in_mid_run(exchange, folder):
-    """Kill pc-2 of three processes with -9 once it trains; return the broker's parameters and what the others say."""
+    """Kill pc-2 of three processes with -9 while the others wait for it in a step.
+
+    Return the broker's parameters and what the others say.
+    """
     watch, units = Watch(), 90
     with broker(run_of(units, 3), watch=watch) as running:
         processes = {name: start(running.address, name, exchange, folder) for name in ("pc-1", "pc-2", "pc-3")}
         try:
             watch.wait(lambda roster: any(m["name"] == "pc-2" and m.get("step", 0) > 5 for m in roster.members))
             killed = processes.pop("pc-2")
+            for process in processes.values():
+                process.stdin.write("go on\n")
+                process.stdin.flush()
             killed.send_signal(signal.SIGKILL)
             killed.communicate()
             params, figures, words = ended(processes, folder)
