@@ -17,7 +17,8 @@ from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.wire import Head, Kind, digest, pack, unpack
 from zmqtrain.errors import FramingError
-from zmqtrain.types import HUB, Buffer, HubChunk, HubPort, Port
+from zmqtrain.interfaces import HubPort, Port
+from zmqtrain.types import HUB, Buffer, HubChunk
 
 __all__ = ["Endpoint"]
 

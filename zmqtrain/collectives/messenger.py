@@ -25,7 +25,7 @@ from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Envelope, Finding, Receiving, Sending
 from zmqtrain.collectives.trees import take_tree
 from zmqtrain.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
-from zmqtrain.types import Port
+from zmqtrain.interfaces import Port
 
 __all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger", "Status"]
 

@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.interfaces import Clock
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, Clock, PeerId, Update, Version
+from zmqtrain.types import Array, Buffer, PeerId, Update, Version
 
 __all__ = ["Recorder", "BrokerRecorder", "NodeRecorder"]
 

@@ -28,6 +28,7 @@ from zmqtrain.errors import (
     RemoteProtocolError,
     ZmqTrainError,
 )
+from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import (
     Accumulate,
     Answer,
@@ -86,7 +87,7 @@ from zmqtrain.runtime.traffic import Traffic
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.types import VERSION, Buffer, HubChannel, Lane, PeerId, count_values
+from zmqtrain.types import VERSION, Buffer, Lane, PeerId, count_values
 
 __all__ = ["BrokerStatistics", "Broker"]
 

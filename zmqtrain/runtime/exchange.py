@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.errors import LocalProtocolError, NonFiniteDelta, ZmqTrainError
+from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.effects import Deliver, PeerEffect
 from zmqtrain.protocol.messages import Aggregate, Message, WorkRequest, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
@@ -30,7 +31,7 @@ from zmqtrain.runtime.offers import Offers
 from zmqtrain.runtime.progress import Progress, paces
 from zmqtrain.runtime.units import UnitQueue
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, Clock, Layout, ModelSpec, Offer, Update, Version
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update, Version
 
 __all__ = ["UnitSource", "PeerLink", "PeerExchange"]
 

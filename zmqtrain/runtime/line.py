@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from zmqtrain.interfaces import Exchange
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.exchange import UnitSource
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Exchange, ModelSpec, PeerId, Update
+from zmqtrain.types import ModelSpec, PeerId, Update
 
 __all__ = ["Line"]
 

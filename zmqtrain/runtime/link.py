@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
+from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
 from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Report, Roster, Snapshot, WorkUnit
@@ -24,7 +25,7 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.delta import Encoded
 from zmqtrain.runtime.sender import Sender
 from zmqtrain.transport.reservation import LinkShare, Use
-from zmqtrain.types import Buffer, Channel, Lane, Offer, Version
+from zmqtrain.types import Buffer, Lane, Offer, Version
 
 __all__ = ["Listener", "HubLink"]
 

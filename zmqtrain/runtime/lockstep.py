@@ -11,6 +11,7 @@ import logging
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.errors import ConfigError, JoinRefused
+from zmqtrain.interfaces import GradientExchange
 from zmqtrain.parameter_server.consistency import consistency_from_spec
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.runtime.allreduce import AllreduceExchange
@@ -21,7 +22,7 @@ from zmqtrain.runtime.parameter_client import ParameterClient
 from zmqtrain.runtime.server_exchange import ServerExchange
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.lockstep import Allreduce, Lockstep, Server, lockstep_from_spec
-from zmqtrain.types import GradientExchange, ModelSpec, Version
+from zmqtrain.types import ModelSpec, Version
 
 __all__ = ["read_exchange", "check_masters", "unit_wait_seconds", "open_gradients"]
 

@@ -24,6 +24,7 @@ from zmqtrain.errors import (
     PeerLost,
     ZmqTrainError,
 )
+from zmqtrain.interfaces import Channel
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
 from zmqtrain.protocol.groups import SILENCE_SECONDS
@@ -31,7 +32,7 @@ from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello,
 from zmqtrain.protocol.vigil import BEAT_SECONDS, Vigil
 from zmqtrain.runtime.sender import Sender
 from zmqtrain.transport.reservation import Use
-from zmqtrain.types import Buffer, Channel, Lane
+from zmqtrain.types import Buffer, Lane
 
 __all__ = ["MasterLine"]
 

@@ -19,22 +19,13 @@ from typing import Any, TypeVar
 
 from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
+from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.exchange import UnitSource
 from zmqtrain.runtime.line import Line
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import (
-    Array,
-    Clock,
-    ExchangeStatistics,
-    Layout,
-    ModelSpec,
-    Part,
-    PeerId,
-    Update,
-    Version,
-)
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Part, PeerId, Update, Version
 
 __all__ = ["MastersNode"]
 

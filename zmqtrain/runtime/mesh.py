@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zmqtrain.errors import ChannelClosed, FramingError, LocalProtocolError
+from zmqtrain.interfaces import Clock, PortListener
 from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import Goodbye, Group, GroupLost, Leave
 from zmqtrain.protocol.vigil import BEAT_SECONDS, Accuse, CutOff, Declare, Vigil
@@ -29,7 +30,7 @@ from zmqtrain.runtime.reducer import check_chunk
 from zmqtrain.runtime.way import Way, WayState
 from zmqtrain.transport.limits import check_message
 from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
-from zmqtrain.types import HUB, Buffer, Clock, HubChunk, Lane, PortListener
+from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
 __all__ = ["LEFT", "MeshPort", "MeshStatistics", "Meeting"]
 

@@ -29,6 +29,7 @@ from zmqtrain.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
+from zmqtrain.interfaces import Channel, Clock
 from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.auto import link_share
@@ -41,17 +42,7 @@ from zmqtrain.runtime.masters import MastersNode
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
-from zmqtrain.types import (
-    Array,
-    Channel,
-    Clock,
-    ExchangeStatistics,
-    ModelSpec,
-    Offer,
-    PeerId,
-    Update,
-    Version,
-)
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
 __all__ = ["CodecOn", "Node", "connect"]
 

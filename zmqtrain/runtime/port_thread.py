@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 
 from zmqtrain.errors import LocalProtocolError, ZmqTrainError
-from zmqtrain.types import PortListener
+from zmqtrain.interfaces import PortListener
 
 __all__ = ["PortThread"]
 

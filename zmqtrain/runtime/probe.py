@@ -16,12 +16,13 @@ from math import ceil
 from typing import TypeVar
 
 from zmqtrain.errors import FramingError, HubUnreachable, JoinRefused
+from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.framing import decode_message, encode_message
 from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Probe, Probed, Refused, Roster, Welcome
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import DealerChannel
-from zmqtrain.types import Buffer, Channel, Lane, PeerId
+from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["RoundTrips", "LinkFigures", "measure_link", "probe_link"]
 

@@ -10,8 +10,9 @@ import asyncio
 from collections import deque
 from math import inf
 
+from zmqtrain.interfaces import Channel
 from zmqtrain.transport.reservation import Reservation, TokenBucket, Use
-from zmqtrain.types import Buffer, Channel, Lane
+from zmqtrain.types import Buffer, Lane
 
 __all__ = ["Sender"]
 

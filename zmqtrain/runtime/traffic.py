@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
+from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.framing import Assembler, encode_message, split
 from zmqtrain.protocol.keys import Initialise, Push, Values
@@ -24,7 +25,7 @@ from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.runtime.aggregator import Released
 from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
-from zmqtrain.types import Buffer, HubChannel, Lane, PeerId, Version
+from zmqtrain.types import Buffer, Lane, PeerId, Version
 
 __all__ = ["GRANT_SECONDS", "Traffic"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
+from zmqtrain.interfaces import Clock
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.peer import Peer
 from zmqtrain.runtime.delta import DeltaCoder, Encoded
@@ -23,7 +24,7 @@ from zmqtrain.sim.clock import Scheduler, VirtualCondition
 from zmqtrain.sim.hub import NANO, CodecThread, SimHub
 from zmqtrain.sim.link import REPORT_SECONDS, SimLink
 from zmqtrain.sim.star import Wire
-from zmqtrain.types import Array, Buffer, Clock, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
+from zmqtrain.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
 __all__ = ["SimExchange"]
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import AggregateTimeout
+from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.monitor.records import Record
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
@@ -19,7 +20,7 @@ from zmqtrain.runtime.moments import encode_moments
 from zmqtrain.runtime.offers import Offers
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
-from zmqtrain.types import Array, Clock, ExchangeStatistics, Layout, ModelSpec, PeerId, Update, Version
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Update, Version
 
 __all__ = ["RecordEnds", "NodeScript", "ScriptedExchange"]
 

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ConfigError, ModelMismatch
+from zmqtrain.interfaces import Layout
 from zmqtrain.train.spread import SpreadLeaves, is_spread
 from zmqtrain.train.step import Rebase, rebase_of
-from zmqtrain.types import Array, Layout, ModelSpec
+from zmqtrain.types import Array, ModelSpec
 
 __all__ = ["AnchorOn", "Moves", "DeviceMoves", "SpreadMoves", "HostMoves", "moves_of"]
 

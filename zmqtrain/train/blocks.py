@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zmqtrain.types import Layout
+from zmqtrain.interfaces import Layout
 
 __all__ = ["ahead", "moved"]
 

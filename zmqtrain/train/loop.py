@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
+from zmqtrain.interfaces import Exchange
 from zmqtrain.train.apart import begin, follow, pack_moments
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
-from zmqtrain.types import Exchange
 
 __all__ = ["TrainingLoop", "TrainingResult"]
 

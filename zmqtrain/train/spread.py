@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ModelMismatch
+from zmqtrain.interfaces import Layout
 from zmqtrain.train.cut import Cut, Shard, cut_shards
 from zmqtrain.train.stack import (
     ALL_ALIKE,
@@ -32,7 +33,7 @@ from zmqtrain.train.stack import (
     stacked,
     unstacked,
 )
-from zmqtrain.types import Array, Layout, ModelSpec
+from zmqtrain.types import Array, ModelSpec
 
 __all__ = ["Home", "SpreadLeaves", "is_spread"]
 

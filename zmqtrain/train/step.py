@@ -23,10 +23,11 @@ import optax
 from jax.sharding import NamedSharding
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.train.blocks import ahead, moved
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
-from zmqtrain.types import Clock, Layout, LeafSpec, ModelSpec
+from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
     "COMPILED_KEPT",

@@ -18,11 +18,12 @@ import jax
 import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, ModelMismatch
+from zmqtrain.interfaces import Exchange
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.minibatch import dynamic_every
 from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.step import describe_model
-from zmqtrain.types import Array, Exchange, Update, Version
+from zmqtrain.types import Array, Update, Version
 
 __all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 

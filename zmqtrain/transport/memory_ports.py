@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from zmqtrain.errors import ConfigError, LocalProtocolError
+from zmqtrain.interfaces import Clock, PortListener
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
-from zmqtrain.types import Buffer, Clock, PortListener
+from zmqtrain.types import Buffer
 
 __all__ = ["TICK_SECONDS", "MemoryPort", "MemoryPorts", "memory_ports"]
 
