@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy.typing import NDArray
-
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives import communicator
-from zmqtrain.collectives.communicator import Op
 from zmqtrain.collectives.messenger import TIMEOUT_SECONDS
-from zmqtrain.collectives.requests import Request
 from zmqtrain.runtime.rendezvous import open_port
 
 __all__ = ["Communicator"]
@@ -47,17 +43,5 @@ class Communicator(communicator.Communicator):
         )
         return cls(port, timeout_seconds=timeout_seconds)
 
-    def iallreduce(
-        self,
-        x: Any,
-        op: Op = "sum",
-        *,
-        algorithm: str = "auto",
-        codec: Any = None,
-        into: NDArray[Any] | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Request:
-        """Begin an `allreduce`. codec: a spec such as "int8", or a codec.  Raises ConfigError for one there is not."""
-        if isinstance(codec, str):
-            codec = codec_from_spec(codec)
-        return super().iallreduce(x, op, algorithm=algorithm, codec=codec, into=into, timeout_seconds=timeout_seconds)
+    def _read_codec(self, codec: Any) -> Any:
+        return codec_from_spec(codec) if isinstance(codec, str) else codec
