@@ -299,7 +299,7 @@ def _only(row: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 def _be_broker() -> None:
     """Be the broker at which the ranks meet."""
-    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
     told = commands()

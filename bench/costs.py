@@ -2,7 +2,7 @@
 
 Rule 1: what is measured is what a run does, without a network: `DeltaCoder` and `Aggregator`, frames, checks and
 checksums included.  Rule 2: CPU time of the one thread; the best of all rounds counts.  Rule 3: the last lines printed
-are those of the table in `zmqtrain/runtime/costs.py`, which plans are made from: measure, and copy them there.
+are those of the table in `zmqtrain/runtime/planning/costs.py`, which plans are made from: measure, and copy them there.
 
 Where a processor trains, it subtracts and rebases too (all threads of XLA's): the line REBASE_NS, and behind it the
 same for models in fragments.
@@ -25,11 +25,11 @@ import numpy as np
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish
-from zmqtrain.runtime.aggregator import Aggregator
-from zmqtrain.runtime.costs import COSTS, CodecCosts
-from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
-from zmqtrain.runtime.schedule import model_of
-from zmqtrain.runtime.vectors import Vectors
+from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.equation.vectors import Vectors
+from zmqtrain.runtime.planning.costs import COSTS, CodecCosts
+from zmqtrain.runtime.planning.schedule import model_of
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.step import Rebase
 from zmqtrain.types import Offer, PeerId

@@ -45,7 +45,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.schedule import payload_rate
+from zmqtrain.runtime.planning.schedule import payload_rate
 
 import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
@@ -300,7 +300,7 @@ def _own_cpu(node: dict[str, Any]) -> float:
 
 def _be_broker(case: Case) -> None:
     """Be the broker in its namespace; answer `figures` with its statistics and its CPU seconds, all told."""
-    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
     told = commands()
@@ -367,7 +367,7 @@ class _Node:
 
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""
-        from zmqtrain.runtime.node import connect
+        from zmqtrain.runtime.node.node import connect
         from zmqtrain.train.sync import DelayedSync
 
         self.exchange = connect(address, f"pc-{number}")

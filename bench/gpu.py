@@ -226,7 +226,7 @@ class Trainer:
 
 def measure_node(size: Size, codec_on: str) -> dict[str, Any]:
     """Train with exchanges on and off in turns; return one row. Raises RuntimeError if the exchange does not work."""
-    from zmqtrain.runtime.node import connect
+    from zmqtrain.runtime.node.node import connect
 
     with _broker(size) as address, connect(address, "gpu", codec_on=codec_on) as node:  # type: ignore[arg-type]
         trainer = Trainer(node, size)
@@ -289,7 +289,7 @@ def _broker(size: Size) -> Iterator[str]:
 
 
 def _be_broker(size: Size) -> None:
-    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
     settings = RunSettings(

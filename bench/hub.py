@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.schedule import payload_rate
+from zmqtrain.runtime.planning.schedule import payload_rate
 
 from children import Child, ask_all, commands, difference, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
@@ -219,8 +219,8 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
 
 def _be_broker(case: Case, shard: int, addresses: str) -> None:
     """Be one broker; answer `figures` with its statistics and its CPU seconds by thread."""
-    from zmqtrain.runtime.registration import MasterPlace
-    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.runtime.broker.registration import MasterPlace
+    from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
     told, (first, own) = commands(), json.loads(addresses)
@@ -249,7 +249,7 @@ class _Node:
 
     def join(self, address: str) -> None:
         """Join the run."""
-        from zmqtrain.runtime.node import connect
+        from zmqtrain.runtime.node.node import connect
 
         self.exchange = connect(address, f"pc-{self.number}")
         self.exchange.join(self.model, self.leaves)

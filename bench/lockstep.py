@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.schedule import payload_rate
+from zmqtrain.runtime.planning.schedule import payload_rate
 
 from children import Child, ask_all, commands, say
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _be_broker(case: Case) -> None:
-    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
     told = commands()
@@ -151,8 +151,8 @@ class _Node:
     def __init__(self, case: Case, number: int, address: str) -> None:
         import numpy as np
 
-        from zmqtrain.runtime.lockstep import open_gradients, read_exchange
-        from zmqtrain.runtime.node import connect
+        from zmqtrain.runtime.lockstep.lockstep import open_gradients, read_exchange
+        from zmqtrain.runtime.node.node import connect
         from zmqtrain.train.buckets import Buckets
 
         choice = read_exchange(case.exchange)

@@ -159,7 +159,7 @@ def _obey(stop: threading.Event) -> None:
 
 def _be_broker() -> None:
     """Be the broker at which all meet, or one that is a master of the parameter server."""
-    from zmqtrain.runtime.serve import BrokerThread
+    from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
 
     told = commands()
@@ -204,7 +204,7 @@ def _calls(comm: Any, call: str) -> Callable[[], object]:
 
         return round_trip
     if kind.startswith("exchange"):
-        from zmqtrain.runtime.allreduce import AllreduceExchange
+        from zmqtrain.runtime.lockstep.allreduce import AllreduceExchange
 
         exchange = AllreduceExchange(comm, algorithm)
 

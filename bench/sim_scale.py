@@ -33,9 +33,9 @@ from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_count, parse_rate
-from zmqtrain.runtime.costs import exchange_costs
-from zmqtrain.runtime.planning import Plan, Wish, load_of, make_plan
-from zmqtrain.runtime.schedule import Load, Schedule, fit, predict
+from zmqtrain.runtime.planning.costs import exchange_costs
+from zmqtrain.runtime.planning.planning import Plan, Wish, load_of, make_plan
+from zmqtrain.runtime.planning.schedule import Load, Schedule, fit, predict
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode

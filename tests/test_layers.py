@@ -30,7 +30,7 @@ FLOORS = {
 JAX_ROOMS = ("train/*", "pipeline/stage.py", "programs/*", "codecs/*_jax.py", "sim/program.py")
 SPOKEN_ONLY_IN = {
     "zmq": ("transport/zmq_channel.py",),
-    "msgpack": ("protocol/framing.py", "runtime/checkpoint.py"),
+    "msgpack": ("protocol/framing.py", "runtime/broker/checkpoint.py"),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
     "asyncio": ("transport/*", "runtime/*", "monitor/*"),
     "numba": ("codecs/fast.py",),
@@ -44,7 +44,7 @@ ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 ENVIRONMENT_READERS: dict[str, str] = {}
 """File that may read the environment: the reason. There is none: a setting comes from a flag or a file."""
 
-BROKER = ("zmqtrain.cli.broker", "zmqtrain.runtime.broker")
+BROKER = ("zmqtrain.cli.broker", "zmqtrain.runtime.broker.broker")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from zmqtrain.cli.settings import BrokerConfig, LocalConfig, NodeConfig, read_config
 from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.runtime.lockstep import read_exchange
+from zmqtrain.runtime.lockstep.lockstep import read_exchange
 from zmqtrain.train.lockstep import Allreduce, Server
 
 PAGE = (Path(__file__).parents[1] / "docs" / "synchronous.md").read_text()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG
     from zmqtrain.engine.executor import Engine
     from zmqtrain.programs import load_program
-    from zmqtrain.runtime.broker import Broker
-    from zmqtrain.runtime.communicator import Communicator
-    from zmqtrain.runtime.node import Node, connect
-    from zmqtrain.runtime.parameter_client import ParameterClient
+    from zmqtrain.runtime.broker.broker import Broker
+    from zmqtrain.runtime.groups.communicator import Communicator
+    from zmqtrain.runtime.node.node import Node, connect
+    from zmqtrain.runtime.parameter_server.parameter_client import ParameterClient
     from zmqtrain.train.gradients import GradientLoop
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
@@ -51,16 +51,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "connect": "zmqtrain.runtime.node",
-    "Node": "zmqtrain.runtime.node",
-    "Broker": "zmqtrain.runtime.broker",
-    "Communicator": "zmqtrain.runtime.communicator",
+    "connect": "zmqtrain.runtime.node.node",
+    "Node": "zmqtrain.runtime.node.node",
+    "Broker": "zmqtrain.runtime.broker.broker",
+    "Communicator": "zmqtrain.runtime.groups.communicator",
     "ANY_SOURCE": "zmqtrain.collectives.transfers",
     "ANY_TAG": "zmqtrain.collectives.transfers",
     "wait_all": "zmqtrain.collectives.requests",
     "wait_any": "zmqtrain.collectives.requests",
     "Engine": "zmqtrain.engine.executor",
-    "ParameterClient": "zmqtrain.runtime.parameter_client",
+    "ParameterClient": "zmqtrain.runtime.parameter_server.parameter_client",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "GradientLoop": "zmqtrain.train.gradients",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from zmqtrain.runtime.costs import COSTS, CodecCosts
+from zmqtrain.runtime.planning.costs import COSTS, CodecCosts
 
 from costs import main
 

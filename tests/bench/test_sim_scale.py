@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.planning import Wish, make_plan
-from zmqtrain.runtime.schedule import Load
+from zmqtrain.runtime.planning.planning import Wish, make_plan
+from zmqtrain.runtime.planning.schedule import Load
 
 import sim_scale
 from sim_scale import main, predict_cases, simulate_plan

@@ -29,8 +29,8 @@ from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, paced
 from zmqtrain.cli.settings import BrokerConfig
 from zmqtrain.errors import CheckpointError, ConfigError, DataError, HubUnreachable
-from zmqtrain.runtime import registration
-from zmqtrain.runtime.registration import public_address
+from zmqtrain.runtime.broker import registration
+from zmqtrain.runtime.broker.registration import public_address
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys
 

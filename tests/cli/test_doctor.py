@@ -13,7 +13,7 @@ from zmqtrain.cli import doctor, main
 from zmqtrain.cli.doctor import judge_link, judge_machine, judge_way
 from zmqtrain.cli.machine import Machine, WayToHub, find_way
 from zmqtrain.errors import HubUnreachable
-from zmqtrain.runtime.probe import LinkFigures, RoundTrips
+from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips
 from zmqtrain.settings import RunSettings
 
 WAY = WayToHub(own="10.0.0.2", interface="eth0", path_mtu=1500, mtu=1500, bits_per_second=10**9)

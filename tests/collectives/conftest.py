@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.runtime.communicator import Communicator
+from zmqtrain.runtime.groups.communicator import Communicator
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports
 
 PATIENCE_SECONDS = 30.0

@@ -10,7 +10,7 @@ import pytest
 import zmqtrain as zt
 from zmqtrain.engine.graph import Variable
 from zmqtrain.errors import PeerLost
-from zmqtrain.runtime.communicator import Communicator
+from zmqtrain.runtime.groups.communicator import Communicator
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports
 
 SECONDS = 30.0

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from zmqtrain.runtime.mesh import MeshPort
-from zmqtrain.runtime.rendezvous import open_port
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.serve import BrokerThread
+from zmqtrain.runtime.groups.mesh import MeshPort
+from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys
 
@@ -102,7 +102,7 @@ def send(port: MeshPort, rank: int, *messages: list[Any]) -> None:
 
 ECHO = """
 import ctypes, sys, threading
-from zmqtrain.runtime.rendezvous import open_port
+from zmqtrain.runtime.groups.rendezvous import open_port
 hub, size, rank, key = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = threading.Event()
 class Echo:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.runtime.node import Node, connect
-from zmqtrain.runtime.registration import MasterPlace
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.serve import BrokerThread
+from zmqtrain.runtime.node.node import Node, connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
 
@@ -134,8 +134,8 @@ class BrokerProcess:
         program = (
             "import json, sys, logging\n"
             "from pathlib import Path\n"
-            "from zmqtrain.runtime.registration import MasterPlace\n"
-            "from zmqtrain.runtime.serve import serve\n"
+            "from zmqtrain.runtime.broker.registration import MasterPlace\n"
+            "from zmqtrain.runtime.broker.serve import serve\n"
             "from zmqtrain.settings import RunSettings\n"
             "settings, folder, port, place = json.loads(sys.argv[1])\n"
             "logging.basicConfig(level=logging.INFO)\n"

@@ -12,8 +12,8 @@ from runs import Trainer, batches, broker, loss, parameters
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
-from zmqtrain.runtime.auto import link_share
-from zmqtrain.runtime.node import connect
+from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 
 AUTO = RunSettings(every=AUTO_EVERY, delay=AUTO_DELAY, local_updates="fixed", release="all", evaluate_seconds=0.0)

@@ -8,8 +8,8 @@ import pytest
 from runs import Trainer, broker, parameters
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.runtime import node as runtime_node
-from zmqtrain.runtime.node import connect
+from zmqtrain.runtime.node import node as runtime_node
+from zmqtrain.runtime.node.node import connect
 from zmqtrain.settings import RunSettings
 
 

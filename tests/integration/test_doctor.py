@@ -12,8 +12,8 @@ from zmqtrain.cli import doctor, main
 from zmqtrain.cli.machine import Machine
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.probes import PROBE_BYTES
-from zmqtrain.runtime import probe
-from zmqtrain.runtime.probe import measure_link
+from zmqtrain.runtime.planning import probe
+from zmqtrain.runtime.planning.probe import measure_link
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys
 
@@ -93,7 +93,7 @@ class KeyedBroker:
         import asyncio
         import threading
 
-        from zmqtrain.runtime.broker import Broker
+        from zmqtrain.runtime.broker.broker import Broker
         from zmqtrain.transport.zmq_channel import RouterChannel
 
         ready = threading.Event()

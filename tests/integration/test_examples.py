@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
 PROJECT = Path(__file__).parents[2]

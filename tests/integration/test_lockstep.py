@@ -17,9 +17,9 @@ from tests.integration.lockstep_node import train
 from tests.integration.runs import BrokerProcess, broker
 from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
 from zmqtrain.errors import JoinRefused
-from zmqtrain.runtime.node import connect
-from zmqtrain.runtime.registration import MasterPlace
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.serve import BrokerThread
+from zmqtrain.runtime.node.node import connect
 from zmqtrain.settings import RunSettings
 
 BATCHES_OF_A_UNIT = 2

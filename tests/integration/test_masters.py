@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.monitor.recorder import NodeRecorder
-from zmqtrain.runtime.node import Node, connect
-from zmqtrain.runtime.parts import merge_parts
-from zmqtrain.runtime.registration import MasterPlace
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.parts import merge_parts
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.serve import BrokerThread
+from zmqtrain.runtime.node.node import Node, connect
 from zmqtrain.settings import RunSettings
 
 QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "masters": 2}

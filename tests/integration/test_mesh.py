@@ -20,9 +20,9 @@ from zmqtrain.errors import (
     ZmqTrainError,
 )
 from zmqtrain.protocol.messages import GroupLost
-from zmqtrain.runtime import hub_line
-from zmqtrain.runtime.mesh import LEFT
-from zmqtrain.runtime.rendezvous import open_port
+from zmqtrain.runtime.groups import hub_line
+from zmqtrain.runtime.groups.mesh import LEFT
+from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
 from zmqtrain.types import HUB, HubChunk, Lane, PeerId

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
 PROJECT = Path(__file__).parents[2]

@@ -24,8 +24,8 @@ from zmqtrain.errors import (
     NonFiniteDelta,
     PeerLost,
 )
-from zmqtrain.runtime.registration import MasterPlace
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
 WAIT = 20.0

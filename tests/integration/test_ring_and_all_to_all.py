@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
 PROJECT = Path(__file__).parents[2]

@@ -38,10 +38,10 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.runtime.aggregator import Aggregator
-from zmqtrain.runtime.checkpoint import CheckpointFolder
-from zmqtrain.runtime.delta import DeltaCoder, cut, encode_snapshot
-from zmqtrain.runtime.inbox import Inbox
+from zmqtrain.runtime.broker.checkpoint import CheckpointFolder
+from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.delta import DeltaCoder, cut, encode_snapshot
+from zmqtrain.runtime.node.inbox import Inbox
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec, Offer
 

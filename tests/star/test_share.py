@@ -14,8 +14,8 @@ BITS = 1e9
 COUNTED_BYTES = 50_000_000
 BROKER = """
 import sys
-from zmqtrain.runtime.auto import link_share
-from zmqtrain.runtime.serve import serve
+from zmqtrain.runtime.planning.auto import link_share
+from zmqtrain.runtime.broker.serve import serve
 from zmqtrain.settings import RunSettings
 settings = RunSettings(codec="float32", broadcast_codec="float32", every=1, delay=2, release="immediately")
 share = link_share("1gbit", float(sys.argv[1]))
@@ -25,7 +25,7 @@ serve("tcp://*:5555", settings, share=share, ready=ready, interrupted=lambda cou
 NODE = """
 import sys, threading
 import numpy as np
-from zmqtrain.runtime.node import connect
+from zmqtrain.runtime.node.node import connect
 from zmqtrain.types import LeafSpec
 name, address, share = sys.argv[1:]
 link = "" if share == "1" else "1gbit"

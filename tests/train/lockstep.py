@@ -14,7 +14,7 @@ import optax
 
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import PeerLost
-from zmqtrain.runtime.allreduce import AllreduceExchange
+from zmqtrain.runtime.lockstep.allreduce import AllreduceExchange
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.gradients import GradientLoop
 from zmqtrain.types import ExchangeStatistics, Update

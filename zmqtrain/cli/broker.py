@@ -21,10 +21,10 @@ from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.auto import link_share
-from zmqtrain.runtime.broker import Broker
-from zmqtrain.runtime.registration import MasterPlace
-from zmqtrain.runtime.serve import serve
+from zmqtrain.runtime.broker.broker import Broker
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.serve import serve
+from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.zmq_channel import CurveKeys

@@ -12,7 +12,7 @@ from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.cli.settings import NodeConfig
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
-from zmqtrain.runtime.memory import Place, estimate
+from zmqtrain.runtime.planning.memory import Place, estimate
 from zmqtrain.settings import RunSettings
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
 from zmqtrain.cli.settings import read_config, read_server_key
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
-from zmqtrain.runtime.probe import LinkFigures, RoundTrips, measure_link
+from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.address import parse_address
 

@@ -25,8 +25,8 @@ from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.settings import LocalConfig, read_config
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.registration import MasterPlace
-from zmqtrain.runtime.serve import BrokerThread
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
 __all__ = ["main", "Federation", "Departure", "share_of_cores"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import MergeConfig, read_config
-from zmqtrain.runtime.parts import merge_parts
+from zmqtrain.runtime.broker.parts import merge_parts
 
 __all__ = ["main"]
 

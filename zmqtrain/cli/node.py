@@ -35,9 +35,9 @@ from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_comma
 from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
-from zmqtrain.runtime.lockstep import check_masters, open_gradients, unit_wait_seconds
-from zmqtrain.runtime.masters import MastersNode
-from zmqtrain.runtime.node import Node, connect
+from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
+from zmqtrain.runtime.node.masters import MastersNode
+from zmqtrain.runtime.node.node import Node, connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce

@@ -22,9 +22,9 @@ from zmqtrain.cli.settings import read_config
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
-from zmqtrain.runtime.memory import MemoryEstimate, Place, estimate
-from zmqtrain.runtime.planning import PERIOD_STEPS, Plan, Wish, make_plan, variants
-from zmqtrain.runtime.schedule import model_of
+from zmqtrain.runtime.planning.memory import MemoryEstimate, Place, estimate
+from zmqtrain.runtime.planning.planning import PERIOD_STEPS, Plan, Wish, make_plan, variants
+from zmqtrain.runtime.planning.schedule import model_of
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 

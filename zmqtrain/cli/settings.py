@@ -24,8 +24,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
-from zmqtrain.runtime.auto import link_share
-from zmqtrain.runtime.lockstep import read_exchange
+from zmqtrain.runtime.lockstep.lockstep import read_exchange
+from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps
 from zmqtrain.train.induce import induced_from_spec

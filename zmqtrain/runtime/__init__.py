@@ -1,3 +1,3 @@
-"""The living halves: a node and a broker, each with its threads, its clock and its sockets."""
+"""The living halves, a folder each, and what they share: a mailbox, the events they tell, the rules of a run."""
 
 __all__: list[str] = []

@@ -16,9 +16,9 @@ from zmqtrain.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
 from zmqtrain.interfaces import Clock
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.peer import Peer
-from zmqtrain.runtime.delta import DeltaCoder, Encoded
+from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded
 from zmqtrain.runtime.events import NodeEvents
-from zmqtrain.runtime.exchange import PeerExchange
+from zmqtrain.runtime.node.exchange import PeerExchange
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
 from zmqtrain.sim.hub import NANO, CodecThread, SimHub

@@ -30,10 +30,10 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Announcement, Credit, Message, Publish, Refused, Schedule, Snapshot
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.runtime.aggregator import Aggregator, Released
-from zmqtrain.runtime.auto import LoadPlanner
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
-from zmqtrain.runtime.moments import check_sizes, split_snapshot
+from zmqtrain.runtime.planning.auto import LoadPlanner
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler

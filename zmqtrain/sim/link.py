@@ -1,4 +1,4 @@
-"""Be a node's network thread in virtual time: a Peer on a wire, as `zmqtrain.runtime.link` is one on a channel.
+"""Be a node's network thread in virtual time: a Peer on a wire, as `zmqtrain.runtime.node.link` is one on a channel.
 
 Rule 1: what comes is handed to a `Listener`, as there.  Rule 2: messages go over as they are, and are counted by the
 bytes that they would be; only time, and what a cut or a death loses, is modelled.
@@ -13,8 +13,8 @@ from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, S
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.delta import Encoded
-from zmqtrain.runtime.link import Listener
+from zmqtrain.runtime.equation.delta import Encoded
+from zmqtrain.runtime.node.link import Listener
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.hub import SimHub
 from zmqtrain.sim.star import Wire

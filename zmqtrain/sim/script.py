@@ -15,9 +15,9 @@ from zmqtrain.errors import AggregateTimeout
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.monitor.records import Record
 from zmqtrain.protocol.messages import Publish
-from zmqtrain.runtime.delta import DeltaCoder, encode_snapshot
-from zmqtrain.runtime.moments import encode_moments
-from zmqtrain.runtime.offers import Offers
+from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.equation.moments import encode_moments
+from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Update, Version

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from zmqtrain.monitor.records import Record, crc_of_frames, name_of
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
-from zmqtrain.runtime.aggregator import Aggregator
+from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
 from zmqtrain.types import Buffer, ModelSpec, PeerId, Version

@@ -1,0 +1,256 @@
+"""A node's ears: what comes over its link, in which state, and what becomes of it (no thread of the network here)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
+from zmqtrain.protocol.framing import decode_message, encode_message, split
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Fetch,
+    Snapshot,
+    Welcome,
+    WorkRequest,
+    WorkUnit,
+    model_to_wire,
+)
+from zmqtrain.protocol.peer import PeerState
+from zmqtrain.runtime.equation.delta import encode_snapshot
+from zmqtrain.runtime.equation.moments import encode_moments
+from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.runtime.node.node import Node
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Lane, LeafSpec
+
+MODEL = (LeafSpec("w", (10,), "float32"),)
+LEAVES = [np.arange(10, dtype=np.float32)]
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node whose network is the test: `call` calls, what it sends stays in its link."""
+
+    def start(link):
+        link._wake, link._stop = asyncio.Event(), asyncio.Event()
+
+    async def reconnect():
+        pass
+
+    monkeypatch.setattr(HubLink, "start", start)
+    monkeypatch.setattr(HubLink, "call", lambda link, what: link._do(what))
+    monkeypatch.setattr(HubLink, "_disconnect", lose(HubLink._disconnect))
+    made = Node(lambda: None, "pc#1", "pc", "tcp://hub:5555")
+    yield made
+    made._worker.close()
+
+
+def lose(disconnect):
+    def without_a_loop(link, reason, text):
+        link._reconnecting = object()  # as if the channel were being opened anew
+        disconnect(link, reason, text)
+        link._reconnecting = None
+
+    return without_a_loop
+
+
+def hear(node, *messages, lane=Lane.CONTROL):
+    for message in messages:
+        node._link._take(lane, [encode_message(message)])
+
+
+def hear_frames(node, announcement, frames):
+    hear(node, announcement, lane=Lane.BULK)
+    for head, frame in split(announcement.transfer, frames):
+        node._link._take(Lane.BULK, [head, frame])
+
+
+def said(node, kind):
+    return [message for head in node._link._sender.waiting_control if isinstance(message := decode_message(head), kind)]
+
+
+def decoded(node):
+    """Let the codec thread finish what it has been given."""
+    node._worker.close()
+
+
+def welcome(version=-1, model=(), **settings):
+    return Welcome("run-1", version, RunSettings(**settings).to_dict(), model_to_wire(model))
+
+
+def live(node, version=0):
+    """Join as the founder of the run."""
+    node._coder = None
+    hear(node, welcome())
+    node._link.carry_out(node._peer.join(MODEL, 0.0))
+    hear(node, Fetch(), Snapshot(1, version, ()))
+    assert node.unreachable == ()
+
+
+def test_who_waits_for_a_snapshot_keeps_the_units_that_it_was_dealt(node):
+    live(node)
+    hear(node, WorkUnit((7, 8)), Aggregate(5, 3, "float32", (0,), (1,), (100,), (), 1))
+    assert node._peer.state is PeerState.SYNCING  # the aggregates in between were dropped on their way
+    assert node._units.take(lambda: None) == 7
+
+
+def test_who_loses_the_broker_forgets_the_units_that_will_be_dealt_again(node):
+    live(node)
+    hear(node, WorkUnit((7, 8)))
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    assert not node._units._units
+
+
+def test_who_has_drained_says_so_again_when_the_broker_is_back(node):
+    live(node)
+    hear(node, WorkUnit((), finished=True))
+    assert not node.everyone_drained(0)
+    assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    assert not said(node, WorkRequest)
+    hear(node, welcome(0, MODEL), Snapshot(2, 0, ()))
+    assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
+
+
+def test_a_node_that_never_asked_for_units_is_dealt_none(node):
+    live(node)
+    assert not said(node, WorkRequest)
+
+
+def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
+    hear(node, welcome())
+    node._founding = (LEAVES, ())
+    node._link.carry_out(node._peer.join(MODEL, 0.0))
+    node._link._founding = False
+    node._link.listener = Deaf(node)  # the codec thread takes its time
+    hear(node, Fetch())
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    node._link.send_founding([b"encoded"])
+    assert not said(node, Snapshot)
+    hear(node, welcome(), Fetch())
+    node._link.send_founding([b"encoded"])
+    node._link.send_founding([b"encoded again"])
+    assert len(said(node, Snapshot)) == 1
+
+
+class Deaf:
+    def __init__(self, node):
+        self.on_changed = node.on_changed
+
+    def on_founding(self):
+        pass
+
+
+def test_a_founder_that_is_late_to_begin_misses_no_aggregate(node):
+    def joined_meanwhile(condition, timeout_seconds):
+        hear(node, Fetch(), Snapshot(1, 0, ()))
+        frames = encode_snapshot(node.layout, LEAVES)
+        sizes = tuple(len(frame) for frame in frames)
+        hear_frames(node, Aggregate(2, 1, "float32", (0,), (len(sizes),), sizes, (), 1), frames)
+        decoded(node)
+        return True
+
+    hear(node, welcome())
+    node.wait_welcome, settings = lambda: settings, node.settings
+    node._wait = joined_meanwhile
+    assert node.join(MODEL, LEAVES) is None
+    assert node.statistics().version == 0
+    assert node.poll().version == 1
+
+
+def test_a_failure_in_the_network_thread_is_told_to_the_training_thread(node):
+    live(node)
+    node._link.call(lambda: node._link.send(WorkRequest((object(),), 0, False)))
+    with pytest.raises(ZmqTrainError, match="the network thread of pc failed"):
+        node.poll()
+
+
+def test_scores_may_be_scalars_of_any_kind(node):
+    live(node)
+    node.report_scores({"loss": np.float32(0.5)}, 0)
+    assert node.make_report().scores == {"loss": 0.5}
+    assert node.poll() is None
+
+
+def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
+    def refuse():
+        raise ConfigError("no such address")
+
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="no such address"):
+        Node(refuse, "pc#1", "pc", "nowhere")
+    assert set(threading.enumerate()) <= before
+
+
+# ---------------------------------------------------------------------- one of a population
+
+
+def population(node):
+    """Join a population whose run is not founded."""
+    hear(node, welcome(initial="own", start_nodes=2))
+    node.wait_welcome, settings = lambda: settings, node.settings
+    node._wait = lambda condition, timeout_seconds: condition()
+    assert node.join(MODEL, LEAVES, score=0.5) is None and not node.founded
+
+
+def lent(leaves, transfer, version, reset, moments=()):
+    frames = [*encode_snapshot(Layout(MODEL, 1), leaves), *moments]
+    sizes = tuple(len(frame) for frame in frames)
+    return Snapshot(transfer, version, sizes, (), len(moments), reset), frames
+
+
+def test_one_of_a_population_trains_at_once_and_offers_nothing(node):
+    population(node)
+    assert said(node, Fetch)[-1].score == 0.5
+    assert node.next_fragments() == () and node.waiting_for == ""
+    node.compare(0.25)
+    assert said(node, Fetch)[-1] == Fetch(-1, (), 0.25)
+
+
+def test_the_training_thread_gives_what_the_hub_asks_for_while_it_trains_apart(node):
+    population(node)
+    assert not node.wanted
+    hear(node, Fetch())
+    assert node.wanted and not said(node, Snapshot)
+    node.lend([2 * LEAVES[0]], [np.ones(5, np.float32)])
+    decoded(node)
+    (given,) = said(node, Snapshot)
+    assert given.moments == 1 and len(given.sizes) == 2 and not node.wanted
+
+
+def test_what_was_wanted_by_a_broker_that_is_lost_is_wanted_no_more(node):
+    population(node)
+    hear(node, Fetch())
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    assert not node.wanted
+
+
+def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
+    population(node)
+    for transfer, version, reset in [(1, -1, True), (2, -1, True), (3, -1, True), (4, 0, False)]:
+        hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_moments(LEAVES)))
+    assert node.founded and node.next_fragments() == ()  # the anchor is here, and not applied
+    node._worker.submit(lambda: None)
+    updates = []
+    while len(updates) < 4:
+        if (update := node.poll()) is not None:
+            updates.append(update)
+    decoded(node)
+    assert [(u.version, u.reset, u.keep) for u in updates] == [(-1, True, False)] * 3 + [(0, False, True)]
+    assert [float(u.anchor[0].values[1]) for u in updates] == [1, 2, 3, 4]
+    np.testing.assert_array_equal(updates[0].moments[0], LEAVES[0])
+    assert node.next_fragments() == (0,)
+
+
+def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.setattr("zmqtrain.runtime.node.node.SAY_WAITING_SECONDS", 0.01)
+    with pytest.raises(HubUnreachable, match=r"no broker answers at tcp://hub:5555 \(waited 0.02 s\)"):
+        node.wait_welcome(0.02)
+    assert "nobody answers yet at tcp://hub:5555; trying for" in caplog.text

@@ -1,0 +1,586 @@
+"""Be the hub alive: a Hub on a socket, with a clock, a codec thread and a checkpoint folder.
+
+Rule 1: one asyncio loop owns the socket (`Traffic` moves the bytes) and the machine; one codec thread owns the arrays;
+jobs and their results pass between them in order.  Rule 2: whatever a peer does wrong costs that peer its membership
+and nobody else anything.  Rule 3: no jax here, nor in anything that is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.errors import (
+    ChannelClosed,
+    CodecError,
+    ConfigError,
+    FramingError,
+    NonFiniteDelta,
+    RemoteProtocolError,
+    ZmqTrainError,
+)
+from zmqtrain.interfaces import HubChannel
+from zmqtrain.protocol.effects import (
+    Accumulate,
+    Answer,
+    Average,
+    Broadcast,
+    Combine,
+    Consult,
+    Discard,
+    Disconnect,
+    Expect,
+    Forward,
+    Found,
+    HubEffect,
+    Lend,
+    Reduce,
+    SendTo,
+    Serve,
+)
+from zmqtrain.protocol.founding import takes_moments
+from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.keys import Initialise, Push
+from zmqtrain.protocol.masters import RUN_OVER
+from zmqtrain.protocol.messages import (
+    Announcement,
+    Chunk,
+    Credit,
+    Fold,
+    Goodbye,
+    Hello,
+    Probe,
+    Probed,
+    Publish,
+    Refused,
+    Relay,
+    Relayed,
+    Report,
+    Roster,
+    Schedule,
+    Snapshot,
+)
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.broker.jobs import Jobs
+from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.broker.registration import Registration
+from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.moments import MOMENT_MODELS, check_sizes, split_snapshot
+from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.groups.reducer import Reducers
+from zmqtrain.runtime.groups.relays import Relays
+from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
+from zmqtrain.runtime.parameter_server.parameters import Parameters
+from zmqtrain.runtime.planning.auto import LoadPlanner, typical_rate
+from zmqtrain.runtime.rules import canonical
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.selection import Laggards, preemption_from_spec
+from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.types import VERSION, Buffer, Lane, PeerId, count_values
+
+__all__ = ["BrokerStatistics", "Broker"]
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+RATE_NEWS = 1.05
+"""A link is said to be faster than it was said to be when it was seen so many times as fast."""
+CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
+"""What a contribution costs here is measured over so many, once the first ones are over, for which code is compiled."""
+OUTBOX_MODELS = 3
+"""So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
+
+
+def _name(peer: PeerId) -> str:
+    """What people call a peer: its id without the random part."""
+    return peer.rpartition("#")[0] or peer
+
+
+def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
+    """What tells the publishes of a peer apart while they wait: it may use a transfer's number again, no sequence."""
+    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
+
+
+@dataclass(frozen=True)
+class BrokerStatistics:
+    """Running figures of a broker. bytes: payload and heads; aggregate_seconds: of the codec thread, all its work."""
+
+    version: int
+    nodes: int
+    contributions: int
+    refused: int
+    bytes_sent: int
+    bytes_received: int
+    aggregate_seconds: float
+    snapshots_served: int
+    aggregates_dropped: int
+
+
+class Broker:
+    """A hub alive on `channel`.
+
+    settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.
+    watch: called in the broker's loop with every roster.  events: who is told what happens here, None for nobody.
+    share: what training may use of this machine's port; None: all there is.
+    registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
+    the first's.
+    Raises ConfigError, CheckpointError.
+    """
+
+    def __init__(
+        self,
+        channel: HubChannel,
+        settings: RunSettings,
+        checkpoint: Path | None = None,
+        checkpoint_seconds: float = 60.0,
+        watch: Callable[[Roster], None] | None = None,
+        events: BrokerEvents | None = None,
+        share: LinkShare | None = None,
+        registration: Registration | None = None,
+    ) -> None:
+        self._registration, shard = registration, registration.place.shard if registration is not None else 0
+        self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
+        self.checkpoint_seconds = checkpoint_seconds
+        run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
+        self.share = share or LinkShare()
+        rule = preemption_from_spec(settings.preemption)
+        self.hub = Hub(
+            self.settings,
+            release_rule_from_spec(settings.release),
+            run,
+            time.monotonic(),
+            None if rule is None else Laggards(rule),
+            LoadPlanner(self.settings, self.share, self._contribution_seconds),
+            shard,
+            registration.place.first if registration is not None else "",
+        )
+        self.aggregator = Aggregator(self.settings, shard)
+        self._jobs = Jobs("zmqtrain-aggregate", self.stop)
+        self.keeper = Keeper(checkpoint, self._jobs.fail)
+        self.keeper.resume(self.hub, self.aggregator)
+        if registration is not None and registration.founded and self.hub.version < 0:
+            raise ConfigError(
+                f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
+                "all masters without"
+            )
+        self.traffic = Traffic(channel, self._queue_bytes, self._lost)
+        self.traffic.limit(self.share.limit())
+        self._relays = Relays(self.traffic)
+        self._reducers = Reducers(self._relays.forward)
+        self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
+        kept = ParameterKeeper(checkpoint, self._jobs.fail)
+        name = f"keys-{secrets.token_hex(4)}"
+        self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, checkpoint_seconds)
+        self._stop = asyncio.Event()
+        self._effects: deque[HubEffect] = deque()
+        self._carrying_out = False
+        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
+        self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
+        self._bytes_received = self._snapshots_served = 0
+        self._saved_version, self._saved_at = self.hub.version, time.monotonic()
+        self._contributions_before = self.hub.contributions
+        self._measured_from: tuple[int, float] | None = None
+        self._limited: float | None = self.share.limit()
+        self._over_at = time.monotonic()
+
+    # ------------------------------------------------------------------ living
+
+    async def run(self) -> None:
+        """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what went wrong here."""
+        self._jobs.start()
+        if self._events is not None:
+            self._events.began(self.hub.run, self.settings, self.hub.version)
+        receiving = asyncio.create_task(self._receive_forever())
+        try:
+            while not self._stop.is_set():
+                self._see_rates()
+                self._carry_out(self.hub.tick(time.monotonic()))
+                self._relays.pump_all()
+                self.parameters.tick(time.monotonic())
+                for peer in self.traffic.idle_holders():
+                    text = "granted chunks, and none came for longer than they take on a slow link"
+                    self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
+                self._save_when_due()
+                if self._is_over():
+                    break
+                if receiving.done():
+                    receiving.result()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+        finally:
+            receiving.cancel()
+            reason = RUN_OVER if self.hub.ledger.finished and not self.hub.nodes else "the broker was stopped"
+            for peer in list(self.hub.members):
+                self.traffic.send(peer, Goodbye(reason))
+            await asyncio.gather(receiving, return_exceptions=True)
+            try:
+                await self._jobs.close()
+                await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
+                if self._jobs.failure is None:
+                    await asyncio.to_thread(self.parameters.close)
+            finally:
+                await self.channel.close()
+                self._tell_end()
+        if self._jobs.failure is not None:
+            raise self._jobs.failure
+
+    def _is_over(self) -> bool:
+        """Whether this broker's run has come to its end, and nobody is left here."""
+        if self._registration is not None:
+            return self._is_over_at_first(self._registration)
+        if self.hub.ledger.finished and not self.hub.nodes:
+            logger.info("all %d data units are done and every node has left: the run is over", self.hub.ledger.total)
+            return True
+        return False
+
+    def _is_over_at_first(self, registration: Registration) -> bool:
+        if registration.failure is not None:
+            raise registration.failure
+        registration.remind()
+        now = time.monotonic()
+        if not registration.over:
+            self._over_at = now
+        late = now - self._over_at > self.settings.lost_seconds
+        if registration.over and (late or not self.hub.nodes):
+            logger.info("the first master says that the run is over")
+            return True
+        return False
+
+    @property
+    def public_address(self) -> str:
+        """Where nodes look for this broker, if the first of several masters tells them; else its channel's address."""
+        return self._registration.address if self._registration is not None else self.channel.address
+
+    def stop(self) -> None:
+        """End `run` soon; call it in the broker's loop."""
+        self._stop.set()
+
+    def statistics(self) -> BrokerStatistics:
+        """Return the running figures."""
+        return BrokerStatistics(
+            self.hub.version,
+            self.hub.nodes,
+            self.hub.contributions,
+            self.hub.refused,
+            self.traffic.bytes_sent,
+            self._bytes_received,
+            self._jobs.seconds,
+            self._snapshots_served,
+            self.traffic.dropped,
+        )
+
+    def _tell_end(self) -> None:
+        if self._events is not None:
+            figures = {
+                "version": self.aggregator.version,
+                "samples": self.hub.samples,
+                "contributions": self.hub.contributions,
+                "refused": self.hub.refused,
+                "bytes_up": self._bytes_received,
+                "bytes_down": self.traffic.bytes_sent,
+                **self.hub.scores,
+            }
+            arrays = self.aggregator
+            leaves = arrays.layout.join(arrays.published) if arrays.version >= 0 else []
+            self._events.ended(figures, leaves)
+
+    async def _receive_forever(self) -> None:
+        while True:
+            try:
+                peer, lane, frames = await self.channel.receive()
+            except ChannelClosed:
+                return
+            self._bytes_received += sum(len(frame) for frame in frames)
+            try:
+                self._take(peer, lane, frames)
+            except ProtocolVersionError as error:
+                self.traffic.send(peer, Refused("protocol", str(error)))
+            except (FramingError, RemoteProtocolError) as error:
+                self._expel(peer, error)
+            except Exception as error:  # a message that we did not think of costs its sender, not the run
+                logger.exception("a message of %s could not be taken", peer)
+                self._expel(peer, error)
+
+    def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
+        now = time.monotonic()
+        message = decode_message(frames[0])
+        if isinstance(message, Chunk):
+            if len(frames) != 2:
+                raise FramingError("a chunk is a head and one frame")
+            self.hub.saw(peer, now)
+            if (whole := self.traffic.take_chunk(peer, message, frames[1])) is not None:
+                if isinstance(whole[0], Initialise | Push):
+                    self.parameters.whole(peer, whole[0], whole[1])
+                else:
+                    self._jobs.do(partial(self._check, *whole), self._checked, peer, *whole)
+        elif isinstance(message, Credit):
+            self.hub.saw(peer, now)
+            self.traffic.heard(len(frames[0]))
+            self.traffic.acknowledged(peer, message)
+            self.parameters.go_on(peer)
+        else:
+            self._behind = frames[1:]
+            if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self._behind) != message.size:
+                raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
+            self.traffic.heard(sum(len(frame) for frame in frames))
+            self._carry_out(self.hub.receive(peer, message, now))
+            self._behind = ()
+            if isinstance(message, Relayed):
+                self._relays.pump(peer)
+            if isinstance(message, Hello):
+                self._limit(peer)
+            if isinstance(message, Report) and message.scores and self._events is not None:
+                self._events.evaluated(message.score_version, self.hub.samples, message.scores)
+
+    def _check(self, announcement: Announcement, frames: Sequence[Buffer]) -> None:
+        if isinstance(announcement, Publish):
+            self.aggregator.check(announcement, frames)
+        else:
+            assert isinstance(announcement, Snapshot)
+            self.aggregator.check_snapshot(announcement, frames)
+
+    def _checked(self, result: object, peer: PeerId, announcement: Announcement, received: Sequence[Buffer]) -> None:
+        now = time.monotonic()
+        member = self.hub.members.get(peer)
+        if member is None or announcement.transfer not in member.open:
+            return  # its node has left, or came back, in the meantime: what it sent before does not count
+        if isinstance(result, CodecError):
+            reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
+            logger.warning("refused what %s sent: %s", _name(peer), result)
+            self._carry_out(self.hub.broken(peer, announcement.transfer, reason, str(result), now))
+        else:
+            self._whole[_key(peer, announcement)] = received
+            self._carry_out(self.hub.received(peer, announcement.transfer, now))
+
+    def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
+        """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
+        logger.warning("sending %s away: %s", _name(peer), error)
+        self.traffic.send(peer, Refused(reason, str(error)))
+        self._carry_out(self.hub.gone(peer, f"sent away: {error}", time.monotonic()))
+
+    def _expel_deaf(self, peer: PeerId) -> None:
+        self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
+
+    # ------------------------------------------------------------------ carrying out effects
+
+    def _carry_out(self, effects: Sequence[HubEffect]) -> None:
+        """Carry out effects in the order in which the hub had them, also those that carrying out one brings about."""
+        self._effects.extend(effects)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._effects:
+                self._carry_out_one(self._effects.popleft())
+        finally:
+            self._carrying_out = False
+
+    def _carry_out_one(self, effect: HubEffect) -> None:
+        match effect:
+            case SendTo(peer, message):
+                self.traffic.send(peer, self.parameters.describe(message))
+            case Broadcast(message):
+                message = self.parameters.describe(message)
+                if isinstance(message, Roster) and self.watch is not None:
+                    self.watch(message)
+                if isinstance(message, Schedule):
+                    self._say_schedule(message)
+                for peer in list(self.hub.members):
+                    self.traffic.send(peer, message)
+            case Expect(peer, announcement):
+                self._expect(peer, announcement)
+            case Found(peer, announcement, model):
+                logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
+                frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                self._whole.clear()  # what was pending in a run that is founded anew
+                self._jobs.do(partial(self._found, frames, self.hub.state(), peer))
+            case Average(snapshots):
+                gathered = [self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots]
+                parts: dict[str, Sequence[Buffer]] = {
+                    peer: split_snapshot(snapshot, frames)[0]
+                    for (peer, snapshot), frames in zip(snapshots, gathered, strict=True)
+                }
+                self._jobs.do(partial(self.aggregator.average, parts), self._averaged, snapshots)
+            case Lend(lender, announcement, peers):
+                self._lend(lender, announcement, peers)
+            case Accumulate(peer, publish):
+                self._jobs.do(partial(self.aggregator.accumulate, peer, publish, self._whole.pop(_key(peer, publish))))
+            case Reduce():
+                self._jobs.do(partial(self._release, effect, len(self.hub.live)), self._released, effect)
+            case Serve(peer):
+                self._jobs.do(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
+            case Answer(peer, probe):
+                self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
+            case Forward(peer, message):
+                self._relays.forward(peer, message, self._behind)
+            case Consult(peer, request):
+                self.parameters.take(peer, request)
+            case Combine(_, rank, peers):
+                try:
+                    self._reducers.combine(effect, self._behind)
+                except (FramingError, RemoteProtocolError) as error:
+                    self._expel(peers[rank], error)
+            case Discard(generation):
+                self._reducers.discard(generation)
+            case Disconnect(peer, reason, text):
+                self._disconnect(peer, reason, text)
+
+    def _count_nodes(self, verb: str) -> str:
+        count = self.hub.nodes
+        return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
+
+    def _say_schedule(self, schedule: Schedule) -> None:
+        why = self.hub.replanning.text
+        logger.info("from version %d: k = %d, d = %d: %s", schedule.from_version, schedule.every, schedule.delay, why)
+        if self._events is not None:
+            self._events.scheduled(schedule.every, schedule.delay, schedule.from_version, why)
+
+    def _see_rates(self) -> None:
+        """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
+        for peer, member in self.hub.members.items():
+            measured = self.traffic.measured(peer)
+            if measured > RATE_NEWS * member.measured:
+                self.hub.measured(peer, measured)
+                self._limit(peer)
+        if (limit := self.share.limit(typical_rate(self.hub.members.values()))) != self._limited:
+            self._limited = limit
+            self.traffic.limit(limit)
+
+    def _limit(self, peer: PeerId) -> None:
+        if (member := self.hub.members.get(peer)) is not None:
+            self.traffic.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
+
+    def _contribution_seconds(self) -> float:
+        """The CPU of the codec thread for one contribution, all its work; 0 as long as too few were seen."""
+        count, seconds = self.hub.contributions, self._jobs.seconds
+        if self._measured_from is None and count >= self._contributions_before + CONTRIBUTIONS_WARM:
+            self._measured_from = (count, seconds)
+        before, seconds_before = self._measured_from or (count, seconds)
+        here = count - before
+        return (seconds - seconds_before) / here if here >= CONTRIBUTIONS_MEASURED else 0.0
+
+    def _queue_bytes(self) -> int:
+        models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
+        return models * 4 * sum(leaf.values for leaf in self.hub.model)
+
+    def _lost(self, peer: PeerId, why: str) -> None:
+        self._carry_out(self.hub.gone(peer, why, time.monotonic()))
+
+    def _expect(self, peer: PeerId, announcement: Announcement) -> None:
+        now = time.monotonic()
+        try:
+            if isinstance(announcement, Snapshot):
+                self.aggregator.plan(self.hub.model)
+                check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
+            else:
+                assert isinstance(announcement, Publish)
+                bound = self.aggregator.publish_bound(announcement)
+                if not 0 < sum(announcement.sizes) <= bound:
+                    text = f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right"
+                    raise FramingError(text)
+            self.traffic.expect(peer, announcement)
+        except FramingError as error:
+            self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), now))
+        except ConfigError as error:
+            self._carry_out(self.hub.broken(peer, announcement.transfer, "model", str(error), now))
+
+    def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
+        levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
+        level = levels.get(reason, logging.WARNING)
+        if reason == "again":
+            logger.info("%s", text)
+        elif reason == "master":
+            logger.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
+        else:
+            logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
+        if self._events is not None and reason not in ("observer", "process", "master"):
+            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+        self.traffic.forget(peer)
+        self._relays.forget(peer)
+        self.parameters.lost(peer)
+        self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
+        if self.hub.exchange and peer not in self.hub.members:  # but one of a node in lockstep does not
+            self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}
+
+    # ------------------------------------------------------------------ the codec thread
+
+    def _found(self, frames: Sequence[Buffer], state: dict[str, Any], peer: PeerId) -> None:
+        self.aggregator.found(frames)
+        if self._events is not None:
+            self._events.founded(peer)
+        self.keeper.save(state, self.aggregator, wait=True)  # before the founder, or anybody, hears of the run
+
+    def _release(self, reduce: Reduce, nodes: int) -> Released:
+        released = self.aggregator.release(reduce)
+        self.keeper.released(released, reduce)
+        if self._events is not None:
+            self._events.released(reduce, nodes, released.codec, released.frames)
+        return released
+
+    def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
+        if isinstance(released, CodecError):
+            raise released
+        if released.overflowed:
+            names = ", ".join(_name(peer) for peer, _ in reduce.landed)
+            logger.error("version %d: the deltas of %s add up to infinity; not used", released.version, names)
+        self._moments = ()
+        self.traffic.send_aggregate(released, reduce)
+
+    def _serve(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
+        peer, (version, frames) = serve.peer, snapshot
+        if peer not in self.hub.members:
+            return
+        if serve.known_version == version:
+            frames, moments = (), ()
+        if not self.traffic.follows(peer):
+            logger.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
+            if self._events is not None:
+                self._events.member(peer, "joined", f"at version {version}")
+        self.traffic.drop_aggregates(peer)
+        following = self.traffic.send_snapshot(peer, version, frames, moments, serve.landed, serve.reset)
+        self.traffic.follow(peer, following)
+        self._snapshots_served += following and bool(frames)
+        if not following:
+            self._expel_deaf(peer)
+
+    def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
+        """Pass the parameters of one of a population on to those that are to start again from them."""
+        frames, moments = split_snapshot(announcement, self._whole.pop(_key(lender, announcement)))
+        for peer in peers:
+            if peer in self.hub.members:
+                logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
+                if not self.traffic.send_snapshot(peer, -1, frames, moments, reset=True):
+                    self._expel_deaf(peer)
+
+    def _averaged(
+        self, result: tuple[tuple[Buffer, ...], str] | CodecError, snapshots: Sequence[tuple[PeerId, Snapshot]]
+    ) -> None:
+        if isinstance(result, CodecError):
+            raise result
+        frames, why = result
+        if why:
+            names = ", ".join(_name(peer) for peer, _ in snapshots)
+            logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
+            self._carry_out(self.hub.unrelated(why))
+        else:
+            self._whole[_key(*snapshots[0])] = frames
+            if self._events is not None:
+                self._events.averaged([peer for peer, _ in snapshots])
+            self._carry_out(self.hub.averaged())
+
+    def _save_when_due(self) -> None:
+        now = time.monotonic()
+        if self.hub.version > self._saved_version and now - self._saved_at >= self.checkpoint_seconds:
+            self._saved_version, self._saved_at = self.hub.version, now
+            self._jobs.do(partial(self.keeper.save, self.hub.state(), self.aggregator))

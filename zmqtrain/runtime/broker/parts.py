@@ -1,0 +1,161 @@
+"""Write what one of several masters has of a model to a file of its own, and make one model of all the files.
+
+Rule 1: a part is a safetensors file: per leaf of which the shard has something, those values, flat unless they are all;
+its metadata say of which run and shard it is, and which values of which shapes.
+Rule 2: parts are put together only if they are all there, of one run, and say the same of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.errors import CheckpointError
+from zmqtrain.runtime.broker.checkpoint import export_model, model_arrays, write_arrays
+from zmqtrain.types import Version
+
+__all__ = ["MODEL_FILE", "part_file", "export_part", "merge_parts"]
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILE = "model.safetensors"
+"""The name of the file that has the shared parameters alone."""
+_FORMAT = "zmqtrain part 1"
+
+
+def part_file(shard: int, masters: int) -> str:
+    """Return the name of the file that has one shard's share of the parameters."""
+    return f"model-{shard}-of-{masters}.safetensors"
+
+
+def export_part(
+    folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout: Layout, run: str, version: Version
+) -> Path:
+    """Write the shared parameters to the folder, whole or a shard's; return the file's path. Raises CheckpointError.
+
+    arrays: as `Aggregator.arrays` returns them.
+    """
+    shard, masters = layout.shard
+    if masters == 1:
+        export_model(folder / MODEL_FILE, arrays)
+        return folder / MODEL_FILE
+    path = folder / part_file(shard, masters)
+    leaves = [
+        [leaf.path, list(leaf.shape), layout.part(index).start, layout.part(index).stop]
+        for index, leaf in enumerate(layout.spec)
+    ]
+    facts = {"run": run, "version": version, "shard": shard, "masters": masters, "leaves": leaves}
+    write_arrays(path, model_arrays(arrays), {"format": _FORMAT, "part": json.dumps(facts)})
+    return path
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: Path
+    run: str
+    shard: int
+    masters: int
+    version: Version
+    leaves: list[tuple[str, tuple[int, ...], int, int]]
+    arrays: dict[str, NDArray[np.float32]]
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(path, shape) for path, shape, _, _ in self.leaves]
+
+
+def _read(path: Path) -> _Part:
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise CheckpointError(
+                    f"{path} is no part of a model: zmqtrain merge takes the files model-I-of-M.safetensors"
+                )
+            facts: dict[str, Any] = json.loads(metadata["part"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        leaves = [(str(name), tuple(shape), int(start), int(stop)) for name, shape, start, stop in facts["leaves"]]
+        shard, masters, version = (int(facts[name]) for name in ("shard", "masters", "version"))
+        return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _find(place: Path) -> Path:
+    """Return the part's file: `place` itself, or the one in that folder."""
+    if place.is_file():
+        return place
+    found = sorted(place.glob("model-*-of-*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise CheckpointError(f"there are several parts in {place} ({names}): name the files, not the folder")
+    raise CheckpointError(
+        f"there is no part of a model in {place}: a master writes it to its --checkpoint folder when it ends (with the "
+        "run, or at Ctrl-C); start that master again on the folder, and end it"
+    )
+
+
+def merge_parts(places: Sequence[Path], out: Path) -> int:
+    """Write the model that these parts are together to `out`; return how many values it has.
+
+    places: per master its file, or the folder that this is in, in any order; or the folder of `zmqtrain local`, which
+    has theirs.  Says of which version each part is: masters release on their own, but one that stood still is old.
+    Raises CheckpointError if one is missing, there twice, of another run or model, or cannot be read.
+    """
+    parts = [_read(_find(inside)) for place in places for inside in sorted(place.glob("shard-*")) or [place]]
+    if not parts:
+        raise CheckpointError("no parts are given: name the --checkpoint folder of every master")
+    first = parts[0]
+    seen: dict[int, Path] = {}
+    for part in parts:
+        for what, ours, theirs in (
+            ("run", first.run, part.run),
+            ("number of masters", first.masters, part.masters),
+            ("model", first.shapes, part.shapes),
+        ):
+            if ours != theirs:
+                values = "" if what == "model" else f": {ours} and {theirs}"
+                raise CheckpointError(f"{first.path} and {part.path} are not of the same {what}{values}")
+        if part.shard in seen:
+            raise CheckpointError(f"{seen[part.shard]} and {part.path} are both of shard {part.shard}")
+        seen[part.shard] = part.path
+    missing = [str(shard) for shard in range(first.masters) if shard not in seen]
+    if missing:
+        raise CheckpointError(
+            f"of the {first.masters} shards of {first.run} these are missing: {', '.join(missing)}; name the "
+            "--checkpoint folders of their masters too"
+        )
+    parts.sort(key=lambda part: part.shard)
+    versions = ", ".join(f"{part.version} (shard {part.shard})" for part in parts)
+    logger.info("the parts are of the versions %s", versions)
+    model = _join(parts)
+    write_arrays(out, model, {})
+    return sum(array.size for array in model.values())
+
+
+def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:
+    model = {}
+    for index, (name, shape) in enumerate(parts[0].shapes):
+        flat, filled = np.empty(int(np.prod(shape, dtype=np.int64)), np.float32), 0
+        for part in parts:
+            _, _, start, stop = part.leaves[index]
+            if stop > start:
+                values = part.arrays.get(name, np.zeros(0, np.float32))
+                if start != filled or values.size != stop - start:
+                    raise CheckpointError(f"{part.path} does not hold the values {start} to {stop} of {name}")
+                flat[start:stop], filled = values.reshape(-1), stop
+        if filled != flat.size:
+            raise CheckpointError(f"the values of {name} from {filled} on are in none of the parts")
+        model[name] = flat.reshape(shape)
+    return model

@@ -1,0 +1,173 @@
+"""Be the line of another master to the first: register a shard, take the run's name and settings, learn of its end.
+
+Rule 1: settings live in one place: who has a shard takes all of them from the first.  Rule 2: a first that is lost ends
+nothing here: the shard is served on, and it is said what is waited for.  Rule 3: the first's word that the run is over,
+or its refusal, ends this master.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
+from zmqtrain.protocol.effects import Deliver
+from zmqtrain.protocol.masters import Claim
+from zmqtrain.protocol.messages import Report, WorkUnit
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.address import is_loopback, local_address, parse_address
+from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.types import Buffer, PeerId
+
+__all__ = ["MasterPlace", "Registration", "public_address"]
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.02
+REMIND_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterPlace:
+    """Where a master other than the first belongs. shard: 1 to masters - 1.  first: the address of the first.
+
+    address: at which nodes reach this one; "": what leads to the first from here.  server_key: the first's public CURVE
+    key.  wait_seconds: how long to wait for the first's answer.
+    """
+
+    shard: int
+    masters: int
+    first: str
+    address: str = ""
+    server_key: bytes | None = None
+    wait_seconds: float = 30.0
+
+
+def public_address(bound: str, own: str, first: str) -> str:
+    """Return the address at which nodes, who reach `first`, will reach a broker that is bound to `bound`.
+
+    own: the address that this machine's programs connect to, with the port that was chosen.
+    """
+    host = parse_address(bound, "tcp://*:5556")[0]
+    if host not in ("*", "0.0.0.0", "::"):
+        return own
+    here = "" if is_loopback(first) else local_address(*parse_address(first))
+    if not here or is_loopback(f"tcp://{here}:1"):  # the first is on this very machine: the way out of it
+        here = local_address()
+    return f"tcp://{here}:{parse_address(own)[1]}" if here else own
+
+
+class Registration:
+    """A master's line to the first, in a thread of its own (a `Listener`).
+
+    address: at which nodes reach this master.
+    """
+
+    def __init__(self, place: MasterPlace, address: str) -> None:
+        self.place, self.address, self.failure = place, address, None
+        self.name = f"master {place.shard}/{place.masters}"
+        peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
+        self.peer = Peer(peer, self.name, claim=Claim(place.shard, address))
+        self._link = HubLink(
+            lambda: DealerChannel.connect(place.first, peer=peer, server_key=place.server_key),
+            self.peer,
+            place.first,
+            self,
+            meanwhile="Its shard is served on",
+        )
+        self._reminded_at = time.monotonic()
+        self._link.start()
+
+    failure: ZmqTrainError | None
+    """Why this master cannot go on, if so."""
+
+    async def welcomed(self) -> None:
+        """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
+        until = time.monotonic() + self.place.wait_seconds
+        while self.peer.settings is None:
+            if self.failure is not None:
+                raise self.failure
+            if time.monotonic() >= until:
+                raise HubUnreachable(
+                    f"the first master does not answer at {self.place.first} (waited {self.place.wait_seconds:g} s). "
+                    f"Start it: zmqtrain-broker --shard 0/{self.place.masters} with the settings of the run; check the "
+                    "address, the port and the firewall; one with keys answers only who gives the same --server-keys",
+                    self.place.first,
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+        if self.settings.masters != self.place.masters:
+            raise ConfigError(
+                f"the first master, at {self.place.first}, divides the model among {self.settings.masters} masters: "
+                f"--shard {self.place.shard}/{self.settings.masters}, not /{self.place.masters}"
+            )
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, once welcomed."""
+        assert self.peer.settings is not None
+        return self.peer.settings
+
+    @property
+    def run(self) -> str:
+        """The run's id, once welcomed."""
+        return self.peer.run
+
+    @property
+    def founded(self) -> bool:
+        """Whether the run has parameters, as the first says: then every master had its shard of them before."""
+        return self.peer.founded
+
+    @property
+    def over(self) -> bool:
+        """Whether the first has said that the run is over."""
+        return self.peer.over
+
+    def remind(self) -> None:
+        """Say now and then, while the first is not there, that this master waits for it."""
+        now = time.monotonic()
+        if self.peer.state is not PeerState.CONNECTING:
+            self._reminded_at = now
+        elif now - self._reminded_at >= REMIND_SECONDS:
+            self._reminded_at = now
+            logger.warning(
+                "%s waits for the first master at %s: new nodes cannot join, and the run cannot end, without it",
+                self.name,
+                self.place.first,
+            )
+
+    def close(self) -> None:
+        """Say goodbye to the first, and end the thread."""
+        self._link.close("")
+
+    # ------------------------------------------------------------------ Listener (network thread)
+
+    def on_changed(self) -> None:
+        """See Listener."""
+        if self.peer.state is PeerState.WELCOMED and self._link.trouble[0]:
+            logger.info("%s is registered again with the first master, at %s", self.name, self.place.first)
+            self._link.trouble = ("", "")
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """See Listener."""
+        self.failure = self.failure or error
+
+    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
+        """See Listener: nothing is sent to who watches."""
+
+    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
+        """See Listener: nothing was offered."""
+
+    def on_founding(self) -> None:
+        """See Listener: who watches is not asked."""
+
+    def on_work(self, answer: WorkUnit) -> None:
+        """See Listener: no unit was asked for."""
+
+    def make_report(self) -> Report:
+        """See Listener: who watches reports nothing."""
+        raise AssertionError("a master reports nothing to the first")

@@ -1,0 +1,193 @@
+"""Give a broker the place where it lives: the main thread of `zmqtrain-broker`, or a thread beside others.
+
+Rule 1: whoever starts a broker needs no event loop of its own: these two doors are where asyncio begins and ends.
+Rule 2: what keeps a broker from starting (address, checkpoint, settings) is raised to whoever started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.broker.broker import Broker, BrokerStatistics
+from zmqtrain.runtime.broker.registration import MasterPlace, Registration, public_address
+from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.rules import canonical
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.zmq_channel import CurveKeys, RouterChannel
+
+__all__ = ["serve", "BrokerThread"]
+
+START_SECONDS = 60.0
+STOP_SECONDS = 90.0
+
+
+def serve(
+    address: str,
+    settings: RunSettings | None,
+    *,
+    keys: CurveKeys | None = None,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    ready: Callable[[Broker], None] = lambda broker: None,
+    watch: Callable[[Roster], None] | None = None,
+    interrupted: Callable[[int], None] | None = None,
+    events: BrokerEvents | None = None,
+    share: LinkShare | None = None,
+    place: MasterPlace | None = None,
+) -> BrokerStatistics:
+    """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
+
+    settings: of the run; None with a place.  place: what belongs to this broker if it is not the first of its run's
+    masters; it takes the settings from the first.
+    ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
+    interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
+    thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
+    share: what training may use of this machine's port; None: all there is.
+    Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and whatever ended the broker.
+    """
+
+    async def live() -> BrokerStatistics:
+        if settings is not None:
+            canonical(settings)  # refused before anybody can connect
+        channel = RouterChannel.bind(address, keys=keys)
+        registration = None
+        try:
+            if place is not None:
+                public = place.address or public_address(address, channel.address, place.first)
+                registration = Registration(place, public)
+                await registration.welcomed()
+            run = registration.settings if registration is not None else settings
+            assert run is not None, "a broker has settings, or a first master that gives them"
+            broker = Broker(channel, run, checkpoint, checkpoint_seconds, watch, events, share, registration)
+        except BaseException:
+            if registration is not None:
+                registration.close()
+            await channel.close(0.0)
+            raise
+        if interrupted is not None:
+            _stop_at_signals(broker, interrupted)
+        ready(broker)
+        try:
+            await broker.run()
+        finally:
+            if registration is not None:
+                await asyncio.to_thread(registration.close)
+        if watch is not None:
+            watch(broker.hub.roster(time.monotonic()))  # how the run ended
+        return broker.statistics()
+
+    return asyncio.run(live())
+
+
+def _stop_at_signals(broker: Broker, interrupted: Callable[[int], None]) -> None:
+    loop, count = asyncio.get_running_loop(), 0
+
+    def signalled() -> None:
+        nonlocal count
+        count += 1
+        broker.stop()
+        interrupted(count)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+
+
+class BrokerThread:
+    """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
+
+    watch: called in the broker's thread with every roster.  keys, events, share, place: as for `serve`.
+    Raises what `serve` raises before the broker listens.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        settings: RunSettings | None,
+        *,
+        keys: CurveKeys | None = None,
+        checkpoint: Path | None = None,
+        checkpoint_seconds: float = 60.0,
+        watch: Callable[[Roster], None] = lambda roster: None,
+        events: BrokerEvents | None = None,
+        share: LinkShare | None = None,
+        place: MasterPlace | None = None,
+    ) -> None:
+        self.roster: Roster | None = None
+        self.failure: BaseException | None = None
+        self._watch = watch
+        self._broker: Broker | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = threading.Event()
+
+        def live() -> None:
+            try:
+                serve(
+                    address,
+                    settings,
+                    keys=keys,
+                    checkpoint=checkpoint,
+                    checkpoint_seconds=checkpoint_seconds,
+                    ready=self._ready,
+                    watch=self._see,
+                    events=events,
+                    share=share,
+                    place=place,
+                )
+            except BaseException as error:
+                self.failure = error
+            finally:
+                self._started.set()
+
+        self._thread = threading.Thread(target=live, name="zmqtrain-broker", daemon=True)
+        self._thread.start()
+        self._started.wait(START_SECONDS)
+        if self._broker is None and self.failure is not None:
+            raise self.failure
+
+    def _ready(self, broker: Broker) -> None:
+        self._loop, self._broker = asyncio.get_running_loop(), broker
+        self._started.set()
+
+    def _see(self, roster: Roster) -> None:
+        self.roster = roster
+        self._watch(roster)
+
+    @property
+    def broker(self) -> Broker:
+        """The broker; only its `statistics`, `settings` and channel's address may be read from another thread."""
+        assert self._broker is not None
+        return self._broker
+
+    @property
+    def address(self) -> str:
+        """The address that nodes of this machine connect to."""
+        return self.broker.channel.address
+
+    @property
+    def running(self) -> bool:
+        """False once the run is over, or the broker has failed."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Stop the broker: it says goodbye and saves; raise what ended it if it failed. Safe to call twice."""
+        if self._loop is not None and not self._loop.is_closed() and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.broker.stop)
+        self._thread.join(STOP_SECONDS)
+        if self.failure is not None:
+            raise self.failure
+
+    def __enter__(self) -> BrokerThread:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

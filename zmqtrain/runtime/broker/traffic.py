@@ -1,0 +1,366 @@
+"""Move bytes between the hub and its peers: what is granted, what has come in part, what waits for whom.
+
+Rule 1: knows transfers and windows; what is sent, and to whom, is for others to decide.  Rule 2: nobody waits here:
+what a window, a socket or a reserved share has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to
+is told of through `lost`, and stays until `forget`.  Rule 4: both ways keep to the share of the hub's port and of each
+node's; what only a share keeps back is looked at again when its time has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
+from zmqtrain.interfaces import HubChannel
+from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.framing import Assembler, encode_message, split
+from zmqtrain.protocol.keys import Initialise, Push, Values
+from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Probed, Publish, Snapshot
+from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
+from zmqtrain.runtime.equation.aggregator import Released
+from zmqtrain.transport.pacing import Credits, Outbox
+from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
+from zmqtrain.types import Buffer, Lane, PeerId, Version
+
+__all__ = ["GRANT_SECONDS", "Traffic"]
+
+GRANT_WINDOW_BYTES = 6 << 20
+"""What is on its way toward the hub's port in all: one full chunk and a half, or several small ones, so that the port
+is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends almost alone.
+"""
+GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
+"""A node that is granted chunks and sends none for so long, and the time they take at that rate, is sent away: what it
+holds of the window is others'."""
+OUTBOX_WINDOW_BYTES = 4 << 20
+"""What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
+OUTBOX_BYTES = 64 << 20
+"""What may queue for one peer, at least; with more it is sent a snapshot instead."""
+HEADS_BYTES = 1 << 20
+"""The heads of one transfer are less: room for them is kept."""
+PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
+"""What probes are answered with: compressed by nobody on the way, and never written."""
+
+
+@dataclass
+class _Line:
+    """What is held for one peer. bucket: of its own port, on the way down; up, down: how fast its link was seen."""
+
+    outbox: Outbox
+    assembler: Assembler
+    following: bool = False
+    arrived_at: float = 0.0
+    bucket: TokenBucket = field(default_factory=TokenBucket)
+    up: RateMeter = field(default_factory=RateMeter)
+    down: RateMeter = field(default_factory=RateMeter)
+
+
+class Traffic:
+    """The bytes that go and come on `channel`; used by the broker's loop alone.
+
+    queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
+    lost: told of a peer that cannot be sent to, and why; it may have left already.
+    bytes_sent: payload and heads.  dropped: aggregates that did not go, as a snapshot went instead or will.
+    """
+
+    def __init__(
+        self, channel: HubChannel, queue_bytes: Callable[[], int], lost: Callable[[PeerId, str], None]
+    ) -> None:
+        self._channel, self._queue_bytes, self._lost = channel, queue_bytes, lost
+        self.bytes_sent = self.dropped = 0
+        self._credits = Credits(GRANT_WINDOW_BYTES)
+        self._sending: Reservation[PeerId] = Reservation()
+        self._lines: dict[PeerId, _Line] = {}
+        self._limits: dict[PeerId, float | None] = {}
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._transfer = 0
+
+    # ------------------------------------------------------------------ shares
+
+    def limit(self, rate: float | None) -> None:
+        """Send, and let be sent, no more than `rate` bytes per second each way through the hub's port; None: any."""
+        self._sending.bucket.set_rate(rate)
+        self._credits.bucket.set_rate(rate)
+
+    def limit_peer(self, peer: PeerId, rate: float | None) -> None:
+        """Keep to `rate` bytes per second each way with this peer, until `forget`; None: as much as there is."""
+        self._limits[peer] = rate
+        self._credits.limit(peer, rate)
+        if peer in self._lines:
+            self._lines[peer].bucket.set_rate(rate)
+
+    def measured(self, peer: PeerId) -> float:
+        """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
+        line = self._lines.get(peer)
+        return 0.0 if line is None else max(line.up.rate, line.down.rate)
+
+    def heard(self, size: int) -> None:
+        """Take note that a head of `size` bytes has come: it is paid for, as what is sent is."""
+        self._credits.bucket.pay(size, time.monotonic())
+
+    # ------------------------------------------------------------------ toward the peers
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        """Send a control message."""
+        head = encode_message(message)
+        try:
+            self._channel.send(peer, Lane.CONTROL, [head])
+            self.bytes_sent += len(head)
+            self._sending.pay(len(head), time.monotonic())
+        except (PeerLost, ChannelFull) as error:
+            why = "its connection is gone" if isinstance(error, PeerLost) else "it does not read what it is sent"
+            self._lost(peer, why)
+        except ChannelClosed:
+            pass
+
+    def answer(self, peer: PeerId, probed: Probed, size: int) -> None:
+        """Answer a probe with `size` bytes of padding, on BULK; without any, on CONTROL.
+
+        One that finds no room is not answered: what is measured is a link with room.
+        """
+        if not size:
+            return self.send(peer, probed)
+        message: list[Buffer] = [encode_message(probed), PADDING[:size]]
+        with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
+            self._channel.send(peer, Lane.BULK, message)
+            moved = sum(len(frame) for frame in message)
+            self.bytes_sent += moved
+            self._sending.pay(moved, time.monotonic())
+
+    def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
+        """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
+
+        One to a peer that is gone is dropped: `lost` is told when that is sent something else.
+        """
+        try:
+            self._channel.send(peer, Lane.BULK, frames)
+        except ChannelFull:
+            return False
+        except (PeerLost, ChannelClosed):
+            return True
+        moved = sum(len(frame) for frame in frames)
+        self.bytes_sent += moved
+        self._sending.pay(moved, time.monotonic())
+        return True
+
+    def send_snapshot(
+        self,
+        peer: PeerId,
+        version: Version,
+        frames: Sequence[Buffer],
+        moments: Sequence[Buffer] = (),
+        landed: tuple[tuple[int, int], ...] = (),
+        reset: bool = False,
+    ) -> bool:
+        """Send a snapshot as the peer's window lets it through; False if more than may waits for it already.
+
+        moments: frames of optimizer state that go behind those of the parameters.  The rest: as in `Snapshot`.
+        """
+        transfer, frames = self._next_transfer(), [*frames, *moments]
+        announcement = Snapshot(transfer, version, tuple(len(frame) for frame in frames), landed, len(moments), reset)
+        if not self._line(peer).outbox.push(transfer, _messages(announcement, frames), droppable=False):
+            return False
+        self._pump(peer)
+        return True
+
+    def has_room_to(self, peer: PeerId, size: int) -> bool:
+        """Return whether `size` bytes may queue for a peer now; however many they are, they may alone."""
+        outbox = self._line(peer).outbox
+        if outbox.idle:
+            outbox.limit_bytes = max(outbox.limit_bytes, 2 * size)
+        return outbox.held_bytes + size + HEADS_BYTES <= outbox.limit_bytes
+
+    def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
+        """Send what a client's request wants, where there is room for it."""
+        values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
+        if not self._line(peer).outbox.push(values.transfer, _messages(values, frames), droppable=False):
+            raise LocalProtocolError(f"{peer} was sent values without room for them")
+        self._pump(peer)
+
+    def send_aggregate(self, released: Released, reduce: Reduce) -> None:
+        """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions."""
+        frames = [frame for frames in released.frames for frame in frames]
+        announcement = Aggregate(
+            transfer=self._next_transfer(),
+            version=released.version,
+            codec=released.codec,
+            fragments=released.fragments,
+            frames=tuple(len(frames) for frames in released.frames),
+            sizes=tuple(len(frame) for frame in frames),
+            landed=reduce.landed,
+            live=reduce.live,
+        )
+        messages = _messages(announcement, frames)
+        for peer, line in list(self._lines.items()):
+            if not line.following:
+                continue
+            if not line.outbox.push(announcement.transfer, messages, droppable=True):
+                self.dropped += len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
+            self._pump(peer)
+
+    def drop_aggregates(self, peer: PeerId) -> None:
+        """Drop the aggregates of which nothing was sent to this peer: a snapshot that holds them goes next."""
+        self.dropped += len(self._line(peer).outbox.drop_droppable())
+
+    def follow(self, peer: PeerId, following: bool) -> None:
+        """Send aggregates to this peer from now on, or none; one that is lost is left alone."""
+        if peer in self._lines:
+            self._lines[peer].following = following
+
+    def follows(self, peer: PeerId) -> bool:
+        """Return whether aggregates are sent to this peer."""
+        return peer in self._lines and self._lines[peer].following
+
+    def acknowledged(self, peer: PeerId, credit: Credit) -> None:
+        """Take note that a peer has chunks of what it was sent, and send what its window lets through then."""
+        line = self._lines.get(peer)
+        if line is not None:
+            before = line.outbox.in_flight_bytes
+            with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
+                line.outbox.acknowledged(credit.transfer, credit.chunks)
+            left = line.outbox.in_flight_bytes
+            line.down.over(before - left, time.monotonic(), idle=not left)
+            self._pump(peer)
+
+    def _next_transfer(self) -> int:
+        self._transfer += 1
+        return self._transfer
+
+    def _pump(self, peer: PeerId) -> None:
+        """Send what the peer's window lets through, when the shares allow it."""
+        self._line_up(peer)
+        self._send_on()
+
+    def _line_up(self, peer: PeerId) -> None:
+        """Let the peer wait for its turn, if there is something that its window lets through.
+
+        An announcement does not wait: who knows what is on its way does not ask for it again.
+        """
+        while (line := self._lines.get(peer)) is not None and line.outbox.next_is_head:
+            if not self._send_chunk(peer, line):
+                return
+        if line is not None and line.outbox.next_size:
+            self._sending.wait(peer, Use.DELTA if line.outbox.next_is_droppable else Use.SNAPSHOT)
+        else:
+            self._sending.leave(peer)
+
+    def _claim(self, peer: PeerId) -> tuple[int, float]:
+        line = self._lines[peer]
+        return line.outbox.next_size, line.bucket.wait_seconds(line.outbox.next_size, time.monotonic())
+
+    def _send_on(self) -> None:
+        """Send to those whose turn it is, while the shares allow it; come back when they will again."""
+        while True:
+            now = time.monotonic()
+            peer, seconds = self._sending.turn(self._claim, now)
+            if peer is None:
+                return self._again(self._send_on, seconds)
+            if self._send_chunk(peer, self._lines[peer]):
+                self._line_up(peer)
+
+    def _send_chunk(self, peer: PeerId, line: _Line) -> bool:
+        """Send the peer's next chunk; False if it cannot be: then it waits for no turn."""
+        chunk, now = line.outbox.next_chunk(), time.monotonic()
+        assert chunk is not None, "only who has a chunk waits for a turn"
+        try:
+            self._channel.send(peer, Lane.BULK, chunk)
+        except ChannelFull:
+            line.outbox.put_back()
+            self._sending.leave(peer)  # until it acknowledges something
+            return False
+        except PeerLost:
+            self._sending.leave(peer)
+            self._lost(peer, "its connection is gone")
+            return False
+        except ChannelClosed:
+            self._sending.leave(peer)
+            return False
+        size = sum(len(frame) for frame in chunk)
+        self.bytes_sent += size
+        self._sending.sent(peer, size, now)
+        line.bucket.pay(size, now)
+        line.down.begun(now)
+        return True
+
+    def _again(self, what: Callable[[], None], seconds: float) -> None:
+        """Do something again in so many seconds, and at no other time; inf: not at all."""
+        if (timer := self._timers.pop(what, None)) is not None:
+            timer.cancel()
+        if seconds < inf:
+            self._timers[what] = asyncio.get_running_loop().call_later(seconds, what)
+
+    # ------------------------------------------------------------------ toward the hub
+
+    def has_room_from(self, peer: PeerId, size: int) -> bool:
+        """Return whether a peer may have `size` bytes more on its way; however many they are, they may alone."""
+        assembler = self._line(peer).assembler
+        if not assembler.expected_bytes:
+            assembler.limit_bytes = max(assembler.limit_bytes, size)
+        return assembler.expected_bytes + size <= assembler.limit_bytes
+
+    def expect(self, peer: PeerId, announcement: Publish | Snapshot | Initialise | Push) -> None:
+        """Let a peer send what it has announced, chunk by chunk as the window of all peers has room; deltas first.
+
+        Raises FramingError for sizes that cannot be, RemoteProtocolError for a transfer that is under way.
+        """
+        self._line(peer).assembler.expect(announcement)
+        priority = 0 if isinstance(announcement, Publish | Push) else 1
+        self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
+        self._grant()
+
+    def take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> tuple[Announcement, list[Buffer]] | None:
+        """Take a chunk; return its whole transfer, announcement and frames, once all of it is here.
+
+        Raises RemoteProtocolError for a chunk that was not granted, FramingError for one that cannot be.
+        """
+        line = self._lines.get(peer)
+        if line is None or chunk.transfer not in line.assembler:
+            return None  # of a transfer that was given up
+        self._credits.arrived(peer, chunk.transfer)
+        now = line.arrived_at = time.monotonic()
+        line.up.over(len(frame), now, idle=peer not in self._credits.holders)
+        whole = line.assembler.add(chunk, frame)
+        self._grant()
+        return whole
+
+    def idle_holders(self) -> Iterator[PeerId]:
+        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link."""
+        now = time.monotonic()
+        for peer, granted in self._credits.holders.items():
+            patience = GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND
+            if peer in self._lines and now - self._lines[peer].arrived_at > patience:
+                yield peer
+
+    def forget(self, peer: PeerId) -> None:
+        """Give up all that is on its way from or to a peer, and let the others have its part of the window."""
+        self._credits.forget(peer)
+        self._sending.leave(peer)
+        self._lines.pop(peer, None)
+        self._limits.pop(peer, None)
+        self._grant()
+
+    def _grant(self) -> None:
+        holding, now = self._credits.holders, time.monotonic()
+        for peer, transfer, chunks in self._credits.grants(now):
+            if peer not in self._lines:  # lost while its credit was sent
+                continue
+            if peer not in holding:
+                self._lines[peer].arrived_at = now
+            self._lines[peer].up.begun(now)
+            self.send(peer, Credit(transfer, chunks))
+        self._again(self._grant, self._credits.retry_seconds)
+
+    def _line(self, peer: PeerId) -> _Line:
+        if peer not in self._lines:
+            limit = max(OUTBOX_BYTES, self._queue_bytes())
+            bucket = TokenBucket(self._limits.get(peer))
+            self._lines[peer] = _Line(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit), bucket=bucket)
+        return self._lines[peer]
+
+
+def _messages(announcement: Aggregate | Snapshot | Values, frames: Sequence[Buffer]) -> list[Sequence[Buffer]]:
+    return [[encode_message(announcement)], *split(announcement.transfer, frames)]

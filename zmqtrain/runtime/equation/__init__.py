@@ -1,0 +1,3 @@
+"""The one equation's two sides, a node's and the hub's, as functions of arrays, and the memory they work in."""
+
+__all__: list[str] = []

@@ -1,0 +1,392 @@
+"""Keep the hub's side of the one equation: the parameters, and what has been published of them.
+
+    g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
+
+Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
+flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it counts.
+Rule 4: where the plain mean is asked for, a publish is added when it comes; any other rule (`strategies`) looks at all
+of a round: its publishes are held, compressed, until the round closes.  With n publishes of a fragment in a round, w_i
+their weights by selection and samples, and s_i their damping by staleness,
+
+    g = n/N_live * combine(s_i D(u_i), w_i)        combine: their weighted mean, or a robust one
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
+from zmqtrain.codecs.codec import SLAB_VALUES, State
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import (
+    Slab,
+    check_payload,
+    decode_payload,
+    encode_slabs,
+    initial_states,
+    payload_size,
+)
+from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Publish, Snapshot
+from zmqtrain.runtime.equation.delta import (
+    DENSE,
+    decode_snapshot,
+    encode_snapshot,
+    snapshot_codecs,
+    snapshot_counts,
+)
+from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.aggregate import aggregation_from_spec, mean_over_live
+from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
+from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.strategies.selection import selection_from_spec
+from zmqtrain.strategies.staleness import compensate, staleness_from_spec
+from zmqtrain.types import Buffer, ModelSpec, PeerId, Version, count_values
+
+__all__ = ["Released", "Aggregator"]
+
+MOST_VALUES = 1 << 33
+"""No larger model is planned for: a founder's claim must not cost the hub seconds."""
+
+SCORES_KEPT = 16
+"""The shared model's score is the median of so many of its nodes' latest ones."""
+LARGEST_SUM = 1e30
+"""A sum that holds a larger value is left out of the parameters: the outer step of it might be no float32."""
+ROUNDING = 1e-6
+"""What the shares of the federation that have come, sums of 1/N, may be off by."""
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The step from version - 1 to version, encoded: the frames of each fragment."""
+
+    version: Version
+    codec: str
+    fragments: tuple[int, ...]
+    frames: tuple[tuple[Buffer, ...], ...]
+    overflowed: tuple[int, ...] = ()
+    """Fragments whose sum was not finite (huge deltas added up): nothing of theirs was used."""
+
+
+class Aggregator:
+    """The arrays of the hub: parameters, published, the running sum and the outer optimizer's state.
+
+    shard: which of several masters' parts of the model these are.  `version` is -1 until `found` or `restore`.
+    """
+
+    def __init__(self, settings: RunSettings, shard: int = 0) -> None:
+        self.settings, self.shard = settings, shard
+        self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
+        self.outer = outer_from_spec(settings.outer)
+        self.aggregation = aggregation_from_spec(settings.aggregate)
+        self.selection = selection_from_spec(settings.selection)
+        self.staleness = staleness_from_spec(settings.staleness)
+        self.holds = not (
+            self.aggregation.name == "mean"
+            and self.selection.name == "all"
+            and self.staleness.name == "constant"
+            and (settings.max_staleness == 0 or settings.stale == "return")
+        )
+        """Whether publishes are held until their round closes."""
+        self.version: Version = -1
+        self.parameters: list[Vector] = []
+        self.published: list[Vector] = []
+        self._sums: list[Vector] = []
+        self._states: list[list[State]] = []
+        self._outer_state: list[Mapping[str, Vector]] = []
+        self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
+        self._held: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}
+        self._scores: deque[float] = deque(maxlen=SCORES_KEPT)
+        self._history: list[deque[tuple[Version, Vector]]] = []  # per fragment: what was published, for compensation
+        self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
+
+    def plan(self, model: ModelSpec) -> None:
+        """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
+        if count_values(model) > MOST_VALUES:
+            raise ModelMismatch(
+                f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
+            )
+        self.layout = Layout(model, self.settings.fragments, (self.shard, self.settings.masters))
+
+    def publish_bound(self, publish: Publish) -> int:
+        """Return the bytes that a publish must have, and its most."""
+        return payload_size(self._codecs(publish), self.layout.counts(publish.fragment))
+
+    def snapshot_bound(self) -> int:
+        """Return the bytes that a snapshot must have, and its most."""
+        return payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
+
+    def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless a founder's parameters can be used, and its optimizer's state if that came too."""
+        parameters, moments = split_snapshot(snapshot, frames)
+        check_payload(snapshot_codecs(self.layout), parameters, snapshot_counts(self.layout))
+        check_moments(moments)
+
+    def average(self, snapshots: Mapping[str, Sequence[Buffer]]) -> tuple[tuple[Buffer, ...], str]:
+        """Return the mean of checked snapshots as one, and ""; or nothing, and why they cannot be averaged.
+
+        snapshots: the frames of each by its node; the first is what the others must be related to.
+        """
+        first, *others = (decode_snapshot(self.layout, frames) for frames in snapshots.values())
+        leaves = self.layout.join(first)
+        cosines = [relatedness(leaves, self.layout.join(flats)) for flats in others]
+        apart = {
+            name: cosine for name, cosine in zip([*snapshots][1:], cosines, strict=True) if not are_related(cosine)
+        }
+        if apart:
+            return (), explain_unrelated([peer.partition("#")[0] for peer in apart], [*apart.values()])
+        share = np.float32(1 / len(snapshots))  # before the sum, which may be no float32
+        for mean, *parts in zip(first, *others, strict=True):
+            mean *= share
+            for part in parts:
+                mean += part * share
+        return encode_snapshot(self.layout, first), ""
+
+    def found(self, frames: Sequence[Buffer]) -> None:
+        """Take the founder's parameters as version 0."""
+        self._begin(decode_snapshot(self.layout, frames), 0)
+
+    def _begin(self, flats: Sequence[Vector], version: Version) -> None:
+        flats = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
+        self.parameters = [flat.copy() for flat in flats]
+        self.published = [flat.copy() for flat in flats]
+        self._sums = [np.zeros_like(flat) for flat in flats]
+        self._held.clear()
+        self._states = [
+            initial_states(self.broadcast_coding.of_fragment(self.layout, f), self.layout.counts(f))
+            for f in range(len(flats))
+        ]
+        self._outer_state = [self.outer.init(flat.size) for flat in flats]
+        self._shares = [0.0] * len(flats)
+        self.version, self._snapshot = version, (-1, ())
+        kept = self.staleness.versions + 1 if self.staleness.versions else 0
+        self._history = [deque(maxlen=kept) for _ in flats]
+        self._keep_history(range(len(flats)))
+
+    def _keep_history(self, fragments: Iterable[int]) -> None:
+        """Keep what is published now of these fragments, if the staleness rule looks back."""
+        if self.staleness.versions:
+            for fragment in fragments:
+                self._history[fragment].append((self.version, self.published[fragment].copy()))
+
+    def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless the publish can be added."""
+        check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
+
+    def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Take a checked publish into the round: into its sum, or held until the round closes."""
+        if self.holds:
+            self._held[peer, publish.sequence] = (publish, frames)
+        else:
+            self._decode(publish, frames, out=self._sums[publish.fragment])
+
+    def _decode(self, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
+        """Return D(u); added to `out`, if given."""
+        counts = self.layout.counts(publish.fragment)
+        codecs = self._codecs(publish)
+        return decode_payload(codecs, frames, counts, out=out, add=out is not None, checked=True)
+
+    def _codecs(self, publish: Publish) -> tuple[Codec, ...]:
+        return coding_from_spec(publish.codec).of_fragment(self.layout, publish.fragment)
+
+    def release(self, reduce: Reduce) -> Released:
+        """Close the round and return what every peer is to be sent."""
+        coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
+        if self.holds:
+            self._combine(reduce.contributions)
+        overflowed = tuple(fragment for fragment in reduce.fragments if not _can_be_stepped(self._sums[fragment]))
+        for fragment in overflowed:
+            self._sums[fragment].fill(0)
+        frames = tuple(
+            self._release(fragment, reduce, self._takes_turn(fragment, reduce), coding) for fragment in reduce.fragments
+        )
+        self.version = reduce.version
+        self._keep_history(reduce.fragments)
+        return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
+
+    def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
+        """Return whether, with this round, contributions of the whole federation have come since the last turn."""
+        come = sum(one.fragment == fragment for one in reduce.contributions)
+        share = self._shares[fragment] + come / reduce.live
+        turns = floor(share + ROUNDING)
+        self._shares[fragment] = max(0.0, share - turns)
+        return turns > 0
+
+    def _combine(self, contributions: Sequence[Contribution]) -> None:
+        """Make the sums of a round whose publishes were held: n times what they combine to."""
+        held = [(one, *self._held.pop((one.peer, one.sequence))) for one in contributions]
+        held = [(one, publish, frames) for one, publish, frames in held if not one.too_stale]
+        selected = self.selection.weights([one.score for one, _, _ in held], self._score) if held else []
+        self._scores.extend(one.score for one, _, _ in held if np.isfinite(one.score))
+        for fragment in sorted({one.fragment for one, _, _ in held}):
+            of_fragment = [
+                (one, publish, frames, weight)
+                for (one, publish, frames), weight in zip(held, selected, strict=True)
+                if one.fragment == fragment
+            ]
+            by_samples = self.aggregation.weigh([one.samples for one, _, _, _ in of_fragment])
+            weights = [w * s for (_, _, _, w), s in zip(of_fragment, by_samples, strict=True)]
+            counted = [
+                (one, publish, frames, weight)
+                for (one, publish, frames, _), weight in zip(of_fragment, weights, strict=True)
+                if weight > 0
+            ]
+            if self.aggregation.streams:
+                self._add_up(counted, len(of_fragment), fragment)
+            elif counted:
+                us = [self._arrived(one, publish, frames) for one, publish, frames, _ in counted]
+                self._sum_up(us, [weight for _, _, _, weight in counted], len(of_fragment), fragment)
+
+    @property
+    def _score(self) -> float:
+        """The shared model's score, NaN while nobody has said one."""
+        return median(self._scores) if self._scores else float("nan")
+
+    def _arrived(self, one: Contribution, publish: Publish, frames: Sequence[Buffer]) -> Vector:
+        """Return s D(u): damped by its staleness, or corrected for what has been published since its base."""
+        u = self._decode(publish, frames)
+        damping = self.staleness.damping(one.staleness)
+        if damping != 1.0:
+            u *= np.float32(damping)
+        if self.staleness.versions and one.staleness > 0:
+            history = self._history[one.fragment]
+            base = next((array for version, array in reversed(history) if version <= one.base_version), history[0][1])
+            u = compensate(u, self.published[one.fragment] - base, self.staleness.strength)
+        return u
+
+    def _add_up(
+        self, counted: Sequence[tuple[Contribution, Publish, Sequence[Buffer], float]], count: int, fragment: int
+    ) -> None:
+        """Make the sum of a rule that is a weighted mean: one contribution is decoded at a time."""
+        total, whole = self._sums[fragment], sum(weight for _, _, _, weight in counted)
+        for one, publish, frames, weight in counted:
+            u = self._arrived(one, publish, frames)
+            u *= np.float32(weight / whole)
+            total += u
+        total *= np.float32(count)
+
+    def _sum_up(self, us: Sequence[Vector], weights: Sequence[float], count: int, fragment: int) -> None:
+        total = self._sums[fragment]
+        scales = self.aggregation.scales([_norm(u) for u in us])
+        for u, scale in zip(us, scales, strict=True):
+            if scale != 1.0:
+                u *= np.float32(scale)
+        for start in range(0, total.size, SLAB_VALUES):
+            part = slice(start, start + SLAB_VALUES)
+            np.multiply(self.aggregation.combine([u[part] for u in us], weights), np.float32(count), out=total[part])
+
+    def _release(self, fragment: int, reduce: Reduce, turn: bool, coding: Coding) -> tuple[Buffer, ...]:
+        total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
+        state, counts = self._outer_state[fragment], self.layout.counts(fragment)
+        codecs = coding.of_fragment(self.layout, fragment)
+        states = self._states[fragment] if coding is self.broadcast_coding else None
+        longest = max(codec.slab for codec in codecs)
+        spare = np.empty(min(longest, total.size), np.float32)
+
+        def unpublished(number: int, slab: Slab) -> Vector:
+            """Step this part of the parameters, in a core's cache, and return what is not published of it."""
+            part, rest = slice(slab.start, slab.end), spare[: slab.values]
+            mean = mean_over_live(total[part], reduce.live, out=rest)
+            if not reduce.plain:
+                mean = self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
+            parameters[part] += mean
+            total[part] = 0
+            return np.subtract(parameters[part], published[part], out=rest)
+
+        try:
+            frames = encode_slabs(codecs, counts, unpublished, states)
+        except CodecError:
+            total.fill(0)
+            raise
+        decode_payload(codecs, frames, counts, out=published, add=True, checked=True)
+        return frames
+
+    def snapshot(self) -> tuple[Version, tuple[Buffer, ...]]:
+        """Return the version and the frames of `published`; made once per version, shared by all who ask."""
+        if self._snapshot[0] != self.version:
+            self._snapshot = (self.version, encode_snapshot(self.layout, self.published))
+        return self._snapshot
+
+    def replay(self, released: Released) -> None:
+        """Take a step that was published before a crash; the outer state stays as it was saved.
+
+        The parameters become what was published: what the saved ones were ahead of it is in the step, at least in part,
+        and must not be published twice. What of the step itself was not published yet is lost with the crash.
+        """
+        if released.version != self.version + 1:
+            raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
+        coding = coding_from_spec(released.codec)
+        try:
+            for fragment, frames in zip(released.fragments, released.frames, strict=True):
+                check_payload(coding.of_fragment(self.layout, fragment), frames, self.layout.counts(fragment))
+        except CodecError as error:
+            raise CheckpointError(
+                f"the journal's step to version {released.version} cannot be read ({error}): remove the journal to go "
+                f"on from the checkpoint, at version {self.version}"
+            ) from None
+        for fragment, frames in zip(released.fragments, released.frames, strict=True):
+            counts = self.layout.counts(fragment)
+            step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts, checked=True)
+            self.published[fragment] += step
+            self.parameters[fragment][:] = self.published[fragment]
+        self.version = released.version
+        self._keep_history(released.fragments)
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
+        "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
+        nothing of, nothing."""
+        named = {"parameters": self.parameters, "published": self.published}
+        for key in self._outer_state[0]:
+            named[f"outer.{key}"] = [state[key] for state in self._outer_state]
+        return {
+            f"{name}/{leaf.path}": array
+            for name, flats in named.items()
+            for leaf, array in zip(self.layout.spec, self.layout.join(flats), strict=True)
+            if array.size or not leaf.values
+        }
+
+    def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        """Take over what `arrays` returned. Raises CheckpointError."""
+
+        def flats(name: str) -> list[Vector]:
+            leaves = []
+            for index, leaf in enumerate(self.layout.spec):
+                part = self.layout.part(index)
+                size = part.stop - part.start
+                shape = leaf.shape if size == leaf.values else (size,)
+                array = arrays.get(f"{name}/{leaf.path}", np.zeros(0, np.float32))
+                if array.shape != shape or array.dtype != np.float32:
+                    raise CheckpointError(f"the checkpoint has no {name} of {leaf}")
+                leaves.append(array)
+            return self.layout.split(leaves)
+
+        parameters = flats("parameters")
+        self._begin(flats("published"), version)
+        self.parameters = parameters
+        for key in self._outer_state[0]:
+            for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
+                state[key][:] = flat
+
+
+def _can_be_stepped(flat: Vector) -> bool:
+    """Return whether an outer step of this sum stays finite: far from what a float32 holds (NaN is not)."""
+    pieces = (flat[start : start + SLAB_VALUES] for start in range(0, flat.size, SLAB_VALUES))
+    return all(piece.max() < LARGEST_SUM and piece.min() > -LARGEST_SUM for piece in pieces)
+
+
+def _norm(u: Vector) -> float:
+    """Return the L2 norm of a finite vector, also where its square is no float32."""
+    largest = float(np.abs(u).max(initial=0.0))
+    return largest * float(np.linalg.norm(u / np.float32(largest))) if largest > 0 else 0.0

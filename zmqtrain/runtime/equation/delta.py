@@ -1,0 +1,258 @@
+"""Keep a node's side of the one equation: what is offered, what of it is on its way, what has landed.
+
+    params = anchor + pending;  a publish sends u = C(pending - unacked)
+
+Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, just as it was sent.
+Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
+decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from statistics import fmean
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spec
+from zmqtrain.codecs.codec import State
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
+from zmqtrain.errors import CodecError, NonFiniteDelta
+from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.runtime.equation.moments import decode_moments, split_snapshot
+from zmqtrain.runtime.equation.vectors import Vectors
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, Update
+
+__all__ = [
+    "DENSE",
+    "Encoded",
+    "OnDevice",
+    "DeltaCoder",
+    "cut",
+    "mean_score",
+    "encode_snapshot",
+    "decode_snapshot",
+    "snapshot_codecs",
+    "snapshot_counts",
+]
+
+DENSE = "float32"
+"""The codec of snapshots, and of the exchanges that drain what is pending."""
+
+Vector = NDArray[np.float32]
+
+
+def cut(flat: Vector, counts: Sequence[int]) -> list[Vector]:
+    """Return the segments of a flat fragment as views."""
+    ends = np.cumsum(counts)
+    return [flat[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
+
+
+def snapshot_counts(layout: Layout) -> list[int]:
+    """Return the values of each segment of a whole model, fragment by fragment: how a snapshot is laid."""
+    return [count for fragment in range(layout.fragments) for count in layout.counts(fragment)]
+
+
+def snapshot_codecs(layout: Layout) -> tuple[Codec, ...]:
+    """Return the codec of each segment of a snapshot."""
+    return (codec_from_spec(DENSE),) * len(snapshot_counts(layout))
+
+
+def encode_snapshot(layout: Layout, flats: Sequence[Vector]) -> tuple[Buffer, ...]:
+    """Encode a whole model (one flat float32 vector per fragment) exactly."""
+    segments = [piece for f, flat in enumerate(flats) for piece in cut(flat, layout.counts(f))]
+    return encode_payload(snapshot_codecs(layout), segments)
+
+
+def decode_snapshot(layout: Layout, frames: Sequence[Buffer]) -> list[Vector]:
+    """Read what `encode_snapshot` wrote. Raises CodecError."""
+    flat = decode_payload(snapshot_codecs(layout), frames, snapshot_counts(layout))
+    return cut(flat, [sum(layout.counts(fragment)) for fragment in range(layout.fragments)])
+
+
+def mean_score(offer: Offer) -> float:
+    """Return the mean of an offer's scores, NaN if it has none; waits for those that a device is still computing."""
+    return fmean(float(score) for score in offer.scores) if offer.scores else nan
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One u, compressed: the name of its coding and the frames, as they are sent."""
+
+    fragment: int
+    codec: str
+    frames: tuple[Buffer, ...]
+
+
+class OnDevice(Protocol):
+    """What a `DeltaCoder` asks of an accelerator: see `zmqtrain.codecs.payload_jax.DeviceCoder`, which is one."""
+
+    bytes_fetched: int
+    bytes_put: int
+
+    def initial_states(self, codecs: Sequence[Codec], counts: Sequence[int]) -> list[State]:
+        """Return the states of all slabs, as `encode` keeps them."""
+
+    def encode(
+        self,
+        codecs: Sequence[Codec],
+        segments: Sequence[Array],
+        on_the_way: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]] = (),
+        states: list[State] | None = None,
+    ) -> tuple[bytearray, ...]:
+        """Encode segments, less what of them is on its way, into frames: those of `encode_payload`."""
+
+    def decode(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> list[Any]:
+        """Check a payload and return its segments, on the device."""
+
+    def decode_sum(
+        self, payloads: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]], counts: Sequence[int]
+    ) -> list[Any]:
+        """Return the sum, in order, of payloads that were checked, as segments on the device."""
+
+    def warm_up(self, codecs: Sequence[Codec], counts: Sequence[int], *, encodes: bool = True) -> None:
+        """Have all that such segments need compiled; encodes: not only read, but made."""
+
+
+class DeltaCoder:
+    """Encode offers and decode what comes back, for one model under one run's settings.
+
+    device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
+    and stays: so do the states of the codecs.  shard: which of several masters' parts of the model is exchanged here.
+    """
+
+    def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None, shard: int = 0) -> None:
+        self.model = model
+        self.layout = Layout(model, settings.fragments, (shard, settings.masters))
+        self.coding = coding_from_spec(settings.codec)
+        self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
+        self.device = device
+        self.unacked: dict[int, Encoded] = {}
+        self._states: dict[int, list[State]] = {}
+        self._vectors = Vectors()
+
+    def warm_up(self, fragment: int) -> None:
+        """Have all that the exchanges of one fragment need compiled, where there is something to compile."""
+        if self.device is not None:
+            counts = self.layout.counts(fragment)
+            for coding in dict.fromkeys((self.coding, self.broadcast_coding)):
+                if coding.name != DENSE:
+                    codecs = coding.of_fragment(self.layout, fragment)
+                    self.device.warm_up(codecs, counts, encodes=coding == self.coding)
+
+    def encode(self, offer: Offer) -> Encoded:
+        """Return u = C(pending - unacked) for one offer and keep it. Raises NonFiniteDelta naming the leaf."""
+        for sequence in offer.applied:
+            self.unacked.pop(sequence, None)
+        coding = coding_from_spec(DENSE) if offer.dense else self.coding
+        on_the_way = [u for u in self.unacked.values() if u.fragment == offer.fragment]
+        encode = self._encode_here if self._goes_here(coding.name) else self._encode_on_device
+        try:
+            frames = encode(coding, offer, on_the_way)
+        except NonFiniteDelta:
+            for index, segment in zip(self.layout.leaves(offer.fragment), offer.segments, strict=True):
+                values = np.asarray(segment)
+                if bad := int(values.size - np.isfinite(values).sum()):
+                    path = self.model[index].path
+                    text = f"the delta of {path} holds {bad} values that are not finite (of {values.size})"
+                    raise NonFiniteDelta(text, path) from None
+            raise
+        encoded = Encoded(offer.fragment, coding.name, frames)
+        self.unacked[offer.sequence] = encoded
+        return encoded
+
+    def _goes_here(self, codec: str) -> bool:
+        return self.device is None or codec == DENSE
+
+    def _encode_here(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+        segments = [np.asarray(segment) for segment in offer.segments]
+        alike = all(u.codec == coding.name for u in on_the_way)
+        if not alike:
+            sent = self._sum(on_the_way)
+            segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
+        less = [u.frames for u in on_the_way] if alike else ()
+        if offer.dense:
+            return encode_payload(codecs, segments, less=less)
+        if offer.fragment not in self._states:
+            self._states[offer.fragment] = initial_states(codecs, counts)
+        return encode_payload(codecs, segments, self._states[offer.fragment], less)
+
+    def _encode_on_device(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        assert self.device is not None
+        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+        if offer.fragment not in self._states:
+            self._states[offer.fragment] = self.device.initial_states(codecs, counts)
+        sent = [(self._codecs(u), u.frames) for u in on_the_way]
+        return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
+
+    def withdraw(self, sequence: int) -> None:
+        """Take note that a u will not land: what it carried is in `pending` and is offered again."""
+        self.unacked.pop(sequence, None)
+
+    def decode_aggregate(self, aggregate: Aggregate, landed: Sequence[int], frames: Sequence[Buffer]) -> Update:
+        """Decode an aggregate, and this node's part in it. Raises CodecError, also for one that is not of this run."""
+        if aggregate.codec not in (DENSE, self.broadcast_coding.name):
+            text = f"an aggregate is coded as {aggregate.codec!r}; this run's are {self.broadcast_coding.name!r}"
+            raise CodecError(text)
+        if not set(aggregate.fragments) <= set(range(self.layout.fragments)):
+            raise CodecError(f"an aggregate of the fragments {aggregate.fragments}: there are {self.layout.fragments}")
+        if len(set(aggregate.fragments)) < len(aggregate.fragments):
+            raise CodecError(f"an aggregate of the fragments {aggregate.fragments}: one of them comes twice")
+        parts: dict[int, Sequence[Array]] = {}
+        first = 0
+        for fragment, count in zip(aggregate.fragments, aggregate.frames, strict=True):
+            parts[fragment] = self._decode(aggregate.codec, fragment, frames[first : first + count])
+            first += count
+        return Update(aggregate.version, parts, self._own(landed), tuple(landed))
+
+    def decode_snapshot(
+        self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool, keep: bool = False
+    ) -> Update:
+        """Decode a snapshot: the anchor, and an optimizer's state if it came too. Raises CodecError."""
+        parameters, state = split_snapshot(snapshot, frames)
+        flats = decode_snapshot(self.layout, parameters)
+        parts = enumerate(self.layout.join(flats))
+        anchor = [Part(leaf, self.layout.part(leaf).start, values) for leaf, values in parts if values.size]
+        moments = [decode_moments(state)] if state else None
+        own = {} if reset else self._own(landed)
+        if reset:
+            self.unacked.clear()
+        return Update(snapshot.version, {}, own, tuple(landed), anchor, reset, keep, moments)
+
+    def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:
+        own: dict[int, list[Encoded]] = {}
+        for sequence in landed:
+            if sequence in self.unacked:
+                own.setdefault(self.unacked[sequence].fragment, []).append(self.unacked[sequence])
+        return {fragment: self._segments(us, self.layout.counts(fragment)) for fragment, us in own.items()}
+
+    def _segments(self, encoded: Sequence[Encoded], counts: Sequence[int]) -> Sequence[Array]:
+        if self.device is None or any(self._goes_here(u.codec) for u in encoded):
+            return self._sum(encoded)
+        return self.device.decode_sum([(self._codecs(u), u.frames) for u in encoded], counts)
+
+    def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
+        return coding_from_spec(encoded.codec).of_fragment(self.layout, encoded.fragment)
+
+    def _sum(self, encoded: Sequence[Encoded]) -> list[Vector]:
+        total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
+        for number, u in enumerate(encoded):
+            decode_segments(self._codecs(u), u.frames, total, add=number > 0)
+        return total
+
+    def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
+        counts = self.layout.counts(fragment)
+        codecs = coding_from_spec(codec).of_fragment(self.layout, fragment)
+        if self.device is not None and not self._goes_here(codec):
+            return self.device.decode(codecs, frames, counts)
+        check_payload(codecs, frames, counts)
+        segments = self._vectors.take_segments(counts)
+        decode_segments(codecs, frames, segments)
+        return segments

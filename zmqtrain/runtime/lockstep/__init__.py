@@ -1,0 +1,3 @@
+"""What carries gradients when nodes train in lockstep: a communicator, or a parameter server."""
+
+__all__: list[str] = []

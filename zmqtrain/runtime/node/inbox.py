@@ -1,0 +1,98 @@
+"""Bring aggregates and snapshots from the wire to the training thread: compressed as long as can be, in version order.
+
+Rule 1: filled and decoded by the codec thread; the training thread only takes what is decoded.
+Rule 2: bounded at every stage; who is too far behind takes one snapshot instead of many aggregates, and loses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zmqtrain.protocol.effects import Deliver
+from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.runtime.equation.delta import DeltaCoder
+from zmqtrain.runtime.mailbox import Mailbox
+from zmqtrain.types import Buffer, Update
+
+__all__ = ["Inbox"]
+
+DECODED = 2
+"""So many updates wait decoded for the training thread, at most."""
+LARGE_UPDATE_BYTES = 1 << 26
+"""Only one of an update that holds more: the next is decoded when it is taken."""
+KEPT = 32
+
+
+class Inbox:
+    """What has arrived at one node and is not applied.
+
+    changed: called in the codec thread when an update can be taken.  decode_seconds: CPU time spent so far.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._arrived: deque[tuple[Deliver, Sequence[Buffer]]] = deque()
+        self._landed_unseen: list[int] = []
+        self._updates: Mailbox[Update] = Mailbox(DECODED)
+        self.decode_seconds = 0.0
+
+    @property
+    def full(self) -> bool:
+        """True when the training thread is so far behind that a snapshot is less than what waits."""
+        return len(self._arrived) >= KEPT
+
+    def __len__(self) -> int:
+        return len(self._updates)
+
+    def peek(self) -> Update | None:
+        """Return the next decoded update without taking it, or None."""
+        return self._updates.peek()
+
+    def take(self) -> Update | None:
+        """Take the next decoded update, or None; have `decode` run after it."""
+        return self._updates.get_nowait()
+
+    def arrive(self, coder: DeltaCoder, deliver: Deliver, frames: Sequence[Buffer]) -> None:
+        """Take in one delivery and decode as far as there is room. Raises CodecError."""
+        if isinstance(deliver.announcement, Snapshot):
+            # whatever aggregates still wait are in it; what landed in them has landed
+            self._landed_unseen += [sequence for waiting, _ in self._arrived for sequence in waiting.landed]
+            before = [one for one in self._arrived if one[0].reset]
+            if before and not deliver.keep:
+                deliver = replace(deliver, reset=True)  # what was to be dropped with an older snapshot still is
+            self._arrived = deque(before[-1:] if deliver.keep else ())  # who keeps its own has what it was lent
+        self._arrived.append((deliver, frames))
+        self.decode(coder)
+
+    def skip(self, deliver: Deliver) -> None:
+        """Drop an aggregate for which a snapshot will come; what landed in it is told with that."""
+        self._landed_unseen += deliver.landed
+
+    def decode(self, coder: DeltaCoder) -> None:
+        """Decode what has arrived, as far as the door to the training thread has room. Raises CodecError."""
+        while self._arrived and self._has_room():
+            deliver, frames = self._arrived.popleft()
+            began = time.thread_time()
+            if isinstance(deliver.announcement, Aggregate):
+                update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
+            else:
+                landed = (*self._landed_unseen, *deliver.landed)
+                self._landed_unseen.clear()
+                update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset, deliver.keep)
+            self.decode_seconds += time.thread_time() - began
+            self._updates.put_nowait(update)
+        self._changed()
+
+    def _has_room(self) -> bool:
+        waiting = self._updates.peek()
+        return waiting is None or (len(self._updates) < DECODED and _decoded_bytes(waiting) <= LARGE_UPDATE_BYTES)
+
+
+def _decoded_bytes(update: Update) -> int:
+    anchor = [part.values for part in update.anchor or ()]
+    parts = (*update.aggregate.values(), *update.own.values(), anchor, update.moments or ())
+    return sum(4 * math.prod(array.shape) for arrays in parts for array in arrays)

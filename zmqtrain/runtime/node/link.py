@@ -1,0 +1,340 @@
+"""Be a node's network thread: a Peer on a channel, with a clock.
+
+Rule 1: one asyncio loop in one thread owns the channel and the machine; others reach it through `call`.
+Rule 2: what comes is handed to a `Listener`, in this thread; a listener never waits.
+Rule 3: a lost hub costs what was on its way, nothing else: the machine says Hello until somebody answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
+from zmqtrain.interfaces import Channel
+from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
+from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
+from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Report, Roster, Snapshot, WorkUnit
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.equation.delta import Encoded
+from zmqtrain.runtime.node.sender import Sender
+from zmqtrain.transport.reservation import LinkShare, Use
+from zmqtrain.types import Buffer, Lane, Offer, Version
+
+__all__ = ["Listener", "HubLink"]
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.05
+REPORT_SECONDS = 1.0
+ASSEMBLED_BYTES = 1 << 40
+"""No bound of ours on what the hub may announce: the hub is trusted with the size of its own model."""
+
+
+class Listener(Protocol):
+    """Who is told what comes over a link, in the network thread."""
+
+    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
+        """A whole aggregate or snapshot is here."""
+
+    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
+        """An offer will not land."""
+
+    def on_founding(self) -> None:
+        """The hub wants this node's parameters: answer with `HubLink.send_founding`."""
+
+    def on_work(self, answer: WorkUnit) -> None:
+        """The hub deals data units."""
+
+    def on_changed(self) -> None:
+        """The state of the link has changed."""
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """The node cannot go on."""
+
+    def make_report(self) -> Report:
+        """Return what the hub is told about this node now."""
+
+
+class HubLink:
+    """The network thread of one node.
+
+    open_channel: makes the channel, in the thread's loop; address: for messages.  share: what training may use of this
+    machine's port: the hub, which is told, keeps to it on the way down, and both do on the way up.  meanwhile: what
+    goes on without a hub, for messages too.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[], Channel],
+        peer: Peer,
+        address: str,
+        listener: Listener,
+        share: LinkShare | None = None,
+        meanwhile: str = "Training goes on alone",
+    ) -> None:
+        self._meanwhile = meanwhile
+        self.peer, self.address, self.listener = peer, address, listener
+        self.share = share or LinkShare()
+        self.bytes_received = self.publishes = 0
+        self._sender = Sender(self.share.limit())
+        self.trouble: tuple[str, str] = ("", "")
+        """Why there is no hub now, as (code, sentence); empty when all is well."""
+        self._open_channel = open_channel
+        self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
+        self._published: dict[int, int] = {}  # by sequence: the transfer, as long as it is outgoing
+        self._assembler = Assembler(ASSEMBLED_BYTES)
+        self._transfer = 0
+        self._founding = False
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zmqtrain-network", daemon=True)
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        """Start the thread and say Hello; returns when the channel is open."""
+        self._thread.start()
+        self._ready.wait()
+
+    def call(self, what: Callable[[], object], after_seconds: float = 0.0) -> None:
+        """Have the network thread do something soon, or after some seconds; nothing happens once it has ended."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                if after_seconds > 0:
+                    loop.call_soon_threadsafe(loop.call_later, after_seconds, self._do, what)
+                else:
+                    loop.call_soon_threadsafe(self._do, what)
+
+    def move(self, address: str) -> None:
+        """Look for the hub at this address from now on, unless it is heard where it was."""
+        self.call(lambda: self._move(address))
+
+    def close(self, reason: str) -> None:
+        """Say goodbye and end the thread."""
+        self.call(lambda: self._leave(reason))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    @property
+    def live(self) -> bool:
+        """Whether the node takes part in the run now."""
+        return self.peer.state is PeerState.LIVE
+
+    @property
+    def bytes_sent(self) -> int:
+        """What was sent, payload and heads."""
+        return self._sender.bytes_sent
+
+    @property
+    def link_rate(self) -> float:
+        """The rate of this machine's port in bytes per second: as it was told here, or as the hub measured it; or 0."""
+        return self.share.rate or self.peer.measured_rate
+
+    # ------------------------------------------------------------------ network thread: out
+
+    def _do(self, what: Callable[[], object]) -> None:
+        try:
+            what()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, ZmqTrainError):
+            return self.listener.on_failed(error)
+        logger.error("the network thread of %s failed", self.peer.name, exc_info=error)
+        self.listener.on_failed(ZmqTrainError(f"the network thread of {self.peer.name} failed: {error!r}"))
+
+    def send(self, message: Message) -> None:
+        """Queue a control message."""
+        self._sender.say(encode_message(message))
+
+    def carry_out(self, effects: Sequence[PeerEffect], frames: list[Buffer] | None = None) -> None:
+        """Do what the machine wishes. frames: of the transfer that a Deliver is about."""
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self.send(message)
+                case Expect(_, announcement):
+                    self._assembler.expect(announcement)
+                case Deliver():
+                    self.listener.on_delivered(effect, frames or [])
+                case Serve():
+                    self._founding = True
+                    self.listener.on_founding()
+                case Withdraw(sequence, reason, text):
+                    self._outgoing.pop(self._published.pop(sequence, -1), None)
+                    self.listener.on_withdrawn(sequence, reason, text)
+                case Disconnect(_, reason, text):
+                    self._disconnect(reason, text)
+
+    def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+        """Announce an encoded offer; its chunks go as the hub grants."""
+        if not self.live:
+            self.listener.on_withdrawn(offer.sequence, "lost", "the connection was lost before it was sent")
+            return
+        transfer, sizes = self._stage(Use.DELTA, encoded.frames)
+        self.publishes += 1
+        self._published = {s: t for s, t in self._published.items() if t in self._outgoing} | {offer.sequence: transfer}
+        codec, samples, steps = encoded.codec, offer.samples, offer.steps
+        publish = Publish(
+            transfer, offer.sequence, base, offer.fragment, codec, sizes, samples, steps, score, offer.dense
+        )
+        self.carry_out(self.peer.publish(publish))
+
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = ()) -> None:
+        """Announce the parameters that the hub asked for, unless that hub is lost. moments: frames that go behind."""
+        if not self._founding:
+            return
+        self._founding = False
+        transfer, sizes = self._stage(Use.SNAPSHOT, [*frames, *moments])
+        self.send(Snapshot(transfer, 0, sizes, moments=len(moments)))
+
+    def _stage(self, use: Use, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
+        self._transfer += 1
+        self._outgoing[self._transfer] = (use, deque(split(self._transfer, frames)))
+        return self._transfer, tuple(len(frame) for frame in frames)
+
+    def _disconnect(self, reason: str, text: str) -> None:
+        self._founding = False
+        self._assembler.clear()
+        self._outgoing.clear()
+        self._sender.clear(control=False)
+        if self.peer.state is PeerState.CLOSED:
+            kind = ModelMismatch if reason == "model" else JoinRefused
+            self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
+            return
+        if self.trouble[0] != reason:  # said once, not with every attempt
+            logger.warning("%s: %s. %s; trying again.", self.peer.name, text.rstrip("."), self._meanwhile)
+        self.trouble = (reason, text)
+        self._sender.clear(control=True)
+        if self._reconnecting is None:
+            self._sender.pause()
+            self._reconnecting = asyncio.ensure_future(self._reconnect())
+        self.listener.on_changed()
+
+    def _move(self, address: str) -> None:
+        if address == self.address or not self.trouble[0] or self._reconnecting is not None:
+            return
+        logger.info("%s looks for what was at %s at %s from now on", self.peer.name, self.address, address)
+        self.address = address
+        self._sender.clear(control=True)
+        self._sender.pause()
+        self._reconnecting = asyncio.ensure_future(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        try:
+            await self._channel.reconnect(self.address)
+        finally:
+            self._reconnecting = None
+            self._sender.resume()
+
+    def _leave(self, reason: str) -> None:
+        self.carry_out(self.peer.leave(reason))
+        self._stop.set()
+
+    # ------------------------------------------------------------------ network thread: life
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._stop = asyncio.Event()
+        self._channel = self._open_channel()
+        self._loop = asyncio.get_running_loop()
+        tasks = [
+            asyncio.create_task(coroutine) for coroutine in (self._receive_forever(), self._sender.run(self._channel))
+        ]
+        self.carry_out(self.peer.start(time.monotonic()))
+        self._ready.set()
+        try:
+            await self._live(tasks)
+            with contextlib.suppress(TimeoutError):  # the goodbye
+                await asyncio.wait_for(self._sender.sent_control(), 1.0)
+        finally:
+            if self._reconnecting is not None:
+                tasks.append(self._reconnecting)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._channel.close()
+
+    async def _live(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        report_at = 0.0
+        while not self._stop.is_set():
+            now = time.monotonic()
+            self.carry_out(self.peer.tick(now))
+            trains = self.live or self.peer.state is PeerState.APART
+            if trains and now >= report_at and not self.peer.observer:
+                report_at = now + REPORT_SECONDS
+                self.send(self.listener.make_report())
+            for task in tasks:
+                if task.done():
+                    task.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+
+    async def _receive_forever(self) -> None:
+        while True:
+            try:
+                lane, frames = await self._channel.receive()
+            except ChannelClosed:
+                return
+            self.bytes_received += sum(len(frame) for frame in frames)
+            try:
+                self._take(lane, frames)
+            except ProtocolVersionError as error:
+                self.listener.on_failed(JoinRefused(f"{self.address}: {error}", "protocol"))
+            except FramingError as error:
+                self.carry_out(self.peer.distrust(str(error), time.monotonic()))
+
+    def _take(self, lane: Lane, frames: list[Buffer]) -> None:
+        message, now = decode_message(frames[0]), time.monotonic()
+        self.peer.saw(now)
+        if lane is Lane.BULK:  # every message of the bulk lane belongs to a transfer, and opens the hub's window again
+            self.send(Credit(getattr(message, "transfer", -1), 1))
+        match message:
+            case Chunk(transfer):
+                whole = self._assembler.add(message, frames[1]) if len(frames) == 2 else None
+                if whole is not None:
+                    self.carry_out(self.peer.received(transfer), whole[1])
+            case Credit(transfer, chunks):
+                self._granted(transfer, chunks)
+            case WorkUnit():
+                self.listener.on_work(message)
+            case _:
+                before = self.peer.state
+                self.carry_out(self.peer.receive(message, now))
+                if isinstance(message, Roster):  # it says what the hub has measured
+                    self._sender.limit(self.share.limit(self.peer.measured_rate))
+                if self.peer.state is not before:
+                    self._said_where(before)
+
+    def _granted(self, transfer: int, chunks: int) -> None:
+        if transfer not in self._outgoing:
+            return
+        use, waiting = self._outgoing[transfer]
+        for _ in range(min(chunks, len(waiting))):
+            self._sender.give(use, waiting.popleft())
+        if not waiting:
+            del self._outgoing[transfer]
+
+    def _said_where(self, before: PeerState) -> None:
+        if self.live and self.trouble[0]:
+            logger.info("%s federates again, at version %d", self.peer.name, self.peer.version)
+            self.trouble = ("", "")
+        logger.debug("%s: %s -> %s", self.peer.name, before.value, self.peer.state.value)
+        self.listener.on_changed()

@@ -1,0 +1,425 @@
+"""Be a node of several masters: one `Exchange` made of a line to each, every line an ordinary node of one shard.
+
+Rule 1: the first master has the settings, the data units, the roster and the run's name; the others are found through
+it.  Rule 2: fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
+Rule 3: the run begins at the first LAST: who is asked to found it founds the others before it answers, and whoever else
+joins the others only when it takes part at the first. So where the first has parameters, all have, and of one node.
+Rule 4: a master that is lost costs its shard's exchange until it is back, at whatever address, and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from zmqtrain.codecs.fragment import WholeLayout
+from zmqtrain.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
+from zmqtrain.interfaces import Clock, Layout
+from zmqtrain.protocol.masters import name_missing
+from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node.exchange import UnitSource
+from zmqtrain.runtime.node.line import Line
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Part, PeerId, Update, Version
+
+__all__ = ["MastersNode"]
+
+logger = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch", covariant=True)
+
+LOOK_SECONDS = 0.01
+"""How often a node looks, while it joins, whether it may go on."""
+SAY_AGAIN_SECONDS = 5.0
+
+
+class MastersNode:
+    """One node of a run of several masters: an `Exchange`, with all that a `Node` has for its user.
+
+    first: the line to the first master, welcomed.  open_line: makes the line to another, given its address.
+    wait_seconds: how long one that is said to be there may take to answer.
+    """
+
+    def __init__(self, first: Line, open_line: Callable[[str], Line], wait_seconds: float) -> None:
+        self._first, self._open_line, self._wait_seconds = first, open_line, wait_seconds
+        self._others: list[Line] = []
+        self._count, self._fragments = first.settings.masters, first.settings.fragments
+        self._layout: WholeLayout | None = None
+        self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
+        first.answers_later = True
+        first.when_idle(self._tell_idle)
+
+    # ------------------------------------------------------------------ joining
+
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+    ) -> Update | None:
+        """See Exchange. Waits for all masters, and for the nodes that the run starts with.
+
+        Raises ModelMismatch, ConfigError (a model of fewer blocks than fragments of all masters), JoinRefused,
+        HubUnreachable, NonFiniteDelta.
+        """
+        self._layout = WholeLayout(model, self._fragments, self._count)
+        self._first.begin_join(model, leaves, score=score, moments=moments)
+        while True:
+            self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
+            if self._first.has_joined():
+                break
+            self._leave_others()
+            if self._found_others(model, leaves):
+                self._first.lend(leaves, moments)
+        update = self._first.end_join()
+        if update is None and self._others:
+            return None
+        self._leave_others()  # whose parameters are not the run's, or no more than the first's were
+        return self._join_others(model, update)
+
+    def _found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
+        """Give the others their shards of this node's parameters; False if the first does not ask for that any more."""
+        number = self._first.founding
+
+        def obsolete() -> bool:
+            return not (self._first.wanted and self._first.founding == number)
+
+        try:
+            for shard in range(1, self._count):
+                if (line := self._open(shard, obsolete)) is None:
+                    break
+                line.founding = number
+                line.begin_join(model, leaves)
+            for line in self._others:
+                self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
+        except JoinRefused as error:
+            # another was asked: its word may be there before the loss of the first is seen here
+            self._leave_others()
+            if error.reason != "founding" or not self._wait(obsolete, 2 * self.settings.lost_seconds):
+                raise
+            return False
+        if obsolete():
+            self._leave_others()
+            return False
+        for line in self._others:
+            line.end_join()
+            line.founding = 0
+        return True
+
+    def _join_others(self, model: ModelSpec, update: Update | None) -> Update:
+        anchor: list[Part] = []
+        version = -1
+        if update is not None:
+            anchor, version = [*(update.anchor or ())], update.version
+        for shard in range(1, self._count):
+            line = self._open(shard, lambda: False)
+            assert line is not None
+            line.begin_join(model, ())
+        for line in self._others:
+            self._until(line.has_joined, lambda line=line: line.waiting_for)  # type: ignore[misc]
+            theirs = line.end_join()
+            if theirs is None or theirs.anchor is None:
+                raise ZmqTrainError(
+                    f"the master at {line.address} sent no parameters of its shard: start this node again"
+                )
+            anchor += theirs.anchor
+        return Update(version, {}, {}, anchor=anchor)
+
+    def _open(self, shard: int, obsolete: Callable[[], bool]) -> Line | None:
+        """Make the line to a master, once the first says where it is; None if that has become obsolete."""
+        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.masters))
+        if obsolete():
+            return None
+        address = self._address(shard)
+        line = self._open_line(address)
+        self._others.append(line)
+        try:
+            line.wait_welcome(self._wait_seconds)
+        except HubUnreachable:
+            if self._address(shard) == address:
+                raise HubUnreachable(
+                    f"the master of shard {shard} is at {address}, says the first, and does not answer from here "
+                    f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
+                    "--address tcp://HOST:PORT; and its firewall must let that port in",
+                    address,
+                ) from None
+            self._others.pop().close()  # it has gone meanwhile, or come back elsewhere
+            return self._open(shard, obsolete)
+        if (line.run, line.shard) != (self._first.run, shard):
+            raise JoinRefused(
+                f"the first master, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
+                f"{line.address}; the broker there has shard {line.shard} of {line.run}. Was another broker started at "
+                "that address? Start the master of the shard again",
+                "shard",
+            )
+        return line
+
+    def _address(self, shard: int) -> str:
+        masters = self._first.masters
+        return masters[shard] if shard < len(masters) else ""
+
+    def _leave_others(self) -> None:
+        others, self._others = self._others, []
+        for line in others:
+            line.close("another node founds the run")
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the condition holds, for so long; raise what has failed at a line."""
+        until = self.clock.monotonic() + seconds
+        while not condition():
+            for line in self._lines:
+                line.peek()
+            if self.clock.monotonic() >= until:
+                return False
+            self.clock.sleep(LOOK_SECONDS)
+        return True
+
+    def _until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        waited = 0.0
+        while not self._wait(condition, SAY_AGAIN_SECONDS):
+            waited += SAY_AGAIN_SECONDS
+            logger.info("%s has waited %.0f s for %s", self.name, waited, what() or "the first master")
+
+    @property
+    def waiting_for(self) -> str:
+        """What this node is waiting for, in a few words; "" for nothing."""
+        return (name_missing(self._first.masters) if not self._others and not self._first.has_joined() else "") or next(
+            (line.waiting_for for line in self._lines if line.waiting_for), ""
+        )
+
+    # ------------------------------------------------------------------ what the first master knows
+
+    @property
+    def _lines(self) -> list[Line]:
+        return [self._first, *self._others]
+
+    @property
+    def clock(self) -> Clock:
+        """See Exchange."""
+        return self._first.clock
+
+    @property
+    def name(self) -> str:
+        """See Exchange."""
+        return self._first.name
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, as the first master gave them."""
+        return self._first.settings
+
+    @property
+    def address(self) -> str:
+        """Where the first master is."""
+        return self._first.address
+
+    @property
+    def peer_id(self) -> PeerId:
+        """How the first master knows this node."""
+        return self._first.peer_id
+
+    @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self._first.run
+
+    @property
+    def roster(self) -> Roster | None:
+        """Who is in the run, as the first master last said."""
+        return self._first.roster
+
+    @property
+    def is_evaluator(self) -> bool:
+        """See Exchange."""
+        return self._first.is_evaluator
+
+    @property
+    def founded(self) -> bool:
+        """See Exchange."""
+        return self._first.founded
+
+    @property
+    def wanted(self) -> bool:
+        """See Exchange: never, for no population has several masters."""
+        return False
+
+    def compare(self, score: float) -> None:
+        """See Exchange: nobody compares."""
+
+    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
+        """See Exchange: nobody borrows."""
+
+    def schedule(self) -> tuple[int, int]:
+        """See Exchange."""
+        return self._first.schedule()
+
+    def pace(self) -> tuple[float, Sequence[float]]:
+        """See Exchange."""
+        return self._first.pace()
+
+    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
+        """See Exchange."""
+        self._first.report(step=step, samples=samples, loss=loss, age_steps=age_steps, offers_refused=offers_refused)
+
+    def report_scores(self, scores: dict[str, float], version: Version) -> None:
+        """See Exchange."""
+        self._first.report_scores(scores, version)
+
+    def batches(self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]]) -> Iterator[Batch]:
+        """Give the batches of the data units that the first master deals; see `PeerExchange.batches`."""
+        return self._first.batches(source)
+
+    def batches_as_they_come(
+        self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]], wait_seconds: float
+    ) -> Iterator[Batch | None]:
+        """Give the batches, and None where there is none now; see `PeerExchange.batches_as_they_come`."""
+        return self._first.batches_as_they_come(source, wait_seconds)
+
+    @property
+    def message_delay(self) -> Callable[[], float] | None:
+        """For experiments: draws by how many seconds a delta is sent late."""
+        return self._first.message_delay
+
+    @message_delay.setter
+    def message_delay(self, delay: Callable[[], float] | None) -> None:
+        for line in self._lines:
+            line.message_delay = delay
+
+    # ------------------------------------------------------------------ exchange
+
+    @property
+    def layout(self) -> Layout:
+        """See Exchange: of the whole model. Raises LocalProtocolError before `join`."""
+        if self._layout is None:
+            raise LocalProtocolError(f"{self.name} has not joined the run yet: call join first")
+        return self._layout
+
+    @property
+    def unreachable(self) -> tuple[int, ...]:
+        """See Exchange."""
+        return tuple(shard for shard, line in enumerate(self._lines) if line.unreachable)
+
+    def next_fragments(self) -> tuple[int, ...]:
+        """See Exchange."""
+        return tuple(
+            shard * self._fragments + fragment
+            for shard, line in enumerate(self._lines)
+            for fragment in line.next_fragments()
+        )
+
+    def offer(
+        self,
+        fragment: int,
+        segments: Sequence[Array],
+        *,
+        samples: int,
+        steps: int,
+        scores: tuple[Any, ...] = (),
+        dense: bool = False,
+    ) -> int | None:
+        """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
+        shard, inside = divmod(fragment, self._fragments)
+        line = self._lines[shard]
+        sequence = line.offer(inside, segments, samples=samples, steps=steps, scores=scores, dense=dense)
+        return None if sequence is None else sequence * self._count + shard
+
+    def in_flight(self) -> tuple[int, ...]:
+        """See Exchange."""
+        return tuple(
+            sequence * self._count + shard for shard, line in enumerate(self._lines) for sequence in line.in_flight()
+        )
+
+    def peek(self) -> Update | None:
+        """See Exchange: of the masters' next updates one that lands nothing of this node, or what it offered first."""
+        self._follow_moved()
+        waiting = [
+            (max(update.landed, default=-1), shard, update)
+            for shard, line in enumerate(self._lines)
+            if (update := line.peek()) is not None
+        ]
+        if not waiting:
+            return None
+        _, shard, update = min(waiting, key=lambda one: one[:2])
+        if self._next is None or self._next[1] is not update:
+            self._next = (shard, update, self._here(shard, update))
+        return self._next[2]
+
+    def _follow_moved(self) -> None:
+        """Have the lines of masters that came back elsewhere look there: the first says where they are."""
+        for shard, line in enumerate(self._others, 1):
+            if line.unreachable and self._address(shard) not in ("", line.address):
+                line.move(self._address(shard))
+
+    def poll(self) -> Update | None:
+        """See Exchange."""
+        if self._next is None and self.peek() is None:
+            return None
+        assert self._next is not None
+        shard, expected, update = self._next
+        self._next = None
+        taken = self._lines[shard].poll()
+        assert taken is expected, "only the training thread takes updates"
+        return update
+
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+        """See Exchange."""
+        inside, shard = divmod(sequence, self._count)
+        self._next = None
+        return self._here(shard, self._lines[shard].wait_update(timeout_seconds, inside))
+
+    def _here(self, shard: int, update: Update) -> Update:
+        """Return an update of one master in the numbers of this exchange."""
+        first = shard * self._fragments
+        return replace(
+            update,
+            aggregate={first + f: segments for f, segments in update.aggregate.items()},
+            own={first + f: segments for f, segments in update.own.items()},
+            landed=tuple(sequence * self._count + shard for sequence in update.landed),
+        )
+
+    def everyone_drained(self, master: int) -> bool:
+        """See Exchange."""
+        line = self._lines[master]
+        if self._first.data_ended:
+            line.end_data()
+        elif master:
+            line.say_idle()  # it leaves early, and waits at others for nodes that may wait for it here
+        return line.everyone_drained(0)
+
+    def _tell_idle(self) -> None:
+        for line in self._others:
+            line.peek()  # raises what has failed there
+            line.say_idle()
+
+    def statistics(self) -> ExchangeStatistics:
+        """See Exchange: the version, the peers and the round trip are those at the first master."""
+        first, *others = (line.statistics() for line in self._lines)
+        total = first
+        for one in others:
+            total = replace(
+                total,
+                bytes_sent=total.bytes_sent + one.bytes_sent,
+                bytes_received=total.bytes_received + one.bytes_received,
+                encode_seconds=total.encode_seconds + one.encode_seconds,
+                decode_seconds=total.decode_seconds + one.decode_seconds,
+                publishes=total.publishes + one.publishes,
+                publishes_refused=total.publishes_refused + one.publishes_refused,
+            )
+        return total
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye to all masters, to the first last, and end the threads; safe to call twice."""
+        atexit.unregister(self.close)
+        with contextlib.ExitStack() as stack:
+            for line in self._lines:
+                stack.callback(line.close, reason)
+
+    def __enter__(self) -> MastersNode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,449 @@
+"""Be a node alive, as its training thread sees it: an Exchange that never makes it wait.
+
+Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what they decide
+is in `PeerExchange`.  Rule 2: whatever happens to the broker, offers are refused, training goes on, and the node comes
+back by itself.  Rule 3: where parameters live on an accelerator, deltas are coded there; who has not imported jax is
+not made to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from zmqtrain.codecs.fast import LARGE_SLAB, kernels
+from zmqtrain.errors import (
+    AggregateTimeout,
+    CodecError,
+    ConfigError,
+    HubUnreachable,
+    NonFiniteDelta,
+    ZmqTrainError,
+)
+from zmqtrain.interfaces import Channel, Clock
+from zmqtrain.protocol.messages import Report, Roster
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
+from zmqtrain.runtime.events import NodeEvents
+from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.runtime.node.exchange import PeerExchange
+from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.runtime.node.masters import MastersNode
+from zmqtrain.runtime.planning.auto import link_share
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
+
+__all__ = ["CodecOn", "Node", "connect"]
+
+logger = logging.getLogger(__name__)
+
+SAY_WAITING_SECONDS = 2.0
+SAY_AGAIN_SECONDS = 5.0
+
+CodecOn = Literal["auto", "host", "device"]
+"""Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
+
+
+class Node(PeerExchange):
+    """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
+
+    open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
+    codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
+    nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
+    of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
+    """
+
+    _link: HubLink
+
+    def __init__(
+        self,
+        open_channel: Callable[[], Channel],
+        peer: PeerId,
+        name: str,
+        address: str,
+        observer: bool = False,
+        codec_on: CodecOn = "auto",
+        events: NodeEvents | None = None,
+        share: LinkShare | None = None,
+        first: Node | None = None,
+        exchange: str = "",
+    ) -> None:
+        share = share or LinkShare()
+        machine = Peer(peer, name, observer, share.rate, share.share, exchange=exchange)
+        super().__init__(name, machine, threading.Condition, events)
+        self._is_first = first is None
+        if first is not None:  # it says the same of the training
+            self._progress = first._progress
+        self.peer_id, self.codec_on = peer, codec_on
+        self.message_delay: Callable[[], float] | None = None
+        """For experiments: draws by how many seconds a delta is sent late."""
+        self._closed = self._settled = False
+        self._link = HubLink(open_channel, self._peer, address, self, share)
+        self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
+        self._link.start()
+        try:
+            self._raise_failure()
+        except ZmqTrainError:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where the broker is looked for."""
+        return self._link.address
+
+    def move(self, address: str) -> None:
+        """Look for the broker at this address from now on, unless it is heard where it was."""
+        self._link.move(address)
+
+    # ------------------------------------------------------------------ joining (training thread)
+
+    def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
+        """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
+        if not self._welcomed(timeout_seconds):
+            port = self.address.rpartition(":")[2]
+            raise HubUnreachable(
+                f"no broker answers at {self.address} (waited {timeout_seconds:g} s). Start one on the hub with "
+                f"`zmqtrain-broker --bind tcp://*:{port} --insecure`, check the address and the port, and that the "
+                "hub's firewall lets that one port in; a broker with keys answers only who gives its --server-key.",
+                self.address,
+            )
+        assert self._peer.settings is not None
+        return self._peer.settings
+
+    def _welcomed(self, timeout_seconds: float) -> bool:
+        """Wait for the broker's Welcome; say so when it takes long enough for somebody to wonder."""
+
+        def welcomed() -> bool:
+            return self._peer.settings is not None
+
+        soon = min(SAY_WAITING_SECONDS, timeout_seconds)
+        if self._wait(welcomed, soon):
+            return True
+        if (rest := timeout_seconds - soon) > 0:
+            logger.info("nobody answers yet at %s; trying for %.0f s more", self.address, rest)
+        return self._wait(welcomed, rest)
+
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+    ) -> Update | None:
+        """See Exchange. Waits for the other nodes of a run that starts with several, unless it is a population.
+
+        Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
+        """
+        update = super().join(model, leaves, score=score, moments=moments)
+        if self.device_coder is not None:  # while the caller compiles its own
+            self._worker.submit(lambda: self._warm_up(0))
+        return update
+
+    def _wait_to_join(self, condition: Callable[[], bool]) -> None:
+        waited = 0.0
+        while not self._wait(condition, SAY_AGAIN_SECONDS):
+            waited += SAY_AGAIN_SECONDS
+            logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
+
+    @property
+    def waiting_for(self) -> str:
+        """What this node is waiting for, in a few words; "" for nothing."""
+        match self._peer.state:
+            case PeerState.CONNECTING:
+                return "the broker" if self._is_first else f"the master at {self.address}"
+            case PeerState.SYNCING if not self._is_first:
+                return f"the parameters of shard {self.shard}, from {self.address}"
+            case PeerState.SYNCING:
+                return "the run's parameters" if self._peer.run_model else "the nodes that the run starts with"
+            case PeerState.LIVE if self._units.waiting:
+                return "data units"
+        return ""
+
+    @property
+    def clock(self) -> Clock:
+        """See Exchange."""
+        return time
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, as the broker gave them."""
+        return self.wait_welcome()
+
+    @property
+    def roster(self) -> Roster | None:
+        """Who is in the run, as the broker last said."""
+        return self._peer.roster
+
+    @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self._peer.run
+
+    @property
+    def shard(self) -> int:
+        """Which of several masters this node speaks with here."""
+        return self._peer.shard
+
+    @property
+    def masters(self) -> tuple[str, ...]:
+        """By shard the address of its master, as the first master last said."""
+        return self._peer.masters
+
+    @property
+    def founding(self) -> int:
+        """The number with which several masters' shards are founded; see `Peer`."""
+        return self._peer.founding
+
+    @founding.setter
+    def founding(self, number: int) -> None:
+        self._peer.founding = number
+
+    @property
+    def device_coder(self) -> OnDevice | None:
+        """What compresses on the device, and counts the bytes that leave it; None where the processor does."""
+        return None if self._coder is None else self._coder.device
+
+    @property
+    def is_evaluator(self) -> bool:
+        """See Exchange."""
+        roster = self._peer.roster
+        return roster is not None and roster.evaluator == self.peer_id
+
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+        """See Exchange."""
+        until = time.monotonic() + timeout_seconds
+        while not self._wait(lambda: len(self._inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))):
+            waiting = self.waiting_for or "the other nodes' contributions"
+            if time.monotonic() >= until:
+                raise AggregateTimeout(
+                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._offers.version} "
+                    f"from {waiting}. In strict mode every node must contribute; who does not is said by "
+                    f"`zmqtrain status {self.address}`."
+                )
+            logger.info("%s waits for the aggregate after version %d: %s", self.name, self._offers.version, waiting)
+        update = self.poll()
+        assert update is not None
+        return update
+
+    # ------------------------------------------------------------------ figures, and the end
+
+    def report_scores(self, scores: dict[str, float], version: Version) -> None:
+        """See Exchange."""
+        scores = {name: float(score) for name, score in scores.items()}  # a program may give device or numpy scalars
+        self._progress.scores, self._progress.score_version = scores, version
+        self._link.call(lambda: self._link.send(self.make_report()) if self._link.live else None)
+
+    def statistics(self) -> ExchangeStatistics:
+        """See Exchange."""
+        roster = self._peer.roster
+        return ExchangeStatistics(
+            version=self._offers.version,
+            peers=len(roster.members) if roster else 0,
+            bytes_sent=self._link.bytes_sent,
+            bytes_received=self._link.bytes_received,
+            encode_seconds=self._encode_seconds,
+            decode_seconds=self._inbox.decode_seconds,
+            publishes=self._link.publishes,
+            publishes_refused=self._withdrawals,
+            round_trip_seconds=self._peer.round_trip_seconds,
+            link_rate=self._link.link_rate,
+        )
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye and end the threads; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self.close)
+            self._link.close(reason)
+            self._worker.close()
+            if self._events is not None:
+                self._events.closed()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ Listener (network thread)
+
+    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
+        """See Listener."""
+        if reason not in ("lost", "non-finite"):
+            why = f"{reason}: {text}"
+            logger.warning("%s: the broker refused delta %d (%s); the next one holds it", self.name, sequence, why)
+        super().on_withdrawn(sequence, reason, text)
+
+    def make_report(self) -> Report:
+        """See Listener."""
+        link = self._link
+        report = self._progress.report(link.bytes_sent, link.bytes_received, self.waiting_for, self._exchange_seconds)
+        return report if self._is_first else replace(report, scores=None, score_version=-1)
+
+    # ------------------------------------------------------------------ threads
+
+    def _in_network(self, what: Callable[[], object]) -> None:
+        self._link.call(what)
+
+    def _in_codec(self, what: Callable[[], None], fragments: Sequence[int] | None = ()) -> bool:
+        return self._worker.submit(what)
+
+    def _decode_on(self) -> None:
+        self._worker.submit(self._decode)
+
+    # ------------------------------------------------------------------ codec thread
+
+    def _make_coder(self, model: ModelSpec) -> DeltaCoder:
+        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
+            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
+        return DeltaCoder(model, self.settings, self._device_coder(), self.shard)
+
+    def _encode(self, offer: Offer, base: Version) -> None:
+        if not self._settled:
+            self._settle(self._joined_coder, offer)
+        try:
+            super()._encode(offer, base)
+        except NonFiniteDelta as error:
+            text = (
+                f"{error}, and nothing of it was sent. Start this node again (it takes the shared parameters); if it "
+                "happens again, use a smaller learning rate."
+            )
+            raise NonFiniteDelta(text, error.leaf) from None
+
+    def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+        late = self.message_delay() if self.message_delay is not None else 0.0
+        self._link.call(lambda: self._link.publish(offer, base, encoded, score), late)
+
+    def _device_coder(self) -> OnDevice | None:
+        """Return the coder of jax's device if parameters live there, as far as can be known before the first offer."""
+        jax = sys.modules.get("jax")  # who has not imported it has no parameters on a device
+        if self.codec_on == "device" or (self.codec_on == "auto" and jax and jax.default_backend() != "cpu"):
+            from zmqtrain.codecs.payload_jax import DeviceCoder
+
+            return DeviceCoder()
+        return None
+
+    def _settle(self, coder: DeltaCoder, offer: Offer) -> None:
+        """Decide for good where deltas are coded: "auto" goes by where the first offer's segments are."""
+        self._settled = True
+        if self.codec_on == "auto":
+            coder.device = (coder.device or self._device_coder()) if _on_accelerator(offer.segments) else None
+        elif coder.device is not None and len(_devices_of(offer.segments)) > 1:
+            text = "%s cannot compress on its device: its parameters lie on several; it is done on the processor"
+            logger.warning(text, self.name)
+            coder.device = None
+
+    def _warm_up(self, fragment: int) -> None:
+        """Compile for one fragment, and the next ones after what has come meanwhile."""
+        coder = self._joined_coder
+        if fragment < coder.layout.fragments:
+            coder.warm_up(fragment)
+            self._worker.submit(lambda: self._warm_up(fragment + 1))
+
+    def _codec_failed(self, error: BaseException) -> None:
+        if isinstance(error, ZmqTrainError) and (
+            isinstance(error, NonFiniteDelta) or not isinstance(error, CodecError)
+        ):
+            self.on_failed(error)
+        elif isinstance(error, CodecError):
+            self.on_failed(
+                ZmqTrainError(f"{self.name} cannot read what the broker sent: {error}. Start this node again.")
+            )
+        else:
+            logger.error("the codec thread of %s failed", self.name, exc_info=error)
+            self.on_failed(ZmqTrainError(f"the codec thread of {self.name} failed: {error!r}"))
+
+
+def _on_accelerator(segments: Sequence[Array]) -> bool:
+    """True if these are jax arrays, all on one device that is not a processor; what is spread goes by the host."""
+    devices = _devices_of(segments)
+    everything = all(hasattr(segment, "devices") for segment in segments)
+    return everything and len(devices) == 1 and devices.pop().platform != "cpu"
+
+
+def _devices_of(segments: Sequence[Array]) -> set[Any]:
+    return {device for segment in segments if hasattr(segment, "devices") for device in segment.devices()}
+
+
+def connect(
+    address: str,
+    name: str | None = None,
+    server_key: bytes | None = None,
+    keys: CurveKeys | None = None,
+    observer: bool = False,
+    timeout_seconds: float = 10.0,
+    codec_on: CodecOn = "auto",
+    events: NodeEvents | None = None,
+    link: str = "",
+    share: float = 1.0,
+    exchange: str = "",
+) -> Node | MastersNode:
+    """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
+
+    Of several masters it is the first whose address is needed; the node that is returned speaks with all of them.
+
+    A script that ends without closing its node says goodbye all the same.
+
+    name: for people; the host's name if not given.  server_key: the hub's public CURVE key, where it has one.
+    codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
+    events: who is told what happens here, as a `NodeRecorder`.
+    link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
+    each way; the rest is left to others. With no link and the whole share nothing is limited.
+    exchange: what people call the way in which this node trains in step with the others, past the broker; all nodes of
+    a run have the same.
+    Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
+    HubUnreachable when no broker answers, JoinRefused.
+    """
+    if not isinstance(address, str) or not address:
+        raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
+    name = name or socket.gethostname().partition(".")[0] or "node"
+    if not name.isprintable() or len(name) > 64 or "#" in name:
+        raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
+    if codec_on not in get_args(CodecOn):
+        raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
+    given = link_share(link, share)
+    peer = PeerId(f"{name}#{secrets.token_hex(4)}")
+
+    def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
+        return lambda: DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
+
+    node = Node(open_channel(address, peer), peer, name, address, observer, codec_on, events, given, exchange=exchange)
+    atexit.register(node.close)
+    try:
+        settings = node.wait_welcome(timeout_seconds)
+        if node.shard and not observer:
+            raise ConfigError(
+                f"the broker at {address} has shard {node.shard} of {settings.masters} of its run's model: join at the "
+                f"first master, {', '.join(node.masters)}"
+            )
+        if settings.masters > 1 and events is not None:
+            raise ConfigError(
+                "what happens at a node of several masters cannot be recorded, nor lived again: leave --record out"
+            )
+        if settings.masters > 1 and (link or share < 1) and not observer:
+            raise ConfigError(
+                "a node of several masters keeps no share of its link free, as each master paces its own part only: "
+                "leave --link and --share out here; the masters may have theirs"
+            )
+    except BaseException:
+        node.close()
+        raise
+    if settings.masters == 1 or observer:
+        return node
+
+    def open_line(address: str) -> Node:
+        # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
+        line = PeerId(f"{name}#{secrets.token_hex(4)}")
+        return Node(open_channel(address, line), line, name, address, codec_on=codec_on, first=node, exchange=exchange)
+
+    several = MastersNode(node, open_line, timeout_seconds)
+    atexit.register(several.close)
+    return several

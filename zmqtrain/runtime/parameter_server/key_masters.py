@@ -1,0 +1,261 @@
+"""Reach all masters of a parameter server as one: where keys lie, and what is asked of all that have a piece of them.
+
+Rule 1: all of it belongs to one asyncio loop; what is asked is sent before the first wait: in the order of the calls.
+Rule 2: the loss of one master is the end of all: a key may lie on every one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.errors import ConfigError, HubUnreachable, PeerLost, ZmqTrainError
+from zmqtrain.parameter_server.directory import Placement
+from zmqtrain.parameter_server.shards import Piece
+from zmqtrain.parameter_server.store import cut_frames, join_frames
+from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
+from zmqtrain.runtime.parameter_server.master_line import MasterLine
+from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.types import LeafSpec, PeerId
+
+__all__ = ["KeyMasters", "all_of"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Vector = NDArray[Any]
+
+DECLARED_AT_ONCE = 500
+"""Keys in one Declare: its head, and that of the answer, have a bound."""
+
+
+class KeyMasters:
+    """The masters of a parameter server, as a client's thread reaches them.
+
+    name: of the client.  timeout_seconds: how long the masters may take to answer at the beginning.
+    places: of the keys that are known.  versions: of their values, when they last came; of several pieces the lowest.
+    failure: why nothing can be asked any more.  rules: consistency, optimizer and workers, as they are in force.
+    """
+
+    def __init__(self, name: str, timeout_seconds: float) -> None:
+        self.name, self.timeout_seconds = name, timeout_seconds
+        self.addresses: tuple[str, ...] = ()
+        self.rules = ("", "", 0)
+        self.lines: list[MasterLine] = []
+        self.places: dict[str, Placement] = {}
+        self.versions: dict[str, int] = {}
+        self.pushes = self.pulls = 0
+        self.failure: ZmqTrainError | None = None
+        self._until = 0.0
+        self._declared: dict[int, asyncio.Queue[Placed | BaseException]] = {}
+
+    async def open(
+        self, addresses: Sequence[str], server_key: bytes | None, rules: tuple[str, str, int], reads: bool
+    ) -> None:
+        """Connect to all masters, and enrol with them, the first first. rules: as wanted; "" and 0: as they are there.
+
+        Raises HubUnreachable, ConfigError (other rules are in force, or these are not the masters), JoinRefused.
+        """
+        self._until = asyncio.get_running_loop().time() + self.timeout_seconds
+        first = self._connect(0, addresses[0], server_key)
+        welcome = await self._within(first.welcome, first)
+        if len(addresses) == 1 and welcome.shard:
+            text = f"the broker at {addresses[0]} is master {welcome.shard}: name the first, at {welcome.masters[0]}"
+            raise ConfigError(f"{text}, alone, or all of them")
+        if len(addresses) == 1 and len(welcome.masters) > 1:
+            addresses = [addresses[0], *welcome.masters[1:]]
+            if not all(addresses):
+                missing = ", ".join(str(master) for master, one in enumerate(addresses) if not one)
+                raise HubUnreachable(f"the first master, at {addresses[0]}, knows no master {missing} now: start it")
+        self.addresses = tuple(addresses)
+        for master, address in enumerate(addresses[1:], 1):
+            self._connect(master, address, server_key)
+        store = ""
+        for line in self.lines:
+            await self._within(line.welcome, line)
+            line.say(Enrol(store, line.master, len(self.lines), *rules, reads))
+            enrolled = await self._within(line.enrolled, line)
+            store = enrolled.store
+            rules = (enrolled.consistency, enrolled.optimizer, enrolled.workers)
+        self.rules = rules
+
+    def _connect(self, master: int, address: str, server_key: bytes | None) -> MasterLine:
+        peer = PeerId(f"{self.name}#{secrets.token_hex(4)}")
+        channel = DealerChannel.connect(address, peer=peer, server_key=server_key)
+        self.lines.append(MasterLine(master, address, channel, self.name, self._on_placed, self._on_failed))
+        return self.lines[-1]
+
+    async def _within(self, future: asyncio.Future[T], line: MasterLine) -> T:
+        try:
+            async with asyncio.timeout_at(self._until):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            port = line.address.rpartition(":")[2]
+            raise HubUnreachable(
+                f"no broker answers at {line.address} (waited {self.timeout_seconds:g} s). Start one there with "
+                f"`zmqtrain-broker --bind tcp://*:{port} --insecure`, check the address, the port and the firewall; a "
+                "broker with keys answers only who gives its public key.",
+                line.address,
+            ) from None
+
+    async def close(self) -> None:
+        """Say goodbye to all; what is open ends with ChannelClosed."""
+        await asyncio.gather(*(line.close() for line in self.lines))
+
+    def _on_failed(self, error: ZmqTrainError) -> None:
+        """One master is of no use any more: so is this client."""
+        if self.failure is None and isinstance(error, PeerLost):
+            logger.warning("%s: %s", self.name, error)
+        self.failure = self.failure or error
+        for line in self.lines:
+            line.fail(self.failure)
+
+    def say_waiting(self) -> str:
+        """Return what is waited for at which master, for a sentence; any thread may ask."""
+        said = []
+        for line in self.lines:
+            if line.waits:
+                names, missing = line.awaited.workers, line.awaited.missing
+                more = f"{missing} worker{'s' * (missing != 1)} to enrol" if missing else ""
+                whom = " and ".join(part for part in (", ".join(names), more) if part)
+                said.append(f"master {line.master} at {line.address}{f', which waits for {whom}' if whom else ''}")
+        return "; ".join(said)
+
+    # ------------------------------------------------------------------ where keys lie
+
+    def _on_placed(self, placed: Placed) -> None:
+        if (queue := self._declared.get(placed.request)) is not None:
+            queue.put_nowait(placed)
+
+    async def declare(
+        self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """Learn where keys lie, and settle them as the first master tells, until all are settled.
+
+        What this client must bring it brings while it waits for what others bring, who may wait for it.
+        """
+        for start in range(0, len(leaves), DECLARED_AT_ONCE):
+            await self._declare_some(leaves[start : start + DECLARED_AT_ONCE], settle)
+
+    async def _declare_some(
+        self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None
+    ) -> None:
+        first, queue = self.lines[0], asyncio.Queue[Placed | BaseException]()
+        number, left = 0, {leaf.path for leaf in leaves}
+
+        def make(request: int) -> Declare:
+            nonlocal number
+            number, self._declared[request] = request, queue
+            return Declare(request, tuple((leaf.path, leaf.shape, leaf.dtype) for leaf in leaves))
+
+        def failed(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                queue.put_nowait(error)
+
+        first.ask(make).add_done_callback(failed)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            while left:
+                said = await queue.get()
+                if isinstance(said, BaseException):
+                    raise said
+                for path, shape, dtype, pieces in (*said.found, *said.given):
+                    self.places[path] = Placement(LeafSpec(path, shape, dtype), tuple(Piece(*one) for one in pieces))
+                    left.discard(path)
+                if settle is not None:
+                    tasks.append(asyncio.ensure_future(settle(said)))
+                    tasks[-1].add_done_callback(failed)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._declared.pop(number, None)
+            first.conclude(number)
+
+    # ------------------------------------------------------------------ requests
+
+    async def initialise(self, arrays: dict[str, Vector]) -> dict[str, Vector]:
+        """Begin keys with these values, unless they are there; return what is there now, in arrays of their own."""
+        there: dict[str, Vector] = {}
+
+        async def settle(placed: Placed) -> None:
+            found = [one[0] for one in placed.found]
+            await all_of(self._bring(key, arrays[key].reshape(-1)) for key in found)
+            if found:
+                self.lines[0].say(Founded(tuple(found)))
+                there.update((key, arrays[key].copy()) for key in found)
+            given = [one[0] for one in placed.given]
+            values = await all_of(self.pull(key, np.empty(arrays[key].shape, arrays[key].dtype)) for key in given)
+            there.update(zip(given, values, strict=True))
+
+        await self.declare([LeafSpec(key, one.shape, one.dtype.name) for key, one in arrays.items()], settle)
+        return {key: there[key] for key in arrays}
+
+    async def _bring(self, key: str, flat: Vector) -> None:
+        dtype = flat.dtype.name
+
+        def bring(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, flat.size)
+            return self.lines[piece.master].announce(
+                lambda number, sizes: Initialise(number, name, dtype, piece.start, piece.values, sizes),
+                cut_frames(flat[piece.start : piece.start + piece.values]),
+            )
+
+        await asyncio.gather(*[bring(piece) for piece in self.places[key].pieces])
+
+    def _announce(self, key: str, flat: Vector, pull: bool) -> list[asyncio.Future[Any]]:
+        self.pushes += 1
+        dtype = flat.dtype.name
+
+        def announce(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, flat.size)
+            return self.lines[piece.master].announce(
+                lambda number, sizes: Push(number, name, dtype, pull, sizes),
+                cut_frames(flat[piece.start : piece.start + piece.values]),
+            )
+
+        return [announce(piece) for piece in self.places[key].pieces]
+
+    async def push(self, key: str, flat: Vector) -> None:
+        """Give a gradient to all masters that have a piece of the key; wait until they have it."""
+        await asyncio.gather(*self._announce(key, flat, False))
+
+    async def push_pull(self, key: str, flat: Vector, into: Vector) -> Vector:
+        """Give a gradient, and return the values that hold it, in `into`."""
+        return await self._gather(key, self._announce(key, flat, True), into)
+
+    async def pull(self, key: str, into: Vector) -> Vector:
+        """Return the values of a key, in `into`."""
+
+        def ask(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, into.size)
+            return self.lines[piece.master].ask(lambda number: Pull(number, name))
+
+        return await self._gather(key, [ask(piece) for piece in self.places[key].pieces], into)
+
+    async def _gather(self, key: str, answers: Sequence[asyncio.Future[Any]], into: Vector) -> Vector:
+        """Put the pieces of a key's values together, each when it comes."""
+        flat = into.reshape(-1)
+
+        async def place(piece: Piece, answer: asyncio.Future[Any]) -> int:
+            version, frames = await answer
+            join_frames(frames, flat[piece.start : piece.start + piece.values])
+            return int(version)
+
+        pieces = self.places[key].pieces
+        self.pulls += 1
+        self.versions[key] = min(
+            await asyncio.gather(*[place(piece, one) for piece, one in zip(pieces, answers, strict=True)])
+        )
+        return into
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Begin all of it, in order; return the results, or raise what is raised first."""
+    return await asyncio.gather(*[asyncio.ensure_future(one) for one in work])

@@ -1,0 +1,117 @@
+"""Hold what an exchange costs processors: the numbers that plans are made from, and their sums (data; pure).
+
+Rule 1: every number is here and nowhere else, with the command that measures it; a user's own numbers take their place.
+Rule 2: they are of one core of one machine (AMD EPYC, Zen 4, with numba); what a codec on a card costs is an estimate.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.runtime.planning.memory import Place
+
+__all__ = ["COSTS", "CodecCosts", "ExchangeCosts", "costs_of", "exchange_costs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecCosts:
+    """CPU time of one thread in ns per parameter of the fragment.
+
+    encode, decode: at a node, of its delta; of the aggregate and its own part in it.  accumulate: at the hub, of one
+    contribution.  release: at the hub, of one aggregate.
+    """
+
+    encode_ns: float
+    decode_ns: float
+    accumulate_ns: float
+    release_ns: float
+
+
+COSTS: dict[str, CodecCosts] = {
+    "float32": CodecCosts(encode_ns=1.25, decode_ns=1.45, accumulate_ns=1.25, release_ns=2.92),
+    "bf16": CodecCosts(encode_ns=1.2, decode_ns=1.11, accumulate_ns=1.03, release_ns=3.02),
+    "int8": CodecCosts(encode_ns=0.54, decode_ns=0.88, accumulate_ns=0.6, release_ns=2.15),
+    "int4": CodecCosts(encode_ns=0.52, decode_ns=1.02, accumulate_ns=0.71, release_ns=2.3),
+    "ternary": CodecCosts(encode_ns=0.52, decode_ns=1.0, accumulate_ns=0.6, release_ns=2.32),
+}
+"""By codec, the densest first. `bench/costs.py` measures them and prints these lines."""
+
+TRANSPORT_NODE_NS, TRANSPORT_HUB_NS = 0.6, 0.45
+"""CPU time per byte sent or received, at a node and at the hub: a hub of one core moves about 1 GB/s each way."""
+
+DISPATCH_SECONDS = 0.005
+"""What the training thread is held per exchange, where a card does the rest (`held_ms` of `bench/efficiency.py`)."""
+
+REBASE_NS = 2.2
+"""What training loses besides per parameter of the fragment, where a processor subtracts and rebases: CPU time of all
+its threads. `bench/costs.py` prints this line, too."""
+
+CARD_NS = 0.3
+"""What a codec takes of a card's own time, per parameter: not measured, but counted: some 60 bytes of its memory are
+moved, at 200 GB/s."""
+
+CARD_FRAME_NS = 1.0
+"""CPU time per byte of a codec on a card: the bytes fetched, cut into frames, and their checksum."""
+
+
+@dataclass(frozen=True)
+class ExchangeCosts:
+    """Seconds of one exchange. node, hub: of one core, as in `Load`.  thread: that the training thread is held."""
+
+    node_seconds: float
+    hub_seconds: float
+    thread_seconds: float
+
+
+def costs_of(spec: str) -> CodecCosts:
+    """Return what the codec of most parameters costs; one that was not measured, as the slowest of those that were.
+
+    Raises ConfigError for a spec that cannot be read.
+    """
+    last = re.split(r"\+(?=[a-z])", coding_from_spec(spec).default.name)[-1].partition(":")[0]
+    if last in COSTS and "+" not in coding_from_spec(spec).default.name:
+        return COSTS[last]
+    kinds = ("encode_ns", "decode_ns", "accumulate_ns", "release_ns")
+    return CodecCosts(**{kind: max(getattr(cost, kind) for cost in COSTS.values()) for kind in kinds})
+
+
+def exchange_costs(
+    parameters: float,
+    bytes_up: int,
+    bytes_down: int,
+    codec: str,
+    broadcast_codec: str,
+    nodes: int,
+    masters: int = 1,
+    *,
+    step_on: Place = "device",
+    codec_on: Place = "device",
+    node_ns: float | None = None,
+    hub_ns: float | None = None,
+    held_seconds: float | None = None,
+) -> ExchangeCosts:
+    """Return what an exchange of one fragment costs.
+
+    parameters: of the fragment.  step_on, codec_on: the card, or the processor.  node_ns, hub_ns: measured ones, all of
+    a node's per parameter, and all of the hub's per parameter and contribution, take the place of the sums here;
+    held_seconds the same, of the training thread.
+    """
+    up, down = costs_of(codec), costs_of(broadcast_codec)
+    moved = bytes_up + bytes_down
+    if node_ns is not None:
+        node = 1e-9 * node_ns * parameters
+    elif codec_on == "device":
+        node = 1e-9 * (CARD_FRAME_NS + TRANSPORT_NODE_NS) * moved
+    else:
+        node = 1e-9 * ((up.encode_ns + down.decode_ns) * parameters + TRANSPORT_NODE_NS * moved)
+    if hub_ns is not None:
+        hub = 1e-9 * nodes * hub_ns * parameters / masters
+    else:
+        of_codec = (nodes * up.accumulate_ns + down.release_ns) * parameters
+        hub = 1e-9 * (of_codec + nodes * TRANSPORT_HUB_NS * moved) / masters
+    if held_seconds is None:
+        per_parameter = REBASE_NS if step_on == "host" else CARD_NS if codec_on == "device" else 0.0
+        held_seconds = DISPATCH_SECONDS + 1e-9 * per_parameter * parameters
+    return ExchangeCosts(node, hub, held_seconds)
