@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
+from zmqtrain.quantities import parse_bytes, parse_count, parse_duration, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,10 @@ from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
         (parse_rate, "100Mb/s", 10**8),
         (parse_rate, "12.5MB/s", 10**8),
         (parse_rate, "125 MB", 10**9),
+        (parse_duration, "60s", 60.0),
+        (parse_duration, "1.5 min", 90.0),
+        (parse_duration, "1h", 3600.0),
+        (parse_duration, "250ms", 0.25),
     ],
 )
 def test_a_quantity_is_read_as_people_write_it(read, text, value):
@@ -44,3 +48,8 @@ def test_an_amount_of_memory_without_a_unit_is_not_taken_for_bytes():
 def test_what_is_no_quantity_is_refused_with_how_it_is_written(read, text):
     with pytest.raises(ConfigError, match=r"^the thing is written like .*, not "):
         read(text, "the thing")
+
+
+def test_a_time_without_a_unit_is_not_guessed():
+    with pytest.raises(ConfigError, match="a time is written like 60s, 5min or 1h, not '60'"):
+        parse_duration("60")

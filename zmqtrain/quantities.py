@@ -1,4 +1,4 @@
-"""Read the quantities that people type: "100M" parameters, "6GB" of memory, a link of "1gbit".
+"""Read the quantities that people type: "100M" parameters, "6GB" of memory, a link of "1gbit", a time of "5min".
 
 Rule 1: prefixes are powers of 1000, as links and cards are sold; memory has a unit, for a 6 is a card's gigabytes
 to who types it.  Rule 2: a text that cannot be read is a ConfigError
@@ -12,9 +12,10 @@ from math import isfinite
 
 from zmqtrain.errors import ConfigError
 
-__all__ = ["parse_count", "parse_bytes", "parse_rate"]
+__all__ = ["parse_count", "parse_bytes", "parse_rate", "parse_duration"]
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
 
 
@@ -42,6 +43,15 @@ def parse_rate(text: str, name: str = "a link's rate") -> int:
     if re.fullmatch(rf"{_NUMBER}[kKmMgG]?B(?:/s|ps)?\s*", text):  # a large B is bytes, as everywhere
         return 8 * _read(text, rf"{_NUMBER}([kmg]?)b(?:/s|ps)?\s*", wrong)
     return _read(text, rf"{_NUMBER}([kmg]?)(?:bit|b)?(?:/s|ps)?\s*", wrong)
+
+
+def parse_duration(text: str, name: str = "a time") -> float:
+    """Return the seconds of "60s", "5min", "1.5h" or "250ms". Raises ConfigError, naming what it is, for others."""
+    match = re.fullmatch(rf"{_NUMBER}(ms|s|min|h)\s*", text.lower())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not (isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"{name} is written like 60s, 5min or 1h, not {text!r}")
+    return seconds
 
 
 def _read(text: str, pattern: str, wrong: str) -> int:

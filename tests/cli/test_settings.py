@@ -148,7 +148,7 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (BrokerConfig, ["--insecure", "--every", "auto", "--release", "all", "--mode", "strict"], "zmqtrain plan"),
         (NodeConfig, [HUB, "--link", "fast"], "link is written like"),
         (NodeConfig, [HUB, "--share", "1.5"], "0 < share <= 1"),
-        (BrokerConfig, ["--insecure", "--checkpoint-seconds", "0"], "checkpoint_seconds must be at least"),
+        (BrokerConfig, ["--insecure", "--checkpoint-every", "0"], "checkpoint_every must be at least 1 version"),
         (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
         (BrokerConfig, ["--insecure", "--broadcast-codec", "terniary"], "broadcast_codec = 'terniary'.*ternary"),
         (BrokerConfig, ["--insecure", "--release", "most"], "release = 'most'.*quorum"),

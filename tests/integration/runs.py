@@ -142,7 +142,7 @@ class BrokerProcess:
             "def ready(broker): print(broker.channel.address, flush=True)\n"
             "serve(f'tcp://127.0.0.1:{port}', RunSettings(**settings) if settings else None, ready=ready,\n"
             "      place=MasterPlace(**place) if place else None, interrupted=lambda count: None,\n"
-            "      checkpoint=Path(folder) if folder else None, checkpoint_seconds=0.3)\n"
+            "      checkpoint=Path(folder) if folder else None, checkpoint_every='0.3s')\n"
         )
         run, where = settings and settings.to_dict(), place and asdict(place)
         facts = json.dumps([run, str(checkpoint) if checkpoint else "", port, where])

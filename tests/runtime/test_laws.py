@@ -38,7 +38,7 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.runtime.broker.checkpoint import CheckpointFolder
+from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import DeltaCoder, cut, encode_snapshot
 from zmqtrain.runtime.node.inbox import Inbox
@@ -390,7 +390,7 @@ class World:
         record = (released, reduce.landed, reduce.samples)
         self.journal.append(record)
         if self.folder is not None:
-            self.folder.append(record)
+            self.folder.release(record)
         flat = [frame for frames in released.frames for frame in frames]
         for peer in sorted(self.following):
             self.push(
@@ -666,7 +666,7 @@ def test_the_laws_hold_over_a_long_run_with_faults(release, codec):
 def test_the_laws_hold_when_the_hub_comes_back_from_its_folder(tmp_path):
     random = Random("folder")
     run = RunSettings(release="immediately", every=2, delay=4, fragments=2, codec="ternary:block=128")
-    world = live_world(run, 3, CheckpointFolder(tmp_path))
+    world = live_world(run, 3, RunFolder(tmp_path))
     for turn in range(8):
         for _ in range(60):
             happen(world, random.choice(USUAL), random.randrange(12))

@@ -73,7 +73,8 @@ class Federation:
         pace_seconds: float = 0.0,
         pin: bool = True,
         checkpoint: Path | None = None,
-        checkpoint_seconds: float = 60.0,
+        checkpoint_every: str = "",
+        checkpoint_keep: int = 3,
         watch: Callable[[Roster], None] = lambda roster: None,
         exchange: str = "hub",
     ) -> None:
@@ -81,7 +82,8 @@ class Federation:
         self.exchange = exchange
         self._broker: BrokerThread | None = None
         self._others: list[BrokerThread] = []
-        self._checkpoint, self._checkpoint_seconds, self._watch = checkpoint, checkpoint_seconds, watch
+        self._checkpoint, self._watch = checkpoint, watch
+        self._checkpoint_every, self._checkpoint_keep = checkpoint_every, checkpoint_keep
         self._children: list[_Child] = []
         self._members: dict[str, dict[str, int | float | str | bool]] = {}
         self._stopping = False
@@ -91,7 +93,8 @@ class Federation:
             HERE,
             self.settings,
             checkpoint=self._checkpoint_of(0),
-            checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_every=self._checkpoint_every,
+            checkpoint_keep=self._checkpoint_keep,
             watch=self._watch,
         )
         try:
@@ -123,7 +126,8 @@ class Federation:
             HERE,
             None,
             checkpoint=self._checkpoint_of(shard),
-            checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_every=self._checkpoint_every,
+            checkpoint_keep=self._checkpoint_keep,
             place=MasterPlace(shard=shard, masters=self.settings.masters, first=self.broker.address),
         )
 
@@ -236,7 +240,8 @@ def _run(config: LocalConfig) -> int:
         config.nodes,
         pace_seconds=config.pace_seconds,
         checkpoint=config.checkpoint,
-        checkpoint_seconds=config.checkpoint_seconds,
+        checkpoint_every=config.checkpoint_every,
+        checkpoint_keep=config.checkpoint_keep,
         exchange=config.exchange,
     )
     lost: list[Departure] = []

@@ -24,6 +24,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
+from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.runtime.rules import check_rules
@@ -82,6 +83,11 @@ def _require(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
 
 
+def _check_checkpoints(config: BrokerConfig | LocalConfig, strict: bool) -> None:
+    every_from_text(config.checkpoint_every, strict)
+    _require("checkpoint_keep", config.checkpoint_keep, 2 if strict else 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions(RunSettings):
     """The settings of a run as they are typed."""
@@ -126,12 +132,14 @@ class BrokerConfig(_RunOptions):
     nothing is limited."""
     checkpoint: Folder = None
     """Save the run here, and resume it from here if there is one."""
-    checkpoint_seconds: float = 60.0
-    """How often to save the run."""
+    checkpoint_every: str = ""
+    """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
+    checkpoint_keep: int = 3
+    """How many checkpoints stay."""
     record: File = None
     """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
     config: File = None
-    """A TOML file with any of these settings as keys (checkpoint_seconds = 30); flags count more."""
+    """A TOML file with any of these settings as keys (checkpoint_keep = 5); flags count more."""
     verbose: Verbose = False
     """Log what is of use only to who looks for an error."""
 
@@ -141,7 +149,7 @@ class BrokerConfig(_RunOptions):
         check_rules(self)
         link_share(self.link, self.share)
         self._check_shard(index)
-        _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
+        _check_checkpoints(self, self.mode == "strict")
         _, port = parse_address(self.bind, "tcp://*:5555")
         if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
             raise ConfigError(
@@ -328,8 +336,10 @@ class LocalConfig(_RunOptions):
     nodes."""
     checkpoint: Folder = None
     """Save the run here, and resume it from here if there is one."""
-    checkpoint_seconds: float = 60.0
-    """How often to save the run."""
+    checkpoint_every: str = ""
+    """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
+    checkpoint_keep: int = 3
+    """How many checkpoints stay."""
     config: File = None
     """A TOML file with any of these settings as keys; flags count more."""
     verbose: Verbose = False
@@ -343,7 +353,7 @@ class LocalConfig(_RunOptions):
         _require("nodes", self.nodes, 1)
         _require("seconds", self.seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
-        _require("checkpoint_seconds", self.checkpoint_seconds, 0.1)
+        _check_checkpoints(self, self.mode == "strict")
         if not self.program:
             raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
         if self.start_nodes > self.nodes:

@@ -29,7 +29,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.runtime.broker.broker import Broker
-from zmqtrain.runtime.broker.checkpoint import CheckpointFolder
+from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.settings import RunSettings
@@ -168,7 +168,7 @@ def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(t
 
     broker = lived(story, tmp_path)
     assert broker.channel.closed and broker.hub.version == broker.aggregator.version == 0
-    state, _ = CheckpointFolder(tmp_path).load()
+    state, _ = RunFolder(tmp_path).load()
     assert (state["version"], state["contributions"]) == (0, 0)
 
 
@@ -181,7 +181,7 @@ def test_a_broker_that_cannot_save_still_closes_its_channel(tmp_path, monkeypatc
     async def story(peers):
         made.append(peers.broker)
         await peers.join("a#1")
-        monkeypatch.setattr(CheckpointFolder, "save", full)
+        monkeypatch.setattr(RunFolder, "save", full)
 
     with pytest.raises(CheckpointError, match="the disk is full"):
         lived(story, tmp_path)
@@ -203,23 +203,23 @@ def test_after_a_job_that_failed_no_other_is_done_and_the_hub_that_is_ahead_is_n
     with pytest.raises(ValueError, match="a bug"):
         lived(story, tmp_path)
     assert "no last checkpoint: version" in caplog.text
-    state, _ = CheckpointFolder(tmp_path).load()
+    state, _ = RunFolder(tmp_path).load()
     assert state["version"] == 0
 
 
 def test_nobody_hears_of_a_run_before_it_is_on_the_disk(tmp_path, monkeypatch):
     async def story(peers):
-        save = CheckpointFolder.save
+        save = RunFolder.save
 
         def slow(folder, *facts):
             assert not peers.broker.hub.live or not peers.broker.traffic.follows("a#1")
             return save(folder, *facts)
 
-        monkeypatch.setattr(CheckpointFolder, "save", slow)
+        monkeypatch.setattr(RunFolder, "save", slow)
         await peers.join("a#1")
         await peers.until(lambda: peers.broker.traffic.follows("a#1"))
-        monkeypatch.setattr(CheckpointFolder, "save", save)
-        assert CheckpointFolder(tmp_path).load() is not None
+        monkeypatch.setattr(RunFolder, "save", save)
+        assert RunFolder(tmp_path).load() is not None
 
     lived(story, tmp_path)
 

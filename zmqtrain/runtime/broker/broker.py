@@ -75,6 +75,7 @@ from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.broker.registration import Registration
 from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
@@ -130,7 +131,8 @@ class BrokerStatistics:
 class Broker:
     """A hub alive on `channel`.
 
-    settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.
+    settings: of the run.  checkpoint: a folder to resume from and to save to, None for none.  checkpoint_every: how
+    often ("60s", or "64" versions; "": as usual); checkpoint_keep: how many stay.
     watch: called in the broker's loop with every roster.  events: who is told what happens here, None for nobody.
     share: what training may use of this machine's port; None: all there is.
     registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
@@ -143,7 +145,8 @@ class Broker:
         channel: HubChannel,
         settings: RunSettings,
         checkpoint: Path | None = None,
-        checkpoint_seconds: float = 60.0,
+        checkpoint_every: str = "",
+        checkpoint_keep: int = 3,
         watch: Callable[[Roster], None] | None = None,
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
@@ -151,7 +154,6 @@ class Broker:
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
-        self.checkpoint_seconds = checkpoint_seconds
         run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
         self.share = share or LinkShare()
         rule = preemption_from_spec(settings.preemption)
@@ -167,7 +169,8 @@ class Broker:
         )
         self.aggregator = Aggregator(self.settings, shard)
         self._jobs = Jobs("zmqtrain-aggregate", self.stop)
-        self.keeper = Keeper(checkpoint, self._jobs.fail)
+        every = every_from_text(checkpoint_every, settings.mode == "strict")
+        self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep)
         self.keeper.resume(self.hub, self.aggregator)
         if registration is not None and registration.founded and self.hub.version < 0:
             raise ConfigError(
@@ -181,14 +184,13 @@ class Broker:
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
         kept = ParameterKeeper(checkpoint, self._jobs.fail)
         name = f"keys-{secrets.token_hex(4)}"
-        self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, checkpoint_seconds)
+        self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, every.seconds)
         self._stop = asyncio.Event()
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
         self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
         self._bytes_received = self._snapshots_served = 0
-        self._saved_version, self._saved_at = self.hub.version, time.monotonic()
         self._contributions_before = self.hub.contributions
         self._measured_from: tuple[int, float] | None = None
         self._limited: float | None = self.share.limit()
@@ -224,6 +226,7 @@ class Broker:
             for peer in list(self.hub.members):
                 self.traffic.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
+            self.keeper.end()
             try:
                 await self._jobs.close()
                 await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
@@ -580,7 +583,5 @@ class Broker:
             self._carry_out(self.hub.averaged())
 
     def _save_when_due(self) -> None:
-        now = time.monotonic()
-        if self.hub.version > self._saved_version and now - self._saved_at >= self.checkpoint_seconds:
-            self._saved_version, self._saved_at = self.hub.version, now
+        if self.keeper.is_due(self.hub.version):
             self._jobs.do(partial(self.keeper.save, self.hub.state(), self.aggregator))

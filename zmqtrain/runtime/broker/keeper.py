@@ -2,62 +2,85 @@
 
 Rule 1: called by the broker's codec thread, which owns the arrays; only the writing of a checkpoint has a thread of its
 own, on copies, so that a slow disk delays no aggregate.  Rule 2: without a folder every method does nothing.
+Rule 3: a disk that is full costs checkpoints, which are tried again; a release that the journal has no room for waits
+until it has, for a node that had heard of it would know more than the broker that is started again.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.runtime.broker.checkpoint import CheckpointFolder, describe_difference
+from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.broker.parts import export_part
+from zmqtrain.runtime.checkpoints.every import Every
+from zmqtrain.runtime.checkpoints.files import describe_difference
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 
-__all__ = ["FREE_SETTINGS", "Keeper"]
+__all__ = ["FREE_SETTINGS", "AGAIN_SECONDS", "Keeper"]
 
 logger = logging.getLogger(__name__)
 
 FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
 """Settings that may change when a run is resumed."""
+AGAIN_SECONDS = 1.0
+"""So long after a write for which there was no room it is tried again: of the journal; of a checkpoint ten times it."""
 
 
 class Keeper:
     """The checkpoints and the journal of a living broker.
 
-    folder: None keeps nothing.  failed: called, in any thread, with the error of a checkpoint that was not written.
+    folder: None keeps nothing.  failed: called, in any thread, with an error that nobody thought of.
+    every: how often to save.  keep: how many checkpoints stay.
     """
 
-    def __init__(self, folder: Path | None, failed: Callable[[BaseException], None]) -> None:
-        self._folder = CheckpointFolder(folder) if folder is not None else None
-        self._failed = failed
+    def __init__(
+        self, folder: Path | None, failed: Callable[[BaseException], None], every: Every | None = None, keep: int = 3
+    ) -> None:
+        self._folder = RunFolder(folder, keep) if folder is not None else None
+        self._failed, self._every = failed, every or Every()
         self._writer: threading.Thread | None = None
+        self._ending = threading.Event()
+        self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
+        self._kept_version = -1
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> None:
-        """Bring a fresh hub and aggregator to where the folder's run was, if there is one.
+        """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
 
-        Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read.
+        Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read, or
+        another process has it.
         """
-        loaded = self._folder.load() if self._folder is not None else None
-        if self._folder is None or loaded is None:
+        if self._folder is None:
+            return
+        self._folder.lock()
+        try:
+            self._resume(self._folder, hub, aggregator)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> None:
+        if (loaded := folder.load()) is None:
             return
         state, arrays = loaded
         if state.get("shard", 0) != hub.shard:
             raise ConfigError(
-                f"the checkpoint in {self._folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
+                f"the checkpoint in {folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
                 f"{hub.shard}: every master needs a --checkpoint folder of its own"
             )
         if hub.shard and state["run"] != hub.run:
-            if state["version"] <= 0 and not any(self._folder.replay(0)):
+            if state["version"] <= 0 and not any(folder.replay(0)):
                 logger.warning("%s was founded, and never begun: its checkpoint is of no use any more", state["run"])
                 return
             raise ConfigError(
-                f"the checkpoint in {self._folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
+                f"the checkpoint in {folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
                 "that with its own checkpoint of this run, or give another --checkpoint folder"
             )
         # in strict mode the data lie in as many lanes as nodes began the run
@@ -65,18 +88,22 @@ class Keeper:
         difference = describe_difference(state.get("settings", {}), hub.settings.to_dict(), free)
         if difference:
             raise ConfigError(
-                f"the checkpoint in {self._folder.folder} was written under other settings: {difference}. "
+                f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
                 "Give the same settings to resume that run, or another --checkpoint folder to begin a new one."
             )
         hub.restore(state)
         aggregator.plan(hub.model)
         aggregator.restore(hub.version, arrays)
         saved = hub.version
-        for released, landed, samples in self._folder.replay(saved):
+        for released, landed, samples in folder.replay(saved):
             aggregator.replay(released)
             hub.replay(released.version, landed, samples)
-        self._folder.save(hub.version, hub.state(), aggregator.arrays())
-        self._folder.begin_journal(hub.version)
+        if folder.skipped > hub.version:
+            text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
+            logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
+        folder.save(hub.version, hub.state(), aggregator.arrays())
+        folder.begin_journal(hub.version)
+        self._saved_version = self._kept_version = hub.version
         logger.info(
             "resuming %s at version %d (%d of them from the journal), %d samples",
             hub.run,
@@ -86,32 +113,78 @@ class Keeper:
         )
 
     def released(self, released: Released, reduce: Reduce) -> None:
-        """Write a release to the journal; call it before anybody hears of the release. Raises CheckpointError."""
-        if self._folder is not None:
-            self._folder.append((released, reduce.landed, reduce.samples))
+        """Write a release to the journal; call it before anybody hears of the release.
+
+        Waits while there is no room for it. Raises CheckpointError if `end` is called meanwhile.
+        """
+        if self._folder is None:
+            return
+        waited = False
+        while True:
+            try:
+                self._folder.release((released, reduce.landed, reduce.samples))
+                break
+            except CheckpointError as error:
+                if not waited:
+                    text = "%s. Nothing is released until there is room for it; the nodes train on alone meanwhile"
+                    logger.error(text, error)
+                waited = True
+                if self._ending.wait(AGAIN_SECONDS):
+                    raise
+        self._kept_version = released.version
+        if waited:
+            logger.warning("the journal has room again: releases go on, from version %d", released.version)
+
+    def end(self) -> None:
+        """Wait for no room any more: the broker ends. From any thread."""
+        self._ending.set()
+
+    def is_due(self, version: int) -> bool:
+        """Return whether it is time to save this version: in the broker's loop. It is then taken to be saved."""
+        now = time.monotonic()
+        if self._folder is None or version <= self._saved_version:
+            return False
+        again = now >= self._again_at
+        if not (again or self._every.is_due(version, self._saved_version, now - self._saved_at)):
+            return False
+        self._saved_version, self._saved_at, self._again_at = version, now, float("inf")
+        return True
 
     def save(self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False) -> None:
         """Copy the run as it stands, begin a new journal, and write the copy in the background.
 
-        state: of the hub, at the aggregator's version.  wait: until it is written.
-        Nothing happens while the last one is still being written.
-        Raises CheckpointError if the journal cannot be begun.
+        state: of the hub, at the aggregator's version.  wait: until it is written; else nothing happens while the last
+        one is still being written, and what cannot be written is a warning, and is tried again.
+        Raises CheckpointError if it waits, and it cannot be written.
         """
         if self._folder is None or (self._writer is not None and self._writer.is_alive()):
             return
         folder, version, arrays = self._folder, aggregator.version, aggregator.arrays()
-        folder.begin_journal(version)
+        if wait:
+            folder.begin_journal(version)
+            folder.save(version, state, arrays)
+            self._saved_version = version
+            return
 
         def write() -> None:
             try:
                 folder.save(version, state, arrays)
+            except CheckpointError as error:
+                self._put_off(error)
             except Exception as error:
                 self._failed(error)
 
+        try:
+            folder.begin_journal(version)
+        except CheckpointError as error:
+            return self._put_off(error)
         self._writer = threading.Thread(target=write, name="zmqtrain-checkpoint")
         self._writer.start()
-        if wait:
-            self._writer.join()
+
+    def _put_off(self, error: CheckpointError) -> None:
+        again = 10 * AGAIN_SECONDS
+        logger.warning("no checkpoint: %s. The run goes on; it is tried again in %.0f s", error, again)
+        self._again_at = time.monotonic() + again
 
     def close(self, state: dict[str, Any], aggregator: Aggregator) -> None:
         """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError.
@@ -125,7 +198,7 @@ class Keeper:
         try:
             if aggregator.version != state["version"]:
                 text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
-                logger.warning(text, state["version"], aggregator.version)
+                logger.warning(text, state["version"], self._kept_version)
             elif aggregator.version >= 0:
                 arrays = aggregator.arrays()
                 path = self._folder.save(aggregator.version, state, arrays)

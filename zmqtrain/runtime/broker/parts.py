@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import CheckpointError
-from zmqtrain.runtime.broker.checkpoint import export_model, model_arrays, write_arrays
+from zmqtrain.runtime.broker.checkpoint import export_model, model_arrays
+from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.types import Version
 
 __all__ = ["MODEL_FILE", "part_file", "export_part", "merge_parts"]

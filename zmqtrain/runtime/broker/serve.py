@@ -35,7 +35,8 @@ def serve(
     *,
     keys: CurveKeys | None = None,
     checkpoint: Path | None = None,
-    checkpoint_seconds: float = 60.0,
+    checkpoint_every: str = "",
+    checkpoint_keep: int = 3,
     ready: Callable[[Broker], None] = lambda broker: None,
     watch: Callable[[Roster], None] | None = None,
     interrupted: Callable[[int], None] | None = None,
@@ -46,7 +47,7 @@ def serve(
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
     settings: of the run; None with a place.  place: what belongs to this broker if it is not the first of its run's
-    masters; it takes the settings from the first.
+    masters; it takes the settings from the first.  checkpoint, checkpoint_every, checkpoint_keep: as of a `Broker`.
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
     interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
     thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
@@ -66,7 +67,9 @@ def serve(
                 await registration.welcomed()
             run = registration.settings if registration is not None else settings
             assert run is not None, "a broker has settings, or a first master that gives them"
-            broker = Broker(channel, run, checkpoint, checkpoint_seconds, watch, events, share, registration)
+            broker = Broker(
+                channel, run, checkpoint, checkpoint_every, checkpoint_keep, watch, events, share, registration
+            )
         except BaseException:
             if registration is not None:
                 registration.close()
@@ -114,7 +117,8 @@ class BrokerThread:
         *,
         keys: CurveKeys | None = None,
         checkpoint: Path | None = None,
-        checkpoint_seconds: float = 60.0,
+        checkpoint_every: str = "",
+        checkpoint_keep: int = 3,
         watch: Callable[[Roster], None] = lambda roster: None,
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
@@ -134,7 +138,8 @@ class BrokerThread:
                     settings,
                     keys=keys,
                     checkpoint=checkpoint,
-                    checkpoint_seconds=checkpoint_seconds,
+                    checkpoint_every=checkpoint_every,
+                    checkpoint_keep=checkpoint_keep,
                     ready=self._ready,
                     watch=self._see,
                     events=events,

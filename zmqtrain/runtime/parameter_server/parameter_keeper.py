@@ -14,14 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.parameter_server.directory import Directory
 from zmqtrain.parameter_server.machine import KeyServer
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.store import Store
-from zmqtrain.runtime.broker.checkpoint import read_arrays, write_arrays
+from zmqtrain.runtime.checkpoints.files import read_arrays, write_arrays
 
 __all__ = ["ParameterKeeper"]
 
@@ -31,12 +29,18 @@ FILE = "keys.safetensors"
 
 
 class ParameterKeeper:
-    """The file of a key server. failed: called, in any thread, with the error of one that was not written."""
+    """The file of a key server.
+
+    failed: called, in any thread, with an error that nobody thought of, or of a file that cannot be written while that
+    is waited for; else that is a warning.
+    """
 
     def __init__(self, folder: Path | None, failed: Callable[[BaseException], None]) -> None:
         self._path = folder / FILE if folder is not None else None
         self._failed = failed
         self._writer: threading.Thread | None = None
+        self.unwritten = False
+        """Whether the last file could not be written; whoever tries again takes it back."""
 
     def resume(self, machine: KeyServer) -> tuple[Directory, Store] | None:
         """Bring a fresh machine to where that of the file was; return its directory and store. None: there is none.
@@ -52,7 +56,7 @@ class ParameterKeeper:
             directory, store = Directory(machine.rules.masters), Store(optimizer_from_spec(machine.rules.optimizer))
             directory.restore(state["directory"])
             store.restore(versions, arrays)
-        except (ConfigError, OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
             text = f"the keys in {self._path} cannot be read: {error!r}. Move that file away to begin without them"
             raise CheckpointError(text) from error
         logger.info("resuming a parameter server of %d keys, from %s", len(versions), self._path)
@@ -74,6 +78,11 @@ class ParameterKeeper:
         def write() -> None:
             try:
                 write_arrays(path, arrays, {"state": text})
+            except CheckpointError as error:
+                if wait:
+                    return self._failed(error)
+                logger.warning("the keys were not written: %s. They are tried again", error)
+                self.unwritten = True
             except Exception as error:
                 self._failed(error)
 

@@ -140,8 +140,8 @@ class Parameters:
 
     def tick(self, now: float) -> None:
         """Keep what has changed, and tell clients that wait for others whom they wait for, now and then."""
-        if self._changed and now - self._kept_at >= self._keep_seconds:
-            self._kept_at, self._changed = now, False
+        if (self._changed or self._keeper.unwritten) and now - self._kept_at >= self._keep_seconds:
+            self._kept_at, self._changed, self._keeper.unwritten = now, False, False
             self._job(partial(self._keeper.save, self._state(), self.store))
         if now - self._looked_at < AWAITED_SECONDS:
             return

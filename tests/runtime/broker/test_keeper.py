@@ -1,0 +1,134 @@
+"""A disk that is full costs a broker checkpoints and time, and nothing that a node has heard of."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from zmqtrain.errors import CheckpointError
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.broker import keeper as keeper_module
+from zmqtrain.runtime.broker.checkpoint import RunFolder
+from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.checkpoints.every import Every
+from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.delta import encode_snapshot
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import LeafSpec
+
+SETTINGS = RunSettings(release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+MODEL = (LeafSpec("w", (10,), "float32"),)
+
+
+class Run:
+    """A hub and an aggregator of one model, and a keeper over them."""
+
+    def __init__(self, folder, every=None):
+        self.hub = Hub(SETTINGS, release_rule_from_spec(SETTINGS.release), "run-1")
+        self.aggregator = Aggregator(SETTINGS)
+        self.errors = []
+        self.keeper = Keeper(folder, self.errors.append, every)
+        self.keeper.resume(self.hub, self.aggregator)
+
+    def found(self):
+        self.hub._founding.resume(MODEL)
+        self.hub.version = 0
+        self.aggregator.plan(MODEL)
+        self.aggregator.found(encode_snapshot(self.aggregator.layout, [np.zeros(10, np.float32)]))
+        self.keeper.save(self.hub.state(), self.aggregator, wait=True)
+
+    def release(self):
+        self.hub.version += 1
+        one = Contribution("a#1", self.hub.version, 0, 8, 0.5, self.hub.version - 1, 0)
+        self.aggregator._sums[0] += 1
+        reduce = Reduce(self.hub.version, (0,), (one,), 1, False)
+        self.keeper.released(self.aggregator.release(reduce), reduce)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.01)
+    made = Run(tmp_path)
+    made.found()
+    yield made
+    made.keeper.close(made.hub.state(), made.aggregator)
+
+
+def full(*_):
+    raise CheckpointError("No space left on device")
+
+
+def test_a_release_for_which_the_journal_has_no_room_waits_until_there_is_some(run, tmp_path, monkeypatch, caplog):
+    tries, write = threading.Semaphore(0), RunFolder.release
+
+    def counted(*arguments):
+        tries.release()
+        full()
+
+    monkeypatch.setattr(RunFolder, "release", counted)
+    told = threading.Thread(target=run.release)
+    told.start()
+    for _ in range(3):
+        assert tries.acquire(timeout=60)
+    assert told.is_alive(), "nobody hears of what is not in the journal"
+    assert caplog.text.count("Nothing is released until there is room") == 1
+    monkeypatch.setattr(RunFolder, "release", write)
+    told.join(60)
+    assert "releases go on, from version 1" in caplog.text
+    assert [released.version for released, _, _ in RunFolder(tmp_path).replay(0)] == [1]
+
+
+def test_a_broker_that_ends_does_not_wait_for_room(run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "release", full)
+        run.keeper.end()
+        with pytest.raises(CheckpointError, match="No space left"):
+            run.release()
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_a_warning_and_is_tried_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    run = Run(tmp_path, Every(versions=3))
+    run.found()
+    for _ in range(3):
+        run.release()
+        due = run.keeper.is_due(run.hub.version)
+        assert due == (run.hub.version == 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", full)
+        run.keeper.save(run.hub.state(), run.aggregator)
+        run.keeper._writer.join()
+        assert "The run goes on; it is tried again" in caplog.text and not run.errors
+    run.release()
+    assert run.keeper.is_due(4), "sooner than the next would be"
+    run.keeper.save(run.hub.state(), run.aggregator)
+    run.keeper._writer.join()
+    assert RunFolder(tmp_path).good_versions() == (0, 4)
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_the_journal_makes_good_for_a_torn_checkpoint_and_what_is_lost_is_said_where_it_does_not(tmp_path, caplog):
+    run = Run(tmp_path, Every(versions=2))
+    run.found()
+    for _ in range(5):
+        run.release()
+        if run.keeper.is_due(run.hub.version):
+            run.keeper.save(run.hub.state(), run.aggregator)
+            run.keeper._writer.join()
+    run.keeper._folder.close()  # killed
+    newest = tmp_path / "checkpoint-000000000004.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = Run(tmp_path)
+    assert again.hub.version == again.aggregator.version == 5 and "has lost" not in caplog.text
+    np.testing.assert_array_equal(again.aggregator.published[0], run.aggregator.published[0])
+    again.keeper._folder.close()
+    for path in (*tmp_path.glob("journal-*"), *tmp_path.glob("checkpoint-*5.safetensors")):
+        path.write_bytes(b"torn")
+    third = Run(tmp_path)
+    assert third.hub.version == 2
+    assert "run-1 has lost what was released after version 2: the checkpoint of version 5 is torn" in caplog.text
+    third.keeper._folder.close()
