@@ -7,6 +7,7 @@ import pytest
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
+from zmqtrain.monitor.ledger import lives_of
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.settings import RunSettings
@@ -152,16 +153,52 @@ def test_a_mean_of_several_is_recorded_with_all_of_them(tmp_path, clock):
         assert read_records(broker.path)[0]["nodes"] == ["pc-1", "pc-2"]
 
 
-def test_a_disk_that_is_full_ends_the_record_and_nothing_else(node, monkeypatch, caplog):
-    def full(text):
-        raise OSError(28, "No space left on device")
+class Disk:
+    """A file on a disk that takes so many bytes, and no more until it is given room."""
 
-    file = node._file
-    monkeypatch.setattr(node, "_file", type("Full", (), {"write": staticmethod(full), "close": file.close})())
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+        self.close = file.close
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written = self.file.write(bytes(data[: self.room]))
+        self.room -= written
+        return written
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_it_does(node, caplog):
+    disk = node._file = Disk(node._file, 20)  # full in the middle of a line
     node.began(1)
     node.began(2)
     node.stepped(1, 16, 0.5)
     assert caplog.text.count("No space left") == 1
+    disk.room = 1 << 20
+    node.began(3)
+    assert [one["unit"] for one in read_records(node.path) if one["kind"] == "unit"] == [1, 2, 3]
+
+
+def test_a_disk_that_stays_full_ends_the_record_and_nothing_else(node, monkeypatch, caplog):
+    node._file = Disk(node._file, 0)
+    monkeypatch.setattr("zmqtrain.monitor.recorder.HELD_BYTES", 100)
+    for unit in range(9):
+        node.began(unit)
+    assert caplog.text.count("ends here") == 1
+    node.close()
+
+
+def test_a_record_never_takes_the_place_of_another(tmp_path, clock):
+    path = tmp_path / "pc-1.jsonl"
+    for life in range(12):
+        with NodeRecorder(path, {"life": life}, clock) as recorder:
+            recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False)
+    assert [life[0]["life"] for life in lives_of(path)] == list(range(12))
+    with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock):
+        pass  # it said nothing: there is nothing to keep
+    with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock):
+        pass
+    assert not list(tmp_path.glob("broker.jsonl.*")) and lives_of(tmp_path / "broker.jsonl") == []
 
 
 def test_after_the_file_is_closed_nothing_is_written(node):

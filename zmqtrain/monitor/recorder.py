@@ -1,8 +1,10 @@
 """Write the record of a living broker or node: a line of JSON an event, on disk before the next event.
 
-Rule 1: a record must never end a run: a disk that is full costs the rest of the record, and a line in the log.
+Rule 1: a record must never end a run: while a disk is full, what happens is held in memory, `HELD_BYTES` of it; only
+more than that costs the rest of the record, and a line in the log.
 Rule 2: an event of a training thread is written at the end of its step, with the step's number; what comes after the
-last step is marked as draining.
+last step is marked as draining.  Rule 3: a record never takes the place of another: one that is there under its name is
+given a number first, so that a process that is started again with the same line has a record for each of its lives.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from math import nan
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.interfaces import Clock
@@ -28,6 +31,9 @@ __all__ = ["Recorder", "BrokerRecorder", "NodeRecorder"]
 
 logger = logging.getLogger(__name__)
 
+HELD_BYTES = 16 << 20
+"""So much of a record waits in memory for a disk that takes no more."""
+
 
 class Recorder:
     """A file of records; any thread may write.
@@ -40,8 +46,10 @@ class Recorder:
         self.path, self.facts, self._clock = path, dict(facts or {}), clock
         self._began = clock.monotonic()
         self._lock = threading.RLock()
+        self._held = bytearray()  # written, and not yet in the file
         try:
-            self._file: TextIO | None = path.open("w", encoding="utf-8")
+            _set_aside(path)
+            self._file: FileIO | None = FileIO(path, "w")
         except OSError as error:
             raise ConfigError(f"cannot write {path} (--record): {error.strerror}") from error
 
@@ -55,25 +63,35 @@ class Recorder:
         with self._lock:
             if self._file is None:
                 return
-            try:
-                self._file.write(format_record(record))
-                self._file.flush()
-            except OSError as error:
-                logger.error("the record in %s ends here: %s", self.path, error.strerror)
+            full = bool(self._held)
+            self._held += format_record(record).encode()
+            if (error := self._flush()) is not None and not full:
+                logger.warning("the record in %s waits in memory: %s", self.path, error.strerror)
+            if len(self._held) > HELD_BYTES:
+                logger.error("the record in %s ends here: the disk takes no more", self.path)
                 self._shut()
+
+    def _flush(self) -> OSError | None:
+        """Write what is held, as far as that goes; return why it goes no further."""
+        assert self._file is not None
+        try:
+            while self._held:
+                del self._held[: self._file.write(self._held)]
+        except OSError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
         with self._lock:
+            if self._file is not None and (error := self._flush()) is not None:
+                logger.error("the record in %s is not complete: %s", self.path, error.strerror)
             self._shut()
 
     def _shut(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            try:
-                file.close()
-            except OSError as error:  # what was not written yet does not fit either
-                logger.error("the record in %s is not complete: %s", self.path, error.strerror)
+            file.close()
 
     def __enter__(self) -> Any:
         return self
@@ -132,7 +150,7 @@ class NodeRecorder(Recorder):
         super().__init__(path, facts, clock)
         self._name = ""
         self._encoded = -1
-        self._held: list[Record] = []  # of the step that goes on
+        self._of_step: list[Record] = []  # of the step that goes on
         self._step = self._samples = 0
         self._draining = False
         self._unsaid: tuple[float, int, int, Any] | None = None  # the step whose loss may not be ready
@@ -201,15 +219,15 @@ class NodeRecorder(Recorder):
         self._write_held(True)
 
     def _hold(self, record: Record) -> None:
-        self._held.append(record)
+        self._of_step.append(record)
         if self._draining:
             self._write_held(True)
 
     def _write_held(self, draining: bool) -> None:
         self._draining = draining
-        for record in self._held:
+        for record in self._of_step:
             self.write({**record, "step": self._step, "samples": self._samples, "draining": draining})
-        self._held.clear()
+        self._of_step.clear()
 
     def _say_step(self) -> None:
         if self._unsaid is not None:
@@ -217,3 +235,11 @@ class NodeRecorder(Recorder):
             self._unsaid = None
             unknown = loss is None or getattr(loss, "is_deleted", lambda: False)()  # a loop may donate its buffers
             self.write(records.step(seconds, self._name, step, nan if unknown else float(loss), samples))
+
+
+def _set_aside(path: Path) -> None:
+    """Give a record that is there under this name the next number behind it."""
+    if path.exists() and path.stat().st_size:
+        numbers = (one.name.removeprefix(path.name + ".") for one in path.parent.glob(path.name + ".*"))
+        last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        path.rename(path.with_name(f"{path.name}.{last + 1}"))
