@@ -465,6 +465,20 @@ def test_a_transfer_of_the_old_connection_does_not_count():
     assert peer.received(6) == [] and peer.version == 5
 
 
+@pytest.mark.parametrize("state", [PeerState.WELCOMED, PeerState.SYNCING, PeerState.FOUNDING, PeerState.APART])
+def test_who_has_nothing_of_its_run_yet_follows_its_hub_into_a_new_one_of_the_same_settings(state):
+    peer = IN_STATE[state]()
+    settings = POPULATION if state is PeerState.APART else SETTINGS
+    peer.tick(99.0)
+    assert peer.state is PeerState.CONNECTING
+    peer.receive(welcome(-1, run="run-2", model=(), settings=settings), 99.0)
+    assert peer.run == "run-2" and peer.state is not PeerState.CONNECTING
+    peer.tick(199.0)
+    other = replace(settings, every=5)
+    (disconnect,) = peer.receive(welcome(-1, run="run-3", model=(), settings=other), 199.0)
+    assert disconnect.reason == "run" and peer.run == "run-2"
+
+
 def test_a_hub_of_another_run_is_not_believed():
     peer = live(5, in_flight=(0,))
     peer.receive(Goodbye(), 0.0)

@@ -281,7 +281,7 @@ class Peer:
         return [Send(Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange))]
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
-        if self.run and welcome.run != self.run:
+        if self.run and welcome.run != self.run and not self._may_begin_anew(welcome):
             text = (
                 f"the broker now runs {welcome.run}, this node belongs to {self.run}. Restart the broker with the "
                 "checkpoint of the old run, or stop this node and start it again to join the new run."
@@ -308,6 +308,11 @@ class Peer:
         self.in_flight &= kept
         effects: list[PeerEffect] = [Withdraw(s, "lost", "the connection was lost on its way") for s in lost]
         return effects + (self._fetch(now) if self.model else [])
+
+    def _may_begin_anew(self, welcome: Welcome) -> bool:
+        """Whether this node has nothing of its run yet and is offered the same again: its broker died in founding it."""
+        nothing, settings = self.version < 0 and self.claim is None, self.settings
+        return nothing and settings is not None and settings.masters == 1 and welcome.settings == settings.to_dict()
 
     def _fetch(self, now: float) -> list[PeerEffect]:
         if self.run_model:
