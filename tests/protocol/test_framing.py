@@ -137,7 +137,7 @@ def test_a_mutated_head_is_a_message_or_a_framing_error(message, data):
 
 
 def test_a_field_of_another_type_is_refused_and_named():
-    head = msgpack.packb([PROTOCOL_VERSION, "Chunk", {"transfer": 1, "index": True}])
+    head = msgpack.packb([PROTOCOL_VERSION, 0, 0, "Chunk", {"transfer": 1, "index": True}])
     with pytest.raises(FramingError, match=r"Chunk\.index: expected int, got bool"):
         decode_message(head)
 

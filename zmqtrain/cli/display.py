@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
 
@@ -43,6 +44,8 @@ REDRAW_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
 NOTHING = "–"
 NAME_LENGTH = 24
+DROPPED = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.NOW)
+"""What the hub counts of the messages that it has dropped."""
 
 Member = Mapping[str, int | float | str | bool]
 
@@ -115,6 +118,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"k {roster.every}, d {roster.delay}")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
+    if dropped := sum(count for count in (roster.hub.get(kind, 0) for kind in DROPPED) if isinstance(count, int)):
+        parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
     if missing := name_missing(roster.masters):
         parts.append(f"without {missing}")
     if served := roster.served:

@@ -147,7 +147,7 @@ def evaluation(seconds: float, version: Version, samples: int, scores: Mapping[s
 
 def run_end(seconds: float, figures: Mapping[str, Any]) -> Record:
     """The run is over. figures: version, samples, contributions, refused, and, as far as they are known, steps,
-    bytes_up, bytes_down, the shared model's scores, and its crc."""
+    dropped, bytes_up, bytes_down, the shared model's scores, and its crc."""
     return {"kind": "run_end", "seconds": seconds, **figures}
 
 

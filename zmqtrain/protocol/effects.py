@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.messages import (
     Aggregate,
     Announcement,
@@ -47,10 +48,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Send a message to one peer."""
+    """Send a message to one peer. stamp: that of what it answers, where no connection was made of it; None: the next of
+    the peer's connection."""
 
     peer: PeerId
     message: Message
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Turn a message into bytes and back, and put the chunks of a transfer together again.
 
-Rule 1: the head is msgpack, [PROTOCOL_VERSION, kind, fields]; nothing that comes in is ever executed or unpickled.
+Rule 1: the head is msgpack, [PROTOCOL_VERSION, incarnation, number, kind, fields] (incarnation, number: `fencing`);
+nothing that comes in is ever executed or unpickled.
 Rule 2: sizes are bounded before anything is allocated; whatever is wrong is a FramingError that costs its sender alone.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import msgpack
 
 from zmqtrain.errors import FramingError
+from zmqtrain.protocol.fencing import MAX_INCARNATION, UNSTAMPED, Stamp
 from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer
 
@@ -24,11 +26,12 @@ __all__ = [
     "ProtocolVersionError",
     "encode_message",
     "decode_message",
+    "decode_head",
     "split",
     "Assembler",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HEAD_BYTES = 1 << 20
 
 Check = Callable[[Any], Any]
@@ -102,15 +105,20 @@ _CHECKS: dict[str, dict[str, Check]] = {
 _FIELDS: dict[type[Message], tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in MESSAGES}
 
 
-def encode_message(message: Message) -> bytes:
+def encode_message(message: Message, stamp: Stamp = UNSTAMPED) -> bytes:
     """Return the head of a message: a few dozen bytes for most, about 60 bytes a leaf where a model is described."""
     kind = type(message)
     body = {name: getattr(message, name) for name in _FIELDS[kind]}
-    packed: bytes = msgpack.packb([PROTOCOL_VERSION, kind.__name__, body])
+    packed: bytes = msgpack.packb([PROTOCOL_VERSION, *stamp, kind.__name__, body])
     return packed
 
 
 def decode_message(head: Buffer) -> Message:
+    """Read one head, whatever its stamp. Raises what `decode_head` does."""
+    return decode_head(head)[1]
+
+
+def decode_head(head: Buffer) -> tuple[Stamp, Message]:
     """Read one head. Raises FramingError for anything that is no message, ProtocolVersionError for another version."""
     if len(head) > MAX_HEAD_BYTES:
         raise FramingError(f"a head of {len(head)} bytes; at most {MAX_HEAD_BYTES} are read")
@@ -118,11 +126,15 @@ def decode_message(head: Buffer) -> Message:
         parts = msgpack.unpackb(head, use_list=False, strict_map_key=True)
     except Exception as error:  # msgpack raises several kinds, ValueError and its own among them
         raise FramingError(f"no msgpack: {error}") from None
-    if type(parts) is not tuple or len(parts) != 3:
-        raise FramingError("a head is [version, kind, fields]")
-    version, name, body = parts
-    if type(version) is not int or version != PROTOCOL_VERSION:
-        raise ProtocolVersionError(version)
+    if type(parts) is not tuple or len(parts) < 3:
+        raise FramingError("a head is [version, incarnation, number, kind, fields]")
+    if type(parts[0]) is not int or parts[0] != PROTOCOL_VERSION:
+        raise ProtocolVersionError(parts[0])
+    if len(parts) != 5:
+        raise FramingError("a head is [version, incarnation, number, kind, fields]")
+    _, incarnation, number, name, body = parts
+    if not all(type(count) is int and 0 <= count < MAX_INCARNATION for count in (incarnation, number)):
+        raise FramingError("a head is stamped with two numbers of at most 63 bits")
     if type(name) is not str or name not in _KINDS or type(body) is not dict:
         raise FramingError(f"unknown message {str(name)[:40]!r}")
     checks = _CHECKS[name]
@@ -134,12 +146,12 @@ def decode_message(head: Buffer) -> Message:
             checked[field] = checks[field](value)
         except FramingError as error:
             raise FramingError(f"{name}.{field}: {error}") from None
-    return _KINDS[name](**checked)
+    return Stamp(incarnation, number), _KINDS[name](**checked)
 
 
-def split(transfer: int, frames: Sequence[Buffer]) -> list[tuple[bytes, Buffer]]:
+def split(transfer: int, frames: Sequence[Buffer], stamp: Stamp = UNSTAMPED) -> list[tuple[bytes, Buffer]]:
     """Return the chunks of a transfer, ready to send: (head, payload frame) each; no frame is copied."""
-    return [(encode_message(Chunk(transfer, index)), frame) for index, frame in enumerate(frames)]
+    return [(encode_message(Chunk(transfer, index), stamp), frame) for index, frame in enumerate(frames)]
 
 
 class Assembler:
@@ -164,6 +176,11 @@ class Assembler:
             raise FramingError(f"{sum(sizes)} bytes are announced; at most {self.limit_bytes} are expected")
         self.expected_bytes += sum(sizes)
         self._open[transfer] = (announcement, [None] * len(sizes), len(sizes))
+
+    def has(self, chunk: Chunk) -> bool:
+        """Return whether this chunk of an open transfer is here already."""
+        _, frames, _ = self._open.get(chunk.transfer, (None, (), 0))
+        return 0 <= chunk.index < len(frames) and frames[chunk.index] is not None
 
     def add(self, chunk: Chunk, frame: Buffer) -> tuple[Announcement, list[Buffer]] | None:
         """Take one chunk; return the announcement and all frames when it was the last, else None.

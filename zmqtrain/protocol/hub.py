@@ -25,6 +25,7 @@ from zmqtrain.protocol.effects import (
     SendTo,
     Serve,
 )
+from zmqtrain.protocol.fencing import GAP, MAX_INCARNATION, SUPERSEDED, UNKNOWN, Fence, Stamp, Verdict
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
@@ -32,6 +33,8 @@ from zmqtrain.protocol.masters import Claim, Masters
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
+    Chunk,
+    Credit,
     Fetch,
     Goodbye,
     Heartbeat,
@@ -114,6 +117,7 @@ class Hub:
         self.scores: dict[str, float] = {}
         self.score_version = -1
         self._records = Records()
+        self.fence = Fence()
         self._probes = ProbeBudget()
         self._groups = Groups()
         self._founding = Founding(settings, self.members, self._records.landed, preemption, shard)
@@ -133,6 +137,36 @@ class Hub:
 
     # ------------------------------------------------------------------ what comes in
 
+    def judge(
+        self, sender: PeerId, stamp: Stamp, message: Message, now: float, counted: bool = True
+    ) -> list[HubEffect] | None:
+        """Return None for a message of now, which is to be received; for any other what is to be done instead.
+
+        counted: it came on the lane of control.
+        """
+        if isinstance(message, Hello):  # judged when it is received
+            return None
+        member = self.members.get(sender)
+        verdict = None if member is None else self.fence.judge(sender, stamp, counted)
+        if verdict is Verdict.NOW or (verdict is None and not stamp.incarnation):
+            return None
+        if member is not None:
+            member.dropped += 1
+        here = Stamp(stamp.incarnation)
+        if verdict is Verdict.GAP:
+            text = "messages of yours were lost on their way: say Hello again"
+            return [SendTo(sender, Refused("unknown", text), here), *self.gone(sender, GAP, now)]
+        if verdict is None and not isinstance(message, Goodbye | Chunk | Credit):
+            return [SendTo(sender, Refused("unknown", UNKNOWN), here)]
+        if verdict is Verdict.FORMER and isinstance(message, Heartbeat) and stamp.incarnation:
+            return [SendTo(sender, Refused("superseded", SUPERSEDED), here)]
+        return []
+
+    def stamp(self, peer: PeerId, counted: bool = True) -> Stamp:
+        """Return the stamp of what this peer is told next. counted: on the lane of control."""
+        stamp = self.fence.stamp(peer, counted)
+        return Stamp(self._records.incarnation(peer)) if stamp is None else stamp
+
     def receive(self, sender: PeerId, message: Message, now: float) -> list[HubEffect]:
         """Take one message. Raises RemoteProtocolError when the sender's state does not allow it."""
         if isinstance(message, Hello):
@@ -141,7 +175,7 @@ class Hub:
         if member is None:
             if isinstance(message, Goodbye):
                 return []
-            return [SendTo(sender, Refused("unknown", "say Hello first: this broker does not know you"))]
+            return [SendTo(sender, Refused("unknown", UNKNOWN))]
         if member.state not in ALLOWED.get(type(message), frozenset()):
             raise RemoteProtocolError(sender, member.state.value, type(message).__name__)
         member.last_seen = now
@@ -202,6 +236,7 @@ class Hub:
                 effects.append(Broadcast(schedule))
         if now - self._rostered >= ROSTER_SECONDS:
             self._rostered = now
+            self.fence.keep(self.members)
             effects.append(Broadcast(self.roster(now)))
         return effects
 
@@ -249,6 +284,7 @@ class Hub:
             delay=settings.delay,
             masters=self.masters.addresses if not self.shard else (),
             exchange=self.exchange,
+            hub=dict(self.fence.dropped),
         )
 
     def measured(self, peer: PeerId, rate: float) -> None:
@@ -264,6 +300,15 @@ class Hub:
             raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
         if len(hello.exchange) > MAX_WORDS:
             raise RemoteProtocolError(sender, "joining", "a Hello with an exchange of that length")
+        if not 0 <= hello.incarnation < MAX_INCARNATION:
+            raise RemoteProtocolError(sender, "joining", f"a Hello with the incarnation {hello.incarnation}")
+        known, answer = self._records.incarnation(sender), Stamp(hello.incarnation)
+        if known and hello.incarnation <= known:
+            if hello.incarnation == known:
+                self.fence.count(Verdict.DOUBLE)
+                return []
+            self.fence.count(Verdict.FORMER)
+            return [SendTo(sender, Refused("superseded", SUPERSEDED), answer)]
         succeeds = None
         if hello.role == "master":
             if hello.run not in ("", self.run) and not self.shard:
@@ -271,13 +316,15 @@ class Hub:
                     f"the first master now runs {self.run}, this one has a shard of {hello.run}. Restart the first "
                     "with the checkpoint of that run, or start this one again to join the new run"
                 )
-                return [SendTo(sender, Refused("run", text))]
+                return [SendTo(sender, Refused("run", text), answer)]
             why, succeeds = self._claim(sender, hello)
             if why:
-                return [SendTo(sender, Refused("shard", why))]
+                return [SendTo(sender, Refused("shard", why), answer)]
         if hello.role == "node" and (why := self._settle_exchange(sender, hello)):
-            return [SendTo(sender, Refused("exchange", why))]
+            return [SendTo(sender, Refused("exchange", why), answer)]
         before = self.members.pop(sender, None)
+        self._records.greet(sender, hello.incarnation)
+        self.fence.open(sender, hello.incarnation)
         effects: list[HubEffect] = []
         if succeeds is not None and succeeds in self.members:
             effects += self._lose(self.members[succeeds], "another broker took its place at its address", now)
@@ -290,6 +337,7 @@ class Hub:
         member.link, member.share = hello.link, hello.share
         if before is not None:
             member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
+            member.dropped = before.dropped
         self.members[sender] = member
         welcome = Welcome(
             run=self.run,
@@ -301,6 +349,7 @@ class Hub:
             schedules=self.timetable.since(self.version),
             shard=self.shard,
             masters=(self._first,) if self.shard else self.masters.addresses,
+            heard=self._records.heard(sender),
         )
         effects.append(SendTo(sender, welcome))
         if state is MemberState.OBSERVER:
@@ -389,6 +438,7 @@ class Hub:
 
     def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
         del self.members[member.peer]
+        self.fence.close(member.peer)
         self._news = True
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
         if member.state is MemberState.OBSERVER:
@@ -430,6 +480,9 @@ class Hub:
     # ------------------------------------------------------------------ contributions
 
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
+        if self._is_double(member, publish):
+            self.fence.count(Verdict.DOUBLE)
+            return []
         if publish.sequence <= self._records.heard(member.peer) or publish.transfer in member.open:
             return [self._refuse(member, publish, "duplicate", f"sequence {publish.sequence} was heard before")]
         if not 0 <= publish.fragment < self.settings.fragments:
@@ -457,6 +510,14 @@ class Hub:
         self._records.hear(member.peer, publish.sequence)
         member.open[publish.transfer] = publish
         return [Expect(member.peer, publish)]
+
+    def _is_double(self, member: Member, publish: Publish) -> bool:
+        """Tell whether this very publish is under way, accepted or landed: to refuse it would have it offered again."""
+        return (
+            any(isinstance(one, Publish) and one.sequence == publish.sequence for one in member.open.values())
+            or any(peer == member.peer and one.sequence == publish.sequence for peer, one in self.rounds.pending)
+            or any(sequence == publish.sequence for sequence, _ in self._records.landed(member.peer))
+        )
 
     def _refuse(self, member: Member, publish: Publish, reason: str, text: str) -> SendTo:
         member.refused += 1

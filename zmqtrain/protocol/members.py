@@ -72,7 +72,8 @@ class Member:
     known_version: what it holds.  newcomer: it has never held parameters of this run.  score: of its own parameters, as
     it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
-    said); share: what it gives of it; measured: how fast its link was seen (0: not yet).
+    said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
+    were not of now.
     """
 
     peer: PeerId
@@ -96,6 +97,7 @@ class Member:
     link: float = 0.0
     share: float = 1.0
     measured: float = 0.0
+    dropped: int = 0
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property
@@ -120,6 +122,8 @@ class Member:
         }
         if self.link_rate:
             entry |= {"link_rate": self.link_rate, "share": self.share}
+        if self.dropped:
+            entry["dropped"] = self.dropped
         if self.report is not None:
             entry |= {
                 "step": self.report.step,

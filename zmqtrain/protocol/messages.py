@@ -101,6 +101,7 @@ class Hello:
     at `address`.
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
     use of it.  exchange: how this node exchanges gradients in every step, past the hub ("": it does not; it publishes).
+    incarnation: as in `fencing`; 0: not fenced.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Hello:
     shard: int = -1
     address: str = ""
     exchange: str = ""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class Welcome:
     """Hub to node: the run and its settings; model is empty until somebody founds it.
 
     landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
+    heard: the highest sequence that the hub has heard of this peer id, in whatever life: a new one counts on from it.
     schedules: (from_version, every, delay), as in Schedule: the one that holds, and the next one if there is one.
     shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
     knows; another says where the first is.
@@ -133,6 +136,7 @@ class Welcome:
     schedules: tuple[tuple[int, int, int], ...] = ()
     shard: int = 0
     masters: tuple[str, ...] = ()
+    heard: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +194,7 @@ class Roster:
 
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
     bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":
-    they publish here.
+    they publish here.  hub: of the hub itself: how many messages it has dropped, by what they were (`fencing`).
     """
 
     version: int
@@ -208,6 +212,7 @@ class Roster:
     masters: tuple[str, ...] = ()
     served: dict[str, Scalar] = field(default_factory=dict)
     exchange: str = ""
+    hub: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,13 @@ less than this node has seen, is not believed.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from enum import Enum
 
 from zmqtrain.errors import LocalProtocolError
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
+from zmqtrain.protocol.fencing import Connection, Stamp, Verdict
 from zmqtrain.protocol.masters import RUN_OVER, Claim
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -80,6 +83,8 @@ class Peer:
     version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
     is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
     timetable: which k and d hold when, from Welcome on.
+    incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
+    not fenced).  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
     """
 
     def __init__(
@@ -91,7 +96,11 @@ class Peer:
         share: float = 1.0,
         claim: Claim | None = None,
         exchange: str = "",
+        incarnation: int = 0,
     ) -> None:
+        self.incarnation, self.dropped = incarnation, Counter[str]()
+        self._connection = Connection(0)
+        self.heard = -1
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
         self.exchange = exchange
         self.observer, self.claim = observer or claim is not None, claim
@@ -187,7 +196,26 @@ class Peer:
         self._beats[now] = max(self.in_flight, default=-1)
         return [Send(Heartbeat(now)), *self._resync_if_behind(now)]
 
+    def stamp(self, counted: bool = True) -> Stamp:
+        """Return the stamp of what is said next. counted: on the lane of control."""
+        return self._connection.stamp(counted)
+
     # ------------------------------------------------------------------ what the hub says
+
+    def judge(self, stamp: Stamp, message: Message, now: float, counted: bool = True) -> list[PeerEffect] | None:
+        """Return None for a message of now, which is to be received; for any other what is to be done instead.
+
+        counted: it came on the lane of control.
+        """
+        if isinstance(message, Refused) and not stamp.number and stamp.incarnation in (0, self._connection.incarnation):
+            return None  # of a hub that has no connection with this node, or cannot read its heads
+        verdict = self._connection.judge(stamp, counted)
+        if verdict is Verdict.NOW:
+            return None
+        self.dropped[verdict.value] += 1
+        if verdict is Verdict.GAP and self.state not in (PeerState.CONNECTING, PeerState.CLOSED):
+            return self._lose_hub("gap", "messages of the broker were lost on their way", now, now)
+        return []
 
     def saw(self, now: float) -> None:
         """Take note that the hub lives (a chunk came)."""
@@ -274,11 +302,13 @@ class Peer:
 
     def _hello(self, now: float) -> list[PeerEffect]:
         self._hello_at = now + HELLO_SECONDS
+        self.incarnation += bool(self.incarnation)
+        self._connection = Connection(self.incarnation)
+        role = "master" if self.claim is not None else "observer" if self.observer else "node"
+        hello = Hello(self.name, role, self.run, self.version, incarnation=self.incarnation)
         if self.claim is not None:
-            claim = self.claim
-            return [Send(Hello(self.name, "master", self.run, self.version, shard=claim.shard, address=claim.address))]
-        role = "observer" if self.observer else "node"
-        return [Send(Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange))]
+            return [Send(replace(hello, shard=self.claim.shard, address=self.claim.address))]
+        return [Send(replace(hello, link=self.link, share=self.share, exchange=self.exchange))]
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         if self.run and welcome.run != self.run and not self._may_begin_anew(welcome):
@@ -300,7 +330,7 @@ class Peer:
         for from_version, every, delay in welcome.schedules:
             self.timetable.add(Schedule(every, delay, from_version))
         self.run_model, self._run_version = model_from_wire(welcome.model), welcome.version
-        self.shard, self.masters = welcome.shard, welcome.masters
+        self.shard, self.masters, self.heard = welcome.shard, welcome.masters, welcome.heard
         self.state = PeerState.WELCOMED
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
@@ -310,7 +340,7 @@ class Peer:
         return effects + (self._fetch(now) if self.model else [])
 
     def _may_begin_anew(self, welcome: Welcome) -> bool:
-        """Whether this node has nothing of its run yet and is offered the same again: its broker died in founding it."""
+        """Whether this node has nothing of its run yet and is offered the same again: its broker died founding it."""
         nothing, settings = self.version < 0 and self.claim is None, self.settings
         return nothing and settings is not None and settings.masters == 1 and welcome.settings == settings.to_dict()
 

@@ -47,8 +47,9 @@ from zmqtrain.protocol.effects import (
     SendTo,
     Serve,
 )
+from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.founding import takes_moments
-from zmqtrain.protocol.framing import ProtocolVersionError, decode_message
+from zmqtrain.protocol.framing import ProtocolVersionError, decode_head
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.masters import RUN_OVER
@@ -177,7 +178,7 @@ class Broker:
                 f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
                 "all masters without"
             )
-        self.traffic = Traffic(channel, self._queue_bytes, self._lost)
+        self.traffic = Traffic(channel, self._queue_bytes, self._lost, self.hub.stamp)
         self.traffic.limit(self.share.limit())
         self._relays = Relays(self.traffic)
         self._reducers = Reducers(self._relays.forward)
@@ -290,6 +291,7 @@ class Broker:
                 "samples": self.hub.samples,
                 "contributions": self.hub.contributions,
                 "refused": self.hub.refused,
+                "dropped": dict(self.hub.fence.dropped),
                 "bytes_up": self._bytes_received,
                 "bytes_down": self.traffic.bytes_sent,
                 **self.hub.scores,
@@ -317,11 +319,15 @@ class Broker:
 
     def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
         now = time.monotonic()
-        message = decode_message(frames[0])
+        stamp, message = decode_head(frames[0])
+        if (instead := self.hub.judge(peer, stamp, message, now, lane is Lane.CONTROL)) is not None:
+            return self._carry_out(instead)
         if isinstance(message, Chunk):
             if len(frames) != 2:
                 raise FramingError("a chunk is a head and one frame")
             self.hub.saw(peer, now)
+            if self.traffic.has_chunk(peer, message):
+                return self.hub.fence.count(Verdict.DOUBLE)
             if (whole := self.traffic.take_chunk(peer, message, frames[1])) is not None:
                 if isinstance(whole[0], Initialise | Push):
                     self.parameters.whole(peer, whole[0], whole[1])
@@ -391,8 +397,8 @@ class Broker:
 
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
-            case SendTo(peer, message):
-                self.traffic.send(peer, self.parameters.describe(message))
+            case SendTo(peer, message, stamp):
+                self.traffic.send(peer, self.parameters.describe(message), stamp)
             case Broadcast(message):
                 message = self.parameters.describe(message)
                 if isinstance(message, Roster) and self.watch is not None:

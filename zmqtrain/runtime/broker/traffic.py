@@ -18,6 +18,7 @@ from math import inf
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
 from zmqtrain.protocol.framing import Assembler, encode_message, split
 from zmqtrain.protocol.keys import Initialise, Push, Values
 from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Probed, Publish, Snapshot
@@ -64,12 +65,18 @@ class Traffic:
 
     queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
     lost: told of a peer that cannot be sent to, and why; it may have left already.
+    stamp: gives the stamp of what a peer is sent next, on the lane of control or not.
     bytes_sent: payload and heads.  dropped: aggregates that did not go, as a snapshot went instead or will.
     """
 
     def __init__(
-        self, channel: HubChannel, queue_bytes: Callable[[], int], lost: Callable[[PeerId, str], None]
+        self,
+        channel: HubChannel,
+        queue_bytes: Callable[[], int],
+        lost: Callable[[PeerId, str], None],
+        stamp: Callable[[PeerId, bool], Stamp] = lambda peer, counted: UNSTAMPED,
     ) -> None:
+        self._stamp = stamp
         self._channel, self._queue_bytes, self._lost = channel, queue_bytes, lost
         self.bytes_sent = self.dropped = 0
         self._credits = Credits(GRANT_WINDOW_BYTES)
@@ -104,9 +111,9 @@ class Traffic:
 
     # ------------------------------------------------------------------ toward the peers
 
-    def send(self, peer: PeerId, message: Message) -> None:
-        """Send a control message."""
-        head = encode_message(message)
+    def send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
+        """Send a control message. stamp: None for the next of the peer's connection."""
+        head = encode_message(message, self._stamp(peer, True) if stamp is None else stamp)
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
             self.bytes_sent += len(head)
@@ -124,7 +131,7 @@ class Traffic:
         """
         if not size:
             return self.send(peer, probed)
-        message: list[Buffer] = [encode_message(probed), PADDING[:size]]
+        message: list[Buffer] = [encode_message(probed, self._stamp(peer, False)), PADDING[:size]]
         with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
             self._channel.send(peer, Lane.BULK, message)
             moved = sum(len(frame) for frame in message)
@@ -162,7 +169,9 @@ class Traffic:
         """
         transfer, frames = self._next_transfer(), [*frames, *moments]
         announcement = Snapshot(transfer, version, tuple(len(frame) for frame in frames), landed, len(moments), reset)
-        if not self._line(peer).outbox.push(transfer, _messages(announcement, frames), droppable=False):
+        if not self._line(peer).outbox.push(
+            transfer, _messages(announcement, frames, self._stamp(peer, False)), droppable=False
+        ):
             return False
         self._pump(peer)
         return True
@@ -177,7 +186,8 @@ class Traffic:
     def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
         """Send what a client's request wants, where there is room for it."""
         values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
-        if not self._line(peer).outbox.push(values.transfer, _messages(values, frames), droppable=False):
+        messages = _messages(values, frames, self._stamp(peer, False))
+        if not self._line(peer).outbox.push(values.transfer, messages, droppable=False):
             raise LocalProtocolError(f"{peer} was sent values without room for them")
         self._pump(peer)
 
@@ -194,10 +204,10 @@ class Traffic:
             landed=reduce.landed,
             live=reduce.live,
         )
-        messages = _messages(announcement, frames)
         for peer, line in list(self._lines.items()):
             if not line.following:
                 continue
+            messages = _messages(announcement, frames, self._stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
                 self.dropped += len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)
@@ -312,6 +322,10 @@ class Traffic:
         self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
         self._grant()
 
+    def has_chunk(self, peer: PeerId, chunk: Chunk) -> bool:
+        """Return whether this chunk has come before, and its transfer is not whole yet."""
+        return peer in self._lines and self._lines[peer].assembler.has(chunk)
+
     def take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> tuple[Announcement, list[Buffer]] | None:
         """Take a chunk; return its whole transfer, announcement and frames, once all of it is here.
 
@@ -362,5 +376,7 @@ class Traffic:
         return self._lines[peer]
 
 
-def _messages(announcement: Aggregate | Snapshot | Values, frames: Sequence[Buffer]) -> list[Sequence[Buffer]]:
-    return [[encode_message(announcement)], *split(announcement.transfer, frames)]
+def _messages(
+    announcement: Aggregate | Snapshot | Values, frames: Sequence[Buffer], stamp: Stamp
+) -> list[Sequence[Buffer]]:
+    return [[encode_message(announcement, stamp)], *split(announcement.transfer, frames, stamp)]

@@ -19,7 +19,8 @@ from typing import Protocol
 from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
 from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
-from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
+from zmqtrain.protocol.fencing import Verdict
+from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_head, encode_message, split
 from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Report, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
@@ -155,7 +156,7 @@ class HubLink:
 
     def send(self, message: Message) -> None:
         """Queue a control message."""
-        self._sender.say(encode_message(message))
+        self._sender.say(encode_message(message, self.peer.stamp()))
 
     def carry_out(self, effects: Sequence[PeerEffect], frames: list[Buffer] | None = None) -> None:
         """Do what the machine wishes. frames: of the transfer that a Deliver is about."""
@@ -200,7 +201,7 @@ class HubLink:
 
     def _stage(self, use: Use, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
         self._transfer += 1
-        self._outgoing[self._transfer] = (use, deque(split(self._transfer, frames)))
+        self._outgoing[self._transfer] = (use, deque(split(self._transfer, frames, self.peer.stamp(False))))
         return self._transfer, tuple(len(frame) for frame in frames)
 
     def _disconnect(self, reason: str, text: str) -> None:
@@ -302,11 +303,15 @@ class HubLink:
                 self.carry_out(self.peer.distrust(str(error), time.monotonic()))
 
     def _take(self, lane: Lane, frames: list[Buffer]) -> None:
-        message, now = decode_message(frames[0]), time.monotonic()
+        (stamp, message), now = decode_head(frames[0]), time.monotonic()
+        if (instead := self.peer.judge(stamp, message, now, lane is Lane.CONTROL)) is not None:
+            return self.carry_out(instead)
         self.peer.saw(now)
         if lane is Lane.BULK:  # every message of the bulk lane belongs to a transfer, and opens the hub's window again
             self.send(Credit(getattr(message, "transfer", -1), 1))
         match message:
+            case Chunk() if self._assembler.has(message):
+                self.peer.dropped[Verdict.DOUBLE.value] += 1
             case Chunk(transfer):
                 whole = self._assembler.add(message, frames[1]) if len(frames) == 2 else None
                 if whole is not None:

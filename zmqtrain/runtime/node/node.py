@@ -30,6 +30,7 @@ from zmqtrain.errors import (
     ZmqTrainError,
 )
 from zmqtrain.interfaces import Channel, Clock
+from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
@@ -44,7 +45,7 @@ from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
-__all__ = ["CodecOn", "Node", "connect"]
+__all__ = ["CodecOn", "new_incarnation", "Node", "connect"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,14 @@ CodecOn = Literal["auto", "host", "device"]
 """Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
 
 
+def new_incarnation(before: int = 0) -> int:
+    """Return the incarnation above which this process begins to say Hello.
+
+    before: `Node.incarnation` of the life that it continues, as that saved it.
+    """
+    return begin_incarnation(before, time.time_ns(), secrets.randbits(20))
+
+
 class Node(PeerExchange):
     """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
 
@@ -62,6 +71,7 @@ class Node(PeerExchange):
     codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
     nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
     of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
+    incarnation: above which this process begins (`new_incarnation`); 0: the node is not fenced.
     """
 
     _link: HubLink
@@ -78,9 +88,10 @@ class Node(PeerExchange):
         share: LinkShare | None = None,
         first: Node | None = None,
         exchange: str = "",
+        incarnation: int = 0,
     ) -> None:
         share = share or LinkShare()
-        machine = Peer(peer, name, observer, share.rate, share.share, exchange=exchange)
+        machine = Peer(peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation)
         super().__init__(name, machine, threading.Condition, events)
         self._is_first = first is None
         if first is not None:  # it says the same of the training
@@ -97,6 +108,11 @@ class Node(PeerExchange):
         except ZmqTrainError:
             self.close()
             raise
+
+    @property
+    def incarnation(self) -> int:
+        """Of the last Hello: what a checkpoint holds, so that the next life begins above it."""
+        return self._peer.incarnation
 
     @property
     def address(self) -> str:
@@ -415,7 +431,19 @@ def connect(
     def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
         return lambda: DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
 
-    node = Node(open_channel(address, peer), peer, name, address, observer, codec_on, events, given, exchange=exchange)
+    incarnation = new_incarnation()
+    node = Node(
+        open_channel(address, peer),
+        peer,
+        name,
+        address,
+        observer,
+        codec_on,
+        events,
+        given,
+        exchange=exchange,
+        incarnation=incarnation,
+    )
     atexit.register(node.close)
     try:
         settings = node.wait_welcome(timeout_seconds)
@@ -442,7 +470,16 @@ def connect(
     def open_line(address: str) -> Node:
         # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
         line = PeerId(f"{name}#{secrets.token_hex(4)}")
-        return Node(open_channel(address, line), line, name, address, codec_on=codec_on, first=node, exchange=exchange)
+        return Node(
+            open_channel(address, line),
+            line,
+            name,
+            address,
+            codec_on=codec_on,
+            first=node,
+            exchange=exchange,
+            incarnation=incarnation,
+        )
 
     several = MastersNode(node, open_line, timeout_seconds)
     atexit.register(several.close)

@@ -1,0 +1,144 @@
+"""Tell what is said now from what was said before: lives of a peer, connections in a life, messages on a connection.
+
+Rule 1: every Hello of a peer id has a higher `incarnation` than all before it, in this process and in those before it:
+who brings a lower one belongs to a former life, or to an older process of the same name.
+Rule 2: both sides stamp what they say on a connection with the incarnation of its Hello, and number what goes on the
+lane of control.  What has another incarnation is of a former connection; a number that was had is a double or a replay:
+both are dropped and counted, and cost nobody anything.  After a number that was left out nothing can be relied on: the
+connection begins anew.
+Rule 3: incarnation 0 is not fenced: who uses an id for one connection only (a process of a group, a look from outside).
+Source: fencing tokens, Gray and Cheriton 1989 (leases); the epochs of Viewstamped Replication, Liskov and Cowling 2012.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from enum import Enum
+from typing import NamedTuple
+
+from zmqtrain.types import PeerId
+
+__all__ = [
+    "MAX_INCARNATION",
+    "UNKNOWN",
+    "SUPERSEDED",
+    "GAP",
+    "Stamp",
+    "UNSTAMPED",
+    "Verdict",
+    "begin_incarnation",
+    "Connection",
+    "Fence",
+]
+
+MAX_INCARNATION = 1 << 63
+"""All incarnations are less: what a head holds."""
+UNKNOWN = "say Hello first: this broker does not know you"
+SUPERSEDED = (
+    "a process of the same id has said Hello later: it was started after this one, perhaps from a copy of its "
+    "checkpoint. One of them is enough, and this one ends. To have both, start one without that checkpoint"
+)
+GAP = "messages of it were lost on their way"
+"""Why a hub, or a node, begins a connection anew."""
+
+LIFE = 1 << 32
+"""A new process begins so far above what the one before it had saved: that one may have said Hello since."""
+
+
+class Stamp(NamedTuple):
+    """What a head says of its connection. number: from 1, on the lane of control; 0: not counted."""
+
+    incarnation: int = 0
+    number: int = 0
+
+
+UNSTAMPED = Stamp()
+
+
+class Verdict(Enum):
+    """What a message is to who hears it."""
+
+    NOW = "now"
+    FORMER = "former"
+    DOUBLE = "double"
+    GAP = "gap"
+
+
+def begin_incarnation(before: int, wall_nanoseconds: int, random: int = 0) -> int:
+    """Return the incarnation that a process begins above.
+
+    before: of the life that it continues, as that saved it; 0: none.  wall_nanoseconds: since 1970; a clock that was
+    set back does no harm where `before` is known.  random: less than 2^20, so that two copies of one life differ.
+    """
+    return max(before + LIFE, wall_nanoseconds) + random
+
+
+class Connection:
+    """One connection, as one of its two sides counts it: what it has said, and what it has heard.
+
+    heard: 1 at the hub, where the Hello was the first; 0 at a node.
+    """
+
+    __slots__ = ("_heard", "_said", "incarnation")
+
+    def __init__(self, incarnation: int, heard: int = 0) -> None:
+        self.incarnation, self._said, self._heard = incarnation, 0, heard
+
+    def stamp(self, counted: bool = True) -> Stamp:
+        """Return the stamp of what is said next. counted: on the lane of control."""
+        if not self.incarnation or not counted:
+            return Stamp(self.incarnation)
+        self._said += 1
+        return Stamp(self.incarnation, self._said)
+
+    def judge(self, stamp: Stamp, counted: bool = True) -> Verdict:
+        """Return what a message with this stamp is, and take note that it has come."""
+        if stamp.incarnation != self.incarnation:
+            return Verdict.FORMER
+        if not self.incarnation or not counted:
+            return Verdict.NOW
+        if stamp.number <= self._heard:
+            return Verdict.DOUBLE
+        if stamp.number > self._heard + 1:
+            return Verdict.GAP
+        self._heard = stamp.number
+        return Verdict.NOW
+
+
+class Fence:
+    """The connections of a hub to its peers, and what was dropped. dropped: by verdict, over all peers."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._connections: dict[PeerId, Connection] = {}
+
+    def open(self, peer: PeerId, incarnation: int) -> None:
+        """Begin the connection of a Hello; the one before it is of a former life now."""
+        self._connections[peer] = Connection(incarnation, heard=1)
+
+    def close(self, peer: PeerId) -> None:
+        """End the connection of a peer, if there is one."""
+        self._connections.pop(peer, None)
+
+    def keep(self, peers: Container[PeerId]) -> None:
+        """End the connections of all others."""
+        self._connections = {peer: one for peer, one in self._connections.items() if peer in peers}
+
+    def stamp(self, peer: PeerId, counted: bool = True) -> Stamp | None:
+        """Return the stamp of what the peer is told next; None: there is no connection."""
+        connection = self._connections.get(peer)
+        return None if connection is None else connection.stamp(counted)
+
+    def judge(self, peer: PeerId, stamp: Stamp, counted: bool = True) -> Verdict | None:
+        """Return what a message is, and count it if it is not of now; None: there is no connection."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            return None
+        if (verdict := connection.judge(stamp, counted)) is not Verdict.NOW:
+            self.count(verdict)
+        return verdict
+
+    def count(self, verdict: Verdict) -> None:
+        """Take note that a message was dropped."""
+        self.dropped[verdict.value] += 1
