@@ -247,6 +247,9 @@ class Channel(Protocol):
     async def receive(self) -> tuple[Lane, list[Buffer]]:
         """Return the next message of either lane, CONTROL first. Raise ChannelClosed."""
 
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called in the loop when a connection that was there has gone, as far as that can be seen."""
+
     async def reconnect(self, address: str = "") -> None:
         """Drop the connections and all that is queued on them, and connect anew under the same name.
 

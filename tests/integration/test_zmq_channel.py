@@ -312,6 +312,25 @@ def test_a_node_finds_a_hub_that_was_started_again() -> None:
     run(main)
 
 
+def test_a_node_is_told_of_each_connection_that_is_gone_and_of_no_attempt_that_fails() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node, gone = DealerChannel.connect(hub.address, peer=A), asyncio.Queue[str]()
+        node.watch(lambda: gone.put_nowait("gone"))
+        await meet(hub, node)
+        assert gone.empty()
+        await hub.close()
+        await gone.get()
+        again = RouterChannel.bind(hub.address)
+        await node.reconnect()
+        await meet(again, node)
+        await again.close()
+        await gone.get()
+        await node.close()
+
+    run(main)
+
+
 def test_closing_wakes_every_waiter() -> None:
     async def main() -> None:
         hub = RouterChannel.bind(HERE)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from math import nan
 
 import pytest
 
 from zmqtrain.errors import ConfigError, LocalProtocolError
-from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, Send, Serve, Withdraw
+from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS, Backoff
+from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send, Serve, Withdraw
 from zmqtrain.protocol.keys import (
     Awaited,
     Declare,
@@ -208,8 +210,27 @@ def test_a_message_moves_the_state_as_the_table_says_and_else_it_is_ignored(stat
 def test_a_node_says_hello_until_it_is_heard():
     peer = Peer("a#1", "a")
     assert peer.start(0.0) == [Send(Hello("a"))]
-    assert peer.tick(0.9) == []
-    assert peer.tick(1.0) == [Send(Hello("a"))] and peer.tick(1.5) == [] and peer.tick(2.0) != []
+    assert peer.tick(0.49) == []
+    assert peer.tick(0.75) == [Connect(), Send(Hello("a"))] and peer.tick(1.24) == [] and peer.tick(1.75) != []
+
+
+def test_the_attempts_of_a_node_are_spread_and_become_rarer_and_are_never_further_apart_than_two_seconds():
+    waits = {name: [Backoff(zlib.crc32(name.encode())).next() for _ in range(1)] for name in "abcdefgh"}
+    assert len({wait for (wait,) in waits.values()}) == len(waits)
+    backoff = Backoff(1)
+    first = [backoff.next() for _ in range(8)]
+    assert all(ANSWER_SECONDS <= wait <= ANSWER_SECONDS + MOST_SECONDS for wait in first)
+    assert first[0] <= ANSWER_SECONDS + FIRST_SECONDS < max(first)
+    backoff.reset()
+    assert backoff.next() <= ANSWER_SECONDS + FIRST_SECONDS
+
+
+def test_who_loses_its_connection_says_hello_at_once_over_a_new_one():
+    peer = live(5, in_flight=(0,))
+    (disconnect,) = peer.gone(2.0)
+    assert (disconnect.reason, peer.state) == ("gone", PeerState.CONNECTING) and peer.gone(2.0) == []
+    assert peer.tick(2.0) == [Send(Hello("a", "node", "run-1", 5))]
+    assert peer.tick(2.75) == [Connect(), Send(Hello("a", "node", "run-1", 5))]
 
 
 def test_an_observer_says_so():

@@ -42,6 +42,7 @@ __all__ = [
     "Disconnect",
     "HubEffect",
     "Send",
+    "Connect",
     "PeerEffect",
 ]
 
@@ -242,6 +243,13 @@ class Send:
     message: Message
 
 
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """At a node: drop the connections and what is queued on them, and make them anew. address: "": where they were."""
+
+    address: str = ""
+
+
 HubEffect = (
     SendTo
     | Broadcast
@@ -259,4 +267,4 @@ HubEffect = (
     | Reduce
     | Disconnect
 )
-PeerEffect = Send | Expect | Serve | Deliver | Withdraw | Disconnect
+PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

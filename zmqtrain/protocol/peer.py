@@ -8,12 +8,14 @@ less than this node has seen, is not believed.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from dataclasses import replace
 from enum import Enum
 
 from zmqtrain.errors import LocalProtocolError
-from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
+from zmqtrain.protocol.backoff import Backoff
+from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Connection, Stamp, Verdict
 from zmqtrain.protocol.masters import RUN_OVER, Claim
 from zmqtrain.protocol.messages import (
@@ -40,8 +42,8 @@ from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 __all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
 
 HUB = PeerId("hub")
-HELLO_SECONDS = 1.0
-REFUSED_HELLO_SECONDS = 5.0
+GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
+"""After a Goodbye of the hub, and after one that is not believed."""
 
 
 class PeerState(Enum):
@@ -66,10 +68,11 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.LIVE, Aggregate): PeerState.LIVE,
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
 }
-"""The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage and
-Refused "unknown" or "run" of the hub from anywhere to CONNECTING; any other Refused without a sequence, and another
-model, to CLOSED; `join` from WELCOMED to SYNCING, or in a population whose run is not founded to APART; `leave` from
-anywhere to CLOSED. A Snapshot of another node's parameters (version -1) leaves APART as it is. Others are ignored."""
+"""The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage, a
+gap in the numbers, a connection that is gone, and Refused "unknown" or "run" of the hub from anywhere to CONNECTING;
+any other Refused without a sequence, and another model, to CLOSED; `join` from WELCOMED to SYNCING, or in a population
+whose run is not founded to APART; `leave` from anywhere to CLOSED. A Snapshot of another node's parameters (version -1)
+leaves APART as it is. Others are ignored."""
 
 
 class Peer:
@@ -100,6 +103,8 @@ class Peer:
     ) -> None:
         self.incarnation, self.dropped = incarnation, Counter[str]()
         self._connection = Connection(0)
+        self._backoff = Backoff(zlib.crc32(peer.encode()))
+        self._fresh = True  # the connections: no Hello has gone over them
         self.heard = -1
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
         self.exchange = exchange
@@ -185,7 +190,11 @@ class Peer:
         if self.state is PeerState.CLOSED:
             return []
         if self.state is PeerState.CONNECTING:
-            return self._hello(now) if now >= self._hello_at else []
+            if now < self._hello_at:
+                return []
+            # what an attempt that nobody answered has left behind may be a connection to a host that is no more
+            anew: list[PeerEffect] = [] if self._fresh else [Connect()]
+            return anew + self._hello(now)
         assert self.settings is not None
         silent = now - self._heard
         if silent > self.settings.lost_seconds:
@@ -240,7 +249,7 @@ class Peer:
                 self.over, self.state = True, PeerState.CLOSED
             case Goodbye(reason) if self.state is not PeerState.CONNECTING:
                 text = f"the broker said goodbye: {reason}" if reason else "the broker said goodbye"
-                return self._lose_hub("goodbye", text, now, now + HELLO_SECONDS)
+                return self._lose_hub("goodbye", text, now, now + GOODBYE_HELLO_SECONDS)
             case _ if (self.state, type(message)) in PEER_TRANSITIONS:
                 match message:
                     case Welcome():
@@ -259,7 +268,15 @@ class Peer:
         """The hub sent what cannot be read: begin anew."""
         if self.state is PeerState.CLOSED:
             return []
-        return self._lose_hub("garbage", f"the broker sent what cannot be read ({text})", now, now + HELLO_SECONDS)
+        return self._lose_hub(
+            "garbage", f"the broker sent what cannot be read ({text})", now, now + GOODBYE_HELLO_SECONDS
+        )
+
+    def gone(self, now: float) -> list[PeerEffect]:
+        """A connection to the hub is gone."""
+        if self.state in (PeerState.CONNECTING, PeerState.CLOSED):
+            return []
+        return self._lose_hub("gone", "the connection to the broker is gone", now, now)
 
     def received(self, transfer: int) -> list[PeerEffect]:
         """All chunks of an expected aggregate or snapshot are here."""
@@ -301,7 +318,7 @@ class Peer:
         return []
 
     def _hello(self, now: float) -> list[PeerEffect]:
-        self._hello_at = now + HELLO_SECONDS
+        self._hello_at, self._fresh = now + self._backoff.next(), False
         self.incarnation += bool(self.incarnation)
         self._connection = Connection(self.incarnation)
         role = "master" if self.claim is not None else "observer" if self.observer else "node"
@@ -332,6 +349,7 @@ class Peer:
         self.run_model, self._run_version = model_from_wire(welcome.model), welcome.version
         self.shard, self.masters, self.heard = welcome.shard, welcome.masters, welcome.heard
         self.state = PeerState.WELCOMED
+        self._backoff.reset()
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
         lost = sorted(self.in_flight - kept)
@@ -401,5 +419,5 @@ class Peer:
         self.state = PeerState.CONNECTING
         self._open.clear()
         self._beats.clear()
-        self._hello_at = hello_at
+        self._hello_at, self._fresh = hello_at, True
         return [Disconnect(HUB, reason, text)]

@@ -157,6 +157,7 @@ class MemoryChannel:
         self._fairness = Fairness()
         self._closed = False
         self._attempt = 0
+        self._told: Callable[[], None] = lambda: None
         self._open()
 
     def _open(self) -> None:
@@ -219,6 +220,10 @@ class MemoryChannel:
                         return lane, frames
             await self._incoming.wait()
         raise ChannelClosed(f"the channel of {self.peer} is closed")
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called when the hub is closed: a cut is not seen, as with a cable."""
+        self._told = told
 
     async def reconnect(self, address: str = "") -> None:
         """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer.
@@ -335,6 +340,7 @@ class MemoryHub:
         await _drain(down, linger_seconds)
         for channel in self._channels.values():
             channel._lose(arrived=False)
+            asyncio.get_running_loop().call_soon(channel._told)
         self._channels.clear()
 
     def _accepts(self, channel: MemoryChannel) -> bool:

@@ -39,6 +39,7 @@ from zmqtrain.transport.limits import (
     check_peer_id,
     is_peer_id,
 )
+from zmqtrain.transport.zmq_watch import ConnectionWatch
 from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["CurveKeys", "DealerChannel", "RouterChannel", "is_loopback", "libzmq_version", "load_public_key"]
@@ -62,7 +63,8 @@ _NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _BACKLOG = 128  # connections that wait to be accepted: a whole classroom started at once
 _HANDSHAKE_MILLISECONDS = 10_000  # a connection that has not said who it is by then is closed
-_RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS = 100, 2_000
+_RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS = 100, 500
+"""libzmq adds a random time of up to the first: who all lost one hub do not all come at once."""
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 10, 5, 3  # an unplugged peer: 25 s
 
 _DISCARD_AT_ONCE = 64  # frames of one stranger's endless message that are thrown away between two turns of the loop
@@ -394,6 +396,8 @@ class DealerChannel:
         self._incoming = Gate()
         self._writable = {lane: Gate() for lane in Lane}
         self._ports: dict[Lane, _Port] = {}
+        self._watches: list[ConnectionWatch] = []
+        self._told: Callable[[], None] = lambda: None
         self._fairness = Fairness()
         self._attempt = 0
         self._closed = False
@@ -448,6 +452,7 @@ class DealerChannel:
             socket.routing_id = _LANE_BYTES[lane] + self.peer.encode()
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)
+            self._watches.append(ConnectionWatch(socket, lambda: self._told()))
             socket.ipv6 = ":" in parse_address(self.address)[0]
             try:
                 socket.connect(self.address)
@@ -457,7 +462,14 @@ class DealerChannel:
                     " tcp://192.168.1.10:5555"
                 ) from error
 
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called in the loop when a connection that was there has gone."""
+        self._told = told
+
     def _close_ports(self, linger_seconds: float) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
         for port in self._ports.values():
             port.close(linger_seconds)
         self._ports.clear()

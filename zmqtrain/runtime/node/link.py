@@ -18,7 +18,7 @@ from typing import Protocol
 
 from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
 from zmqtrain.interfaces import Channel
-from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
+from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_head, encode_message, split
 from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Report, Roster, Snapshot, WorkUnit
@@ -164,6 +164,8 @@ class HubLink:
             match effect:
                 case Send(message):
                     self.send(message)
+                case Connect(address):
+                    self._connect(address)
                 case Expect(_, announcement):
                     self._assembler.expect(announcement)
                 case Deliver():
@@ -216,20 +218,22 @@ class HubLink:
         if self.trouble[0] != reason:  # said once, not with every attempt
             logger.warning("%s: %s. %s; trying again.", self.peer.name, text.rstrip("."), self._meanwhile)
         self.trouble = (reason, text)
+        self._connect()
+        self.listener.on_changed()
+
+    def _connect(self, address: str = "") -> None:
+        """Connect anew, and drop what was to be sent."""
+        self.address = address or self.address
         self._sender.clear(control=True)
         if self._reconnecting is None:
             self._sender.pause()
             self._reconnecting = asyncio.ensure_future(self._reconnect())
-        self.listener.on_changed()
 
     def _move(self, address: str) -> None:
         if address == self.address or not self.trouble[0] or self._reconnecting is not None:
             return
         logger.info("%s looks for what was at %s at %s from now on", self.peer.name, self.address, address)
-        self.address = address
-        self._sender.clear(control=True)
-        self._sender.pause()
-        self._reconnecting = asyncio.ensure_future(self._reconnect())
+        self._connect(address)
 
     async def _reconnect(self) -> None:
         try:
@@ -255,6 +259,7 @@ class HubLink:
     async def _main(self) -> None:
         self._stop = asyncio.Event()
         self._channel = self._open_channel()
+        self._channel.watch(lambda: self._do(lambda: self.carry_out(self.peer.gone(time.monotonic()))))
         self._loop = asyncio.get_running_loop()
         tasks = [
             asyncio.create_task(coroutine) for coroutine in (self._receive_forever(), self._sender.run(self._channel))
