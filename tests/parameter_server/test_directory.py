@@ -117,3 +117,11 @@ def test_one_client_waits_for_so_many_keys_and_no_more(monkeypatch):
     directory.founded("b", ["w"])
     directory.founded("c", ["b"])
     assert told(directory.declare("b", 5, [W, B])) == [("b", 5, [], ["w", "b"])]
+
+
+def test_keys_in_more_pieces_than_one_answer_can_tell_are_refused_before_they_are_cut():
+    directory = Directory(2)
+    huge = [LeafSpec(f"k{number}", (1 << 39,), "float32") for number in range(1000)]
+    with pytest.raises(ConfigError, match="in 524290000 pieces; of one declaration 65536 may be"):
+        directory.declare("a", 1, huge)
+    assert len(directory) == 0

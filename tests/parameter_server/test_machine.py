@@ -334,6 +334,19 @@ def test_who_comes_again_under_its_name_leaves_what_it_had_pushed():
     assert Apply("w", (("a", 2), ("b", 1), ("b", 2))) in server.push("a")
 
 
+def test_the_number_of_a_gradient_that_waits_for_its_step_is_no_new_requests_number_not_even_of_a_client_come_again():
+    server = Server("bsp", workers=("a", "b")).key("w")
+    server.push("b")
+    server.machine.lost("b")
+    server.machine.enrol("b", Rules(), False)
+    effects = server.machine.push("b", 1, "w", "float32", SIZES, False)
+    assert [(effect.reason, "waits for its step" in effect.text) for effect in effects] == [("requests", True)]
+    server.numbers["b"] = 1
+    server.push("b")
+    assert Apply("w", (("a", 2), ("b", 1), ("b", 2))) in server.push("a")
+    assert server.machine.push("b", 1, "w", "float32", SIZES, False) == [Receive("b", 1)]
+
+
 def test_an_optimizer_that_keeps_more_than_there_is_memory_for_is_refused():
     server = Server(workers="a", optimizer="sgd").key("w")
     server.machine.limit_bytes = KEY_BYTES + 4 * 400

@@ -20,8 +20,9 @@ from zmqtrain.protocol.effects import (
     SendTo,
     Serve,
 )
+from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.hub import ALLOWED, MOST_WAITING, Hub, MemberState
+from zmqtrain.protocol.hub import ALLOWED, MOST_MEMBERS, MOST_WAITING, Hub, MemberState
 from zmqtrain.protocol.keys import (
     Awaited,
     Declare,
@@ -794,3 +795,26 @@ def test_who_floods_a_round_that_stays_open_is_refused_and_is_not_held_without_e
     assert (answer.reason, answer.sequence) == ("waiting", MOST_WAITING)
     assert len(hub.rounds.pending) == MOST_WAITING
     contribute(hub, "b", 0)
+
+
+def test_a_hub_that_is_full_asks_to_try_again_and_its_roster_is_still_one_head():
+    hub = Hub(RunSettings(lost_seconds=3.0), release_rule_from_spec("quorum"), "run-1")
+    report = Report(1, 8, 1.0, 0.5, 4.0, 0, 0, 0, waiting="\U0001f600" * 200)
+    for number in range(MOST_MEMBERS):
+        peer = f"{number:03}" + "p" * 197
+        hub.receive(peer, Hello("\U0001f600" * 100, link=1.0), 0.0)
+        hub.receive(peer, report, 0.0)
+    assert len(encode_message(hub.roster(0.0))) < MAX_HEAD_BYTES
+    refused = hub.receive("late", Hello("late"), 0.0)[0].message
+    assert refused.reason == "unknown" and "try again" in refused.text
+    assert any(isinstance(effect, SendTo) for effect in hub.receive(peer, Hello("again"), 0.0))
+    hub.tick(10.0)
+    assert hub.receive("late", Hello("late"), 10.0) and "late" in hub.members
+
+
+def test_what_a_peer_calls_itself_stays_on_one_line():
+    hub = Hub(RunSettings(), release_rule_from_spec("quorum"), "run-1")
+    hub.receive("a", Hello("a\n2026 ERROR \x1b[2J"), 0.0)
+    assert hub.members["a"].name == "a?2026 ERROR ?[2J"
+    (effect,) = [one for one in hub.receive("a", Goodbye("x\ny" * 1000), 0.0) if isinstance(one, Disconnect)]
+    assert "\n" not in effect.text and len(effect.text) < 300

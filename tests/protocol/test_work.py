@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.protocol.work import WorkLedger
+from zmqtrain.protocol.work import MOST_IN_HAND, WorkLedger
 
 
 def test_units_are_dealt_in_order_and_once():
@@ -41,7 +41,8 @@ def test_lanes_give_the_same_units_whoever_asks_first():
 
 def test_a_run_without_an_end_is_never_finished():
     ledger = WorkLedger(0)
-    ledger.done("a", ledger.deal("a", 1000))
+    for _ in range(10):
+        ledger.done("a", ledger.deal("a", 100))
     assert ledger.done_count == 1000 and not ledger.finished
 
 
@@ -75,3 +76,13 @@ def test_whatever_happens_every_unit_is_done_exactly_once(events):
 def test_a_state_that_is_none_is_a_checkpoint_error():
     with pytest.raises(CheckpointError, match="ledger"):
         WorkLedger.from_state({"total": 3})
+
+
+def test_nobody_takes_all_the_data_of_a_run_and_what_comes_back_goes_out_in_order():
+    ledger = WorkLedger()
+    taken = [number for _ in range(10) for number in ledger.deal("a", 64)]
+    assert taken == list(range(MOST_IN_HAND)) and ledger.deal("b", 2) == (MOST_IN_HAND, MOST_IN_HAND + 1)
+    ledger.done("a", taken[10:12])
+    assert ledger.deal("a", 64) == (MOST_IN_HAND + 2, MOST_IN_HAND + 3)
+    ledger.lost("a")
+    assert ledger.deal("b", 12) == (*range(10), 12, 13)

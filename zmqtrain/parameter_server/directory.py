@@ -26,6 +26,8 @@ MOST_KEYS = MOST_WAITS = 1 << 18
 """Keys in all, and waits for their values of one client."""
 MAX_KEY_CHARACTERS, MAX_DIMENSIONS = 400, 32
 MOST_VALUES = 1 << 40
+MOST_PIECES = 1 << 16
+"""Of the keys of one declaration: where all of them lie is one message (and 256 GiB of values)."""
 ASKS = ""
 """The dtype of who only asks where a key lies."""
 NOBODY = PeerId("")
@@ -105,6 +107,8 @@ class Directory:
             raise ConfigError(f"{len(self._keys) + len(new)} keys are more than the {MOST_KEYS} that one server has")
         if (client := self._clients[worker]).waits + len(leaves) - len(new) > MOST_WAITS:
             raise ConfigError(f"one client waits for the values of {MOST_WAITS} keys at most: wait for some")
+        if (pieces := sum(self.map.count(*one) for one in new.values())) > MOST_PIECES:
+            raise ConfigError(f"these keys lie in {pieces} pieces; of one declaration {MOST_PIECES} may be: split it")
         places = self.map.place(new)
         found, given = [], []
         for leaf in leaves:

@@ -48,6 +48,7 @@ class KeyServer:
         self.rules = DEFAULT_RULES
         self.consistency: Consistency = consistency_from_spec(DEFAULT_RULES.consistency)
         self.keys: dict[str, Key] = {}
+        self._gathered: set[tuple[PeerId, int]] = set()  # the payloads that wait for the step of their key
         self._moving: set[str] = set()  # the keys at which a live worker has a clock, or a step is being gathered
         self._slots = 0
         self._stores = self._turns = 0
@@ -96,6 +97,7 @@ class KeyServer:
         slots = len(optimizer_from_spec(optimizer).slots)
         if anew:
             self.keys, self._moving, self.held_bytes, self.value_bytes = {}, set(), 0, 0
+            self._gathered.clear()
             if not wanted.master:
                 self._stores += 1
                 store = f"{self.name}-{self._stores}"
@@ -227,6 +229,7 @@ class KeyServer:
         if self.consistency.averages:
             self.held_bytes += key.size if key.round else 0  # the first is in what the key takes
             key.round.add((worker, request))
+            self._gathered.add((worker, request))
         else:
             effects.append(Apply(asked.key, ((worker, request),)))
         key.clocks[worker] += 1
@@ -305,6 +308,7 @@ class KeyServer:
         if not key.round:
             return []
         gathered, key.round = key.round, set()
+        self._gathered -= gathered
         self.held_bytes -= key.size * (len(gathered) - 1)
         return [Apply(key.name, tuple(sorted(gathered)))]
 
@@ -338,6 +342,8 @@ class KeyServer:
         open_requests = self._workers[worker].open
         if request in open_requests or len(open_requests) >= MOST_REQUESTS:
             return "requests", f"request {request} is open already, or one of more than {MOST_REQUESTS}: wait for some"
+        if (worker, request) in self._gathered:
+            return "requests", f"the gradient of request {request} waits for its step: a new request has a new number"
         if key is not None and key not in self.keys:
             return "key", (
                 f"this master has nothing of the key {key!r}: init it first (a master that was started anew has none)"

@@ -34,12 +34,17 @@ class Rules:
 DEFAULT_RULES = Rules(consistency="async", optimizer=optimizer_from_spec("sgd").name, workers=1)
 
 
+LONGEST_SPEC = 400
+
+
 def canonical(rules: Rules) -> Rules:
     """Return rules with canonical specs. Raises ConfigError for what is none."""
     if not (1 <= rules.masters <= 1024 and 0 <= rules.master < rules.masters and 0 <= rules.workers <= 1 << 16):
         raise ConfigError(
             f"master {rules.master} of {rules.masters}, for {rules.workers} workers: there is no such one"
         )
+    if max(map(len, (rules.store, rules.consistency, rules.optimizer))) > LONGEST_SPEC:
+        raise ConfigError(f"the name of a store, a consistency and an optimizer have {LONGEST_SPEC} characters at most")
     return Rules(
         rules.store,
         rules.master,

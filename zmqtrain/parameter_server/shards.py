@@ -76,6 +76,10 @@ class ShardMap:
             self._pieces[key] = self._split(values, item) if split else self._whole(values, item)
         return {key: self._pieces[key] for key in keys}
 
+    def count(self, values: int, dtype: str) -> int:
+        """Return in how many pieces a key lies, at most."""
+        return self.masters + values * ITEM_BYTES[dtype] // PIECE_BYTES
+
     def add(self, key: str, dtype: str, pieces: tuple[Piece, ...]) -> None:
         """Take over what another map of as many masters has placed (a checkpoint's)."""
         for piece in pieces:

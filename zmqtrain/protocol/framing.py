@@ -41,8 +41,9 @@ class ProtocolVersionError(FramingError):
     """A peer speaks another version of this protocol: `theirs` against PROTOCOL_VERSION."""
 
     def __init__(self, theirs: object) -> None:
+        said = str(theirs) if type(theirs) is int else f"of type {type(theirs).__name__}"  # which may be a megabyte
         super().__init__(
-            f"the other side speaks protocol version {theirs}, this side speaks {PROTOCOL_VERSION}: "
+            f"the other side speaks protocol version {said}, this side speaks {PROTOCOL_VERSION}: "
             "install the same zmqtrain on the hub and on every node"
         )
         self.theirs = theirs
@@ -136,7 +137,7 @@ def decode_head(head: Buffer) -> tuple[Stamp, Message]:
     if not all(type(count) is int and 0 <= count < MAX_INCARNATION for count in (incarnation, number)):
         raise FramingError("a head is stamped with two numbers of at most 63 bits")
     if type(name) is not str or name not in _KINDS or type(body) is not dict:
-        raise FramingError(f"unknown message {str(name)[:40]!r}")
+        raise FramingError(f"unknown message {name[:40]!r}" if type(name) is str else "a message without a name")
     checks = _CHECKS[name]
     if body.keys() != checks.keys():
         raise FramingError(f"{name} has the fields {', '.join(checks)}")

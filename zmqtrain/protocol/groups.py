@@ -31,6 +31,7 @@ from zmqtrain.protocol.messages import (
     Relayed,
     WireProcess,
 )
+from zmqtrain.protocol.words import words
 from zmqtrain.types import PeerId
 
 __all__ = [
@@ -233,7 +234,7 @@ class Groups:
             raise RemoteProtocolError(member.peer, member.state.value, f"a GroupLost of rank {lost.rank}")
         if (peer := group.peer(lost.rank)) is None:
             return []
-        return self._lose(group, peer, f"{lost.why[:MAX_WHY]} (noticed by {member.name})", False)
+        return self._lose(group, peer, f"{words(lost.why, MAX_WHY)} (noticed by {member.name})", False)
 
     def _lose(self, group: _Complete, peer: PeerId, why: str, left: bool) -> list[HubEffect]:
         effects: list[HubEffect] = [Discard(group.generation)] if group.whole else []

@@ -58,6 +58,7 @@ from zmqtrain.protocol.probes import ProbeBudget, is_sound
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import AfterAll, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable
+from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId
@@ -65,10 +66,10 @@ from zmqtrain.types import ModelSpec, PeerId
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
 ROSTER_SECONDS = 1.0
-MAX_WORDS, MAX_SCORES = 200, 32
-"""What one Report may hold: the Roster holds those of all nodes, and is one head."""
-MAX_NAME = 64
-"""Characters of a score's name, likewise."""
+MAX_SCORES = 32
+"""What one Report may hold, besides words: the Roster holds those of all nodes, and is one head."""
+MOST_MEMBERS = 512
+"""Peers at one hub, of any kind: the Roster, which describes all nodes, stays readable (one head)."""
 MAX_LINK = 1e12
 """Bytes per second that a node may say its port has: what is made of these must stay a number."""
 MAX_SAMPLES = 1 << 40
@@ -309,7 +310,11 @@ class Hub:
                 return []
             self.fence.count(Verdict.FORMER)
             return [SendTo(sender, Refused("superseded", SUPERSEDED), answer)]
-        succeeds = None
+        if len(self.members) >= MOST_MEMBERS and sender not in self.members:
+            # "unknown": it says Hello again, and there may be room then
+            text = f"this broker has {MOST_MEMBERS} peers: try again later"
+            return [SendTo(sender, Refused("unknown", text), answer)]
+        name, succeeds = words(hello.name, MAX_NAME), None
         if hello.role == "master":
             if hello.run not in ("", self.run) and not self.shard:
                 text = (
@@ -329,11 +334,11 @@ class Hub:
         if succeeds is not None and succeeds in self.members:
             effects += self._lose(self.members[succeeds], "another broker took its place at its address", now)
         if before is not None:  # what was on its way on the old connection will not come any more
-            effects.append(Disconnect(sender, "again", f"{hello.name} connected again"))
+            effects.append(Disconnect(sender, "again", f"{name} connected again"))
             effects += self._groups.gone(sender, "it connected again")
         roles = {"observer": MemberState.OBSERVER, "master": MemberState.MASTER, "process": MemberState.PROCESS}
         state = roles.get(hello.role, MemberState.WELCOMED)
-        member = Member(sender, hello.name[:64], state, now, now, hello.version, hello.version < 0)
+        member = Member(sender, name, state, now, now, hello.version, hello.version < 0)
         member.link, member.share = hello.link, hello.share
         if before is not None:
             member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
@@ -366,14 +371,15 @@ class Hub:
         if hello.exchange == self.exchange:
             return ""
         other = next((member for peer, member in self.members.items() if member.is_node and peer != sender), None)
+        name = words(hello.name, MAX_NAME)
         if other is not None:
             return (
-                f"{hello.name[:64]} would train with {_exchange_words(hello.exchange)}, and {other.name}, which is in "
+                f"{name} would train with {_exchange_words(hello.exchange)}, and {other.name}, which is in "
                 f"this run, does so with {_exchange_words(self.exchange)}: start all nodes of a run with the same"
             )
         if self.rounds.pending:
             return (
-                f"{hello.name[:64]} would train with {_exchange_words(hello.exchange)}, and deltas of nodes that "
+                f"{name} would train with {_exchange_words(hello.exchange)}, and deltas of nodes that "
                 f"trained with {_exchange_words(self.exchange)} have not landed yet: start it again in a few seconds"
             )
         self.exchange = hello.exchange
@@ -433,7 +439,7 @@ class Hub:
         return [SendTo(peer, Preempt(reason))]
 
     def _on_goodbye(self, member: Member, goodbye: Goodbye, now: float) -> list[HubEffect]:
-        text = f"said goodbye: {goodbye.reason}" if goodbye.reason else "said goodbye"
+        text = f"said goodbye: {words(goodbye.reason)}" if goodbye.reason else "said goodbye"
         return self._lose(member, text, now, reason="goodbye")
 
     def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
@@ -460,7 +466,8 @@ class Hub:
 
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         names = report.scores or {}
-        if len(report.waiting) > MAX_WORDS or len(names) > MAX_SCORES or any(len(name) > MAX_NAME for name in names):
+        long = len(report.waiting) > MAX_WORDS or len(names) > MAX_SCORES
+        if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         member.report, self._news = report, True
         if report.scores and self.score_version <= report.score_version <= self.version:
@@ -489,7 +496,7 @@ class Hub:
             text = f"fragment {publish.fragment} of a run with {self.settings.fragments}"
             return [self._refuse(member, publish, "fragment", text)]
         if publish.codec != ("float32" if publish.dense else self.settings.codec):
-            text = f"coded as {publish.codec!r}; this run takes {self.settings.codec!r}"
+            text = f"coded as {words(publish.codec)!r}; this run takes {self.settings.codec!r}"
             return [self._refuse(member, publish, "codec", text)]
         if publish.base_version > self.version:
             text = f"based on version {publish.base_version}; the run is at {self.version}"
@@ -641,4 +648,4 @@ class Hub:
 
 
 def _exchange_words(exchange: str) -> str:
-    return f"--exchange {exchange}" if exchange else "no --exchange"
+    return f"--exchange {words(exchange)}" if exchange else "no --exchange"

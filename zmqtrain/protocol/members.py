@@ -30,6 +30,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     WorkRequest,
 )
+from zmqtrain.protocol.words import words
 from zmqtrain.types import ModelSpec, PeerId
 
 __all__ = ["MemberState", "ALLOWED", "Member", "training"]
@@ -133,7 +134,7 @@ class Member:
                 "age_steps": self.report.age_steps,
                 "bytes_sent": self.report.bytes_sent,
                 "bytes_received": self.report.bytes_received,
-                "waiting": self.report.waiting,
+                "waiting": words(self.report.waiting),
             }
         return entry
 

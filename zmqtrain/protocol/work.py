@@ -6,13 +6,18 @@ Rule 1: a unit is a number; what it stands for is the program's affair.  Rule 2:
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.types import PeerId
 
-__all__ = ["WorkLedger"]
+__all__ = ["MOST_IN_HAND", "WorkLedger"]
+
+MOST_IN_HAND = 256
+"""So many units are dealt to one node at most that it has not done: nodes keep two; nobody takes a run's data."""
 
 
 class WorkLedger:
@@ -25,18 +30,20 @@ class WorkLedger:
     def __init__(self, total: int = 0, lanes: int = 0) -> None:
         self.total, self.lanes = total, max(1, lanes)
         self._next = list(range(self.lanes))
-        self._returned: list[int] = []
+        self._returned: list[int] = []  # in order
         self._dealt: dict[int, PeerId] = {}
+        self._in_hand: Counter[PeerId] = Counter()
         self.done_count = 0
 
     def deal(self, peer: PeerId, want: int, lane: int | None = None) -> tuple[int, ...]:
-        """Deal up to `want` units to a node; fewer or none when no more are left (in its lane, where one is given)."""
+        """Deal up to `want` units to a node; fewer or none when no more are left (in its lane, where one is given), or
+        it has as many in hand as it may."""
         numbers: list[int] = []
+        want = min(want, MOST_IN_HAND - self._in_hand[peer])
         while len(numbers) < want:
-            back = next((n for n in sorted(self._returned) if lane is None or n % self.lanes == lane), None)
-            if back is not None:
-                self._returned.remove(back)
-                number = back
+            back = (at for at, n in enumerate(self._returned) if lane is None or n % self.lanes == lane)
+            if (place := next(back, None)) is not None:
+                number = self._returned.pop(place)
             else:
                 own = lane if lane is not None else self._next.index(min(self._next))
                 number = self._next[own]
@@ -44,6 +51,7 @@ class WorkLedger:
                     break
                 self._next[own] += self.lanes
             self._dealt[number] = peer
+            self._in_hand[peer] += 1
             numbers.append(number)
         return tuple(numbers)
 
@@ -54,6 +62,7 @@ class WorkLedger:
             if self._dealt.get(number) == peer:
                 del self._dealt[number]
                 count += 1
+        self._in_hand[peer] -= count
         self.done_count += count
         return count
 
@@ -62,7 +71,8 @@ class WorkLedger:
         back = tuple(number for number, owner in self._dealt.items() if owner == peer)
         for number in back:
             del self._dealt[number]
-            self._returned.append(number)
+            insort(self._returned, number)
+        del self._in_hand[peer]
         return back
 
     def _left(self, number: int) -> bool:

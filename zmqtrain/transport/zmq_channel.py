@@ -132,7 +132,7 @@ def load_public_key(path: Path | str) -> bytes:
 def _load(path: Path | str) -> tuple[bytes, bytes | None]:
     try:
         return load_certificate(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:  # the last: a line that has no "="
         raise ConfigError(f"cannot read a key from {path}: {error}") from error
 
 

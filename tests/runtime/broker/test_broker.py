@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from math import nan
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -33,6 +35,7 @@ from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.limits import check_message
 from zmqtrain.types import Lane, LeafSpec, Offer
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
@@ -48,6 +51,7 @@ class Wire:
         self.heard, self.sent, self.bulk, self.closed = asyncio.Queue(), [], [], False
 
     def send(self, peer, lane, frames):
+        check_message(frames)
         (self.sent if lane is Lane.CONTROL else self.bulk).append((peer, decode_message(frames[0])))
 
     def asked(self, peer):
@@ -234,6 +238,32 @@ def test_figures_that_no_head_can_hold_are_refused_and_the_broker_goes_on():
 
     broker = lived(story)
     assert broker.hub.samples == 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        msgpack.packb([[127] * 1_000_000, "Hello", {}]),
+        msgpack.packb([list(range(100)), "Hello", {}]),
+        b"\x93\x02" + b"\x91" * 900 + b"\x01" + b"\x80",
+        encode_message(Hello("a" * 1_000_000, exchange="\x00" * 1000)),
+        encode_message(Goodbye("\x00" * 1_000_000)),
+    ],
+    ids=["a version of a megabyte", "a version of numbers", "a name that is a well", "a name without end", "a reason"],
+)
+def test_what_a_stranger_writes_without_measure_costs_it_its_place_and_is_answered_in_measure(head, caplog):
+    async def story(peers):
+        await peers.join("a#1")
+        peers.wire.say("b#1", Hello("b"))
+        peers.wire.heard.put_nowait(("b#1", Lane.CONTROL, [head]))
+        peers.publish("a#1", 0, transfer=7)
+        await peers.until(lambda: peers.broker.aggregator.version == 1)
+        assert all(len(refused.text) <= 1000 for refused in peers.told("b#1", Refused))
+
+    caplog.set_level(logging.DEBUG, "zmqtrain")
+    lived(story)
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+    assert "could not be taken" not in caplog.text
 
 
 # ---------------------------------------------------------------------- whose parameters

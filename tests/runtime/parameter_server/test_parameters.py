@@ -293,3 +293,25 @@ def test_a_flood_of_requests_is_refused(monkeypatch):
         await clients.values("a#1")
 
     lived(story)
+
+
+def test_a_number_used_again_while_its_gradient_waits_is_refused_and_takes_no_gradient_with_it():
+    bsp = Enrol("", 0, 1, "bsp", "sgd:rate=1", 2, False)
+
+    async def story(clients):
+        await clients.enrol("a#1", "b#1", enrol=bsp)
+        await clients.found()
+        gradient = np.ones(100, np.float32)
+        clients.say("a#1", Push(7, "w", "float32", False, (400,)))
+        await clients.told("a#1", Credit, 2)
+        clients.send("a#1", 7, gradient)
+        await clients.told("a#1", Done, 2)
+        clients.say("a#1", Hello("a", "process"), bsp, Push(7, "w", "float32", False, (400,)))
+        assert (await clients.told("a#1", Refused)).reason == "requests"
+        clients.say("b#1", Push(2, "w", "float32", True, (400,)))
+        await clients.told("b#1", Credit)
+        clients.say("a#1", Goodbye())
+        clients.send("b#1", 2, gradient)
+        np.testing.assert_array_equal(await clients.values("b#1"), -gradient)
+
+    lived(story)

@@ -72,6 +72,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.protocol.words import words
 from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.broker.registration import Registration
@@ -100,6 +101,8 @@ RATE_NEWS = 1.05
 """A link is said to be faster than it was said to be when it was seen so many times as fast."""
 CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
 """What a contribution costs here is measured over so many, once the first ones are over, for which code is compiled."""
+LOGGED_CHARACTERS = 500
+"""Of why a peer is sent away: it may quote what that wrote."""
 OUTBOX_MODELS = 3
 """So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
 
@@ -207,13 +210,7 @@ class Broker:
         receiving = asyncio.create_task(self._receive_forever())
         try:
             while not self._stop.is_set():
-                self._see_rates()
-                self._carry_out(self.hub.tick(time.monotonic()))
-                self._relays.pump_all()
-                self.parameters.tick(time.monotonic())
-                for peer in self.traffic.idle_holders():
-                    text = "granted chunks, and none came for longer than they take on a slow link"
-                    self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
+                self._look_around(time.monotonic())
                 self._save_when_due()
                 if self._is_over():
                     break
@@ -238,6 +235,16 @@ class Broker:
                 self._tell_end()
         if self._jobs.failure is not None:
             raise self._jobs.failure
+
+    def _look_around(self, now: float) -> None:
+        """Do what time asks for: rounds that are due, who is silent, what waits for room."""
+        self._see_rates()
+        self._carry_out(self.hub.tick(now))
+        self._relays.pump_all()
+        self.parameters.tick(now)
+        for peer in list(self.traffic.idle_holders()):
+            text = "granted chunks, and none came for longer than they take on a slow link"
+            self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
 
     def _is_over(self) -> bool:
         """Whether this broker's run has come to its end, and nobody is left here."""
@@ -374,9 +381,10 @@ class Broker:
 
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
         """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
-        logger.warning("sending %s away: %s", _name(peer), error)
-        self.traffic.send(peer, Refused(reason, str(error)))
-        self._carry_out(self.hub.gone(peer, f"sent away: {error}", time.monotonic()))
+        text = words(str(error), LOGGED_CHARACTERS)
+        logger.warning("sending %s away: %s", _name(peer), text)
+        self.traffic.send(peer, Refused(reason, text))
+        self._carry_out(self.hub.gone(peer, f"sent away: {text}", time.monotonic()))
 
     def _expel_deaf(self, peer: PeerId) -> None:
         self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")

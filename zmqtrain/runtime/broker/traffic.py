@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
@@ -21,8 +21,19 @@ from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
 from zmqtrain.protocol.framing import Assembler, encode_message, split
 from zmqtrain.protocol.keys import Initialise, Push, Values
-from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Probed, Publish, Snapshot
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Announcement,
+    Chunk,
+    Credit,
+    Message,
+    Probed,
+    Publish,
+    Refused,
+    Snapshot,
+)
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
+from zmqtrain.protocol.words import words
 from zmqtrain.runtime.equation.aggregator import Released
 from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
@@ -41,6 +52,8 @@ OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
 """What may queue for one peer, at least; with more it is sent a snapshot instead."""
+REFUSAL_CHARACTERS = 1000
+"""Of a sentence for people: what it quotes may be a megabyte."""
 HEADS_BYTES = 1 << 20
 """The heads of one transfer are less: room for them is kept."""
 PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
@@ -112,7 +125,12 @@ class Traffic:
     # ------------------------------------------------------------------ toward the peers
 
     def send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
-        """Send a control message. stamp: None for the next of the peer's connection."""
+        """Send a control message. stamp: None for the next of the peer's connection.
+
+        The words of a refusal may quote what was said: they are bounded.
+        """
+        if isinstance(message, Refused):
+            message = replace(message, text=words(message.text, REFUSAL_CHARACTERS))
         head = encode_message(message, self._stamp(peer, True) if stamp is None else stamp)
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
@@ -121,6 +139,8 @@ class Traffic:
         except (PeerLost, ChannelFull) as error:
             why = "its connection is gone" if isinstance(error, PeerLost) else "it does not read what it is sent"
             self._lost(peer, why)
+        except LocalProtocolError as error:  # what it asked for makes an answer that no message holds
+            self._lost(peer, str(error))
         except ChannelClosed:
             pass
 

@@ -22,6 +22,7 @@ from zmqtrain.collectives.steps import Values
 from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.effects import Combine
 from zmqtrain.protocol.messages import Fold, Folded
+from zmqtrain.protocol.words import words
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 
 __all__ = [
@@ -209,4 +210,4 @@ def _find(fold: Fold, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
 
 
 def _describe(fold: Fold, nbytes: int) -> str:
-    return f"{fold.op} of {nbytes} bytes of {fold.dtype}"
+    return f"{words(fold.op, 32)} of {nbytes} bytes of {words(fold.dtype, 32)}"

@@ -134,8 +134,10 @@ class Parameters:
             reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
             self._carry_out(self.machine.broken(*name, reason, str(result)))
         else:
-            self._whole[name] = frames
-            self._carry_out(self.machine.received(*name))
+            effects = self.machine.received(*name)
+            if not any(isinstance(effect, Refuse) for effect in effects):
+                self._whole[name] = frames
+            self._carry_out(effects)
         self.go_on(peer)
 
     def tick(self, now: float) -> None:
@@ -230,7 +232,6 @@ class Parameters:
                 self._traffic.send(worker, keys.Done(request))
             case Refuse(worker, request, reason, text):
                 logger.debug("refused what %s asked: %s", worker, text)
-                self._whole.pop((worker, request), None)
                 self._traffic.send(worker, Refused(reason, text, request))
             case Begin(optimizer, anew):
                 self._begin(optimizer, anew)
