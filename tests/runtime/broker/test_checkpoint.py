@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgpack
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.broker.checkpoint import RunFolder, export_model
 from zmqtrain.runtime.equation.aggregator import Released
 
@@ -96,3 +98,13 @@ def test_the_model_alone_is_exported_by_leaf(tmp_path):
     assert model.keys() == {"w", "scalar", "none"}
     np.testing.assert_array_equal(model["w"], np.full((2, 3), 3, np.float32))
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", msgpack.packb([2, "float32"]), msgpack.packb([2, 3, [0], [[b""]], [], 8])]
+)
+def test_a_record_that_is_whole_and_no_release_is_said_and_not_lived(folder, body):
+    journal(folder, 2)
+    folder.append(body)
+    with pytest.raises(CheckpointError, match="holds what is no release, after version 2: remove it"):
+        list(folder.replay(1))

@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.aggregator import Released
@@ -44,9 +45,33 @@ class RunFolder(CheckpointFolder):
         self.append(msgpack.packb([released.version, released.codec, released.fragments, frames, landed, samples]))
 
     def replay(self, version: int) -> Iterator[JournalRecord]:
-        """Give the releases after `version` in order, up to the first that is torn or missing."""
+        """Give the releases after `version` in order, up to the first that is torn or missing.
+
+        Raises CheckpointError for a record that is whole, and no release.
+        """
         for body in self.records():
-            number, codec, fragments, frames, landed, samples = msgpack.unpackb(body, use_list=False)
-            if number == version + 1:
+            record = _read_release(body)
+            if record is None:
+                raise CheckpointError(
+                    f"a journal in {self.folder} holds what is no release, after version {version}: remove it to go on "
+                    "from the checkpoint"
+                )
+            if record[0].version == version + 1:
                 version += 1
-                yield Released(number, codec, fragments, frames), landed, samples
+                yield record
+
+
+def _read_release(body: bytes) -> JournalRecord | None:
+    """Return what `release` wrote, None if it did not write this."""
+    try:
+        number, codec, fragments, frames, landed, samples = msgpack.unpackb(body, use_list=False)
+        sound = (
+            all(type(one) is int for one in (number, samples, *fragments))
+            and type(codec) is str
+            and len(fragments) == len(frames)
+            and all(type(frame) is bytes for of_fragment in frames for frame in of_fragment)
+            and all(type(peer) is str and type(sequence) is int for peer, sequence in landed)
+        )
+    except Exception:  # msgpack raises several kinds, ValueError and its own among them
+        return None
+    return (Released(number, codec, fragments, frames), landed, samples) if sound else None

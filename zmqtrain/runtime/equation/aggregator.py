@@ -33,7 +33,7 @@ from zmqtrain.codecs.payload import (
     initial_states,
     payload_size,
 )
-from zmqtrain.errors import CheckpointError, CodecError, ModelMismatch
+from zmqtrain.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish, Snapshot
 from zmqtrain.runtime.equation.delta import (
@@ -326,11 +326,13 @@ class Aggregator:
         """
         if released.version != self.version + 1:
             raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
-        coding = coding_from_spec(released.codec)
         try:
+            coding = coding_from_spec(released.codec)
+            if not all(0 <= fragment < self.layout.fragments for fragment in released.fragments):
+                raise CodecError(f"of {self.layout.fragments} fragments it names {released.fragments}")
             for fragment, frames in zip(released.fragments, released.frames, strict=True):
                 check_payload(coding.of_fragment(self.layout, fragment), frames, self.layout.counts(fragment))
-        except CodecError as error:
+        except (CodecError, ConfigError) as error:
             raise CheckpointError(
                 f"the journal's step to version {released.version} cannot be read ({error}): remove the journal to go "
                 f"on from the checkpoint, at version {self.version}"

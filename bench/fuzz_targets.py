@@ -1,0 +1,519 @@
+"""Name what is fuzzed: for each target a function of any bytes, honest inputs to begin with, and how they are mutated.
+
+Rule 1: a target takes any bytes, returns how many frames were in them, and raises for a bug and nothing else: what the
+code is meant to raise (FramingError, CodecError, CheckpointError, ...) is taken here.
+Rule 2: it keeps nothing from one input to the next: a crash is reproduced from its input alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zmqtrain.codecs import fast
+from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.codec import Codec
+from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, plan_payload, seal_frame
+from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.exchanges import barrier
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.reductions import find_reduction
+from zmqtrain.collectives.requests import Request
+from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Sending
+from zmqtrain.collectives.trees import take_tree
+from zmqtrain.collectives.wire import Head, pack, unpack
+from zmqtrain.errors import (
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    FramingError,
+    ZmqTrainError,
+)
+from zmqtrain.protocol.effects import Expect
+from zmqtrain.protocol.framing import Assembler, decode_message, encode_message, split
+from zmqtrain.protocol.messages import (
+    ANNOUNCEMENTS,
+    Aggregate,
+    Chunk,
+    Fetch,
+    Goodbye,
+    Heartbeat,
+    Preempt,
+    Publish,
+    Refused,
+    Roster,
+    Schedule,
+    Snapshot,
+    Welcome,
+    WorkUnit,
+    model_from_wire,
+    model_to_wire,
+)
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.zmq_channel import CurveKeys, load_public_key
+from zmqtrain.types import PeerId
+
+from fuzz_broker import LEAVES, MODEL, honest_sessions, run_broker
+from fuzz_inputs import mutate_bytes, mutate_head, mutate_session, pack_session, read_session
+
+__all__ = ["TARGETS", "Target"]
+
+Mutate = Callable[[bytes, Random, Sequence[bytes]], bytes]
+
+
+class Target(NamedTuple):
+    """What is fuzzed. run: raises for a bug; returns the frames of an input.  corpus: honest inputs.  share: of all
+    frames, when all targets are fuzzed together."""
+
+    run: Callable[[bytes], int]
+    corpus: Callable[[], list[bytes]]
+    mutate: Mutate
+    share: float
+
+
+# ---------------------------------------------------------------------- heads, and the frames of transfers
+
+
+def _run_framing(data: bytes) -> int:
+    """Read each frame as a head; what is a message survives writing and reading, and its chunks are put together."""
+    _, records = read_session(data)
+    assembler, count = Assembler(1 << 20), 0
+    for _, frames in records:
+        count += len(frames)
+        for frame in frames[:1]:
+            try:
+                message = decode_message(frame)
+                assert repr(decode_message(encode_message(message))) == repr(message)
+                if isinstance(message, ANNOUNCEMENTS):
+                    assembler.expect(message)
+                elif isinstance(message, Chunk) and len(frames) == 2:
+                    assembler.add(message, frames[1])
+                elif isinstance(message, Fetch | Welcome):
+                    model_from_wire(message.model)
+            except FramingError:
+                continue
+    assert 0 <= assembler.expected_bytes <= assembler.limit_bytes
+    return count
+
+
+def _all_sessions() -> list[bytes]:
+    hub = [(0, (encode_message(message),)) for message in _hub_messages()]
+    many = [(0, (encode_message(Publish(number, number, 0, 0, "x", (3, 1), 1, 1, 0.0)),)) for number in range(3)]
+    chunks = [(0, (head, bytes(frame))) for number in range(3) for head, frame in split(number, [b"abc", b"d"])]
+    return [*honest_sessions(), pack_session(0, hub), pack_session(0, [*many, *chunks])]
+
+
+# ---------------------------------------------------------------------- payloads and their kernels
+
+CODECS = (
+    *("float32", "bf16", "int8", "int8:block=3", "int4", "int4:block=5", "ternary", "ternary:block=7"),
+    *("sign", "sign:block=9", "int2", "topk:density=0.1+float32", "topk:density=0.3+int8", "dct+topk:density=0.2+int8"),
+    *("lowrank:rank=2", "int8s:block=4", "int4s", "blocktopk:keep=3+int4", "randomk:density=0.3+sign"),
+)
+COUNTS = (1, 2, 5, 8, 17, 40, 257)
+GUARD = 64
+"""Values before and after what is decoded, which nobody may touch."""
+
+
+@cache
+def _codecs() -> tuple[Codec, ...]:
+    return tuple(codec_from_spec(spec) for spec in CODECS)
+
+
+def _run_payload(data: bytes) -> int:
+    """Check and decode a payload in numpy and in machine code: all or nothing, nothing beyond its place, the same."""
+    choice, records = read_session(data)
+    codecs = _codecs()
+    count = 0
+    for who, frames in records:
+        codec, values = codecs[choice % len(codecs)], COUNTS[who % len(COUNTS)]
+        plan = plan_payload((codec,), (values,))
+        for frame in frames:
+            count += 1
+            sealed = bytearray(frame)
+            if who & 128 and len(sealed) >= 16:  # past the checksum
+                seal_frame(plan, plan.frames[0], sealed)
+            results = [_decode(codec, bytes(sealed), values, machine) for machine in _ways()]
+            assert all(result == results[0] for result in results), f"{codec.name}: numpy and machine code differ"
+    return count
+
+
+@cache
+def _ways() -> tuple[bool, ...]:
+    try:
+        fast.use(True)
+    except ImportError:
+        return (False,)
+    return (False, True)
+
+
+def _decode(codec: Codec, frame: bytes, values: int, machine: bool) -> tuple[bytes, bytes] | str:
+    fast.use(machine)
+    try:
+        check_payload((codec,), [frame], (values,))
+    except CodecError as error:
+        return type(error).__name__
+    decoded = []
+    for add in (False, True):
+        room = np.full(values + 2 * GUARD, 12345.0, np.float32)
+        out = room[GUARD : GUARD + values]
+        decode_payload((codec,), [frame], (values,), out=out, add=add, checked=True)
+        assert (room[:GUARD] == 12345.0).all() and (room[-GUARD:] == 12345.0).all(), "written beyond its place"
+        assert np.isfinite(out).all(), "what was checked is not finite"
+        decoded.append(out.tobytes())
+    return decoded[0], decoded[1]
+
+
+def _payloads() -> list[bytes]:
+    inputs = []
+    random = np.random.default_rng(0)
+    for choice, codec in enumerate(_codecs()):
+        records = []
+        for place, values in enumerate(COUNTS):
+            flat = random.standard_normal(values, dtype=np.float32)
+            records.append((place, tuple(map(bytes, encode_payload((codec,), [flat])))))
+        inputs.append(pack_session(choice, [(who + sealed, frames) for who, frames in records for sealed in (0, 133)]))
+    return inputs
+
+
+def _mutate_payload(data: bytes, random: Random, others: Sequence[bytes]) -> bytes:
+    choice, records = read_session(data)
+    if random.random() < 0.02:
+        return mutate_bytes(data, random)
+    mutated = []
+    for who, frames in records:
+        changed = tuple(mutate_bytes(frame, random) if random.random() < 0.8 else frame for frame in frames)
+        mutated.append(((who + random.choice((0, 0, 0, 1, 7, 128))) & 255, changed))
+    return pack_session(choice if random.random() < 0.95 else random.randrange(256), mutated)
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+class _Post:
+    """What a group needs of its endpoint, and nobody at the other end."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bytes, Any]] = []
+
+    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
+        """See Post."""
+        self.sent.append((rank, pack(head, context), None if values is None else bytes(values)))
+        return 1
+
+    def reduce(self, context: int, head: Head, values: memoryview) -> int:
+        """See Post."""
+        return 1
+
+    def note_lost(self, rank: int, why: str) -> None:
+        """See Post."""
+
+    def note_difference(self, context: int) -> None:
+        """See Post."""
+
+
+class _Host:
+    """Nobody waits for the requests of a target."""
+
+    def explain(self, request: Request, waited_seconds: float) -> None:
+        """See Host."""
+
+    def cancel(self, request: Request) -> bool:
+        """See Host."""
+        return False
+
+    def check_may_wait(self) -> None:
+        """See Host."""
+
+
+RANKS = 3
+FLOAT = np.dtype(np.float32)
+
+
+class _Rank:
+    """One rank that makes a few calls, as they are made."""
+
+    def __init__(self, rank: int) -> None:
+        self.post, self.rank = _Post(), rank
+        self.group = Group(self.post, 0, tuple(range(RANKS)), rank, tuple(f"pc-{other}" for other in range(RANKS)))
+        values, total = np.arange(9, dtype=np.float32) + rank, find_reduction("sum", FLOAT)
+        self._begin("barrier()", iter([(barrier(rank, RANKS), np.dtype(np.uint8))]))
+        for algorithm in ("ring", "tree"):
+            steps = ALLREDUCE[algorithm](rank, RANKS, values.copy(), total, 4)
+            self._begin(f"allreduce(float32[9], op=sum, algorithm={algorithm})", iter([(steps, FLOAT)]))
+        for size in (5, 40_000):
+            tree = take_tree(np.full(size, rank, np.float32))
+            sending = Sending((rank + 1) % RANKS, 7)
+            self._post(sending, lambda s=sending, t=tree: self.group.matching.send(s, t.text, t.join()))
+        for tag in (7, ANY_TAG):
+            receiving = Receiving(ANY_SOURCE, tag)
+            self._post(receiving, lambda r=receiving: self.group.matching.receive(r))
+
+    def _request(self) -> Request:
+        return Request(_Host(), "a call", 1.0, lambda: None)
+
+    def _begin(self, text: str, phases: Iterator[Any]) -> None:
+        self.group.begin(self._request(), text, phases, False, "sum")
+
+    def _post(self, transfer: Any, post: Callable[[], object]) -> None:
+        self.group.post(self._request(), transfer, post)
+
+
+def _run_collectives(data: bytes) -> int:
+    """Tell one rank anything: it ends its calls, well or not, by errors of ours alone, and holds no more than came."""
+    _, records = read_session(data)
+    noted: list[str] = []
+    logger = logging.getLogger("zmqtrain.collectives.group")
+    handler = _Said(noted)
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    count = held = 0
+    try:
+        me, now = _Rank(0), 0.0
+        for who, frames in records:
+            if not frames:
+                now += 0.3
+                me.group.on_tick(now)
+                continue
+            count += len(frames)
+            held += sum(map(len, frames))
+            try:
+                head, values = unpack(frames)
+            except FramingError:
+                continue
+            me.group.hear(1 + who % (RANKS - 1), head, values)
+        assert not noted, noted[0]
+        assert me.group.matching.unexpected_bytes <= held
+        me.group.break_off(ZmqTrainError("the end"))
+        assert not (me.group.calls.pending or me.group.matching.waiting), "calls that never end"
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+    return count
+
+
+class _Said(logging.Handler):
+    """Keeps errors that are logged with an exception that is none of ours."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._noted = noted
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep what it says."""
+        self._noted.append(f"{record.getMessage()}: {record.exc_info[1]!r}" if record.exc_info else record.getMessage())
+
+
+def _collectives() -> list[bytes]:
+    """Return what rank 0 hears of the others, in a group that does its calls."""
+    ranks = [_Rank(rank) for rank in range(RANKS)]
+    records = []
+    while any(rank.post.sent for rank in ranks):
+        for rank in ranks:
+            sent, rank.post.sent = rank.post.sent, []
+            for to, head, values in sent:
+                frames = (head,) if values is None else (head, values)
+                if to == 0:
+                    records.append((rank.rank - 1, frames))
+                ranks[to].group.hear(rank.rank, *unpack(frames))
+    broken = (pack(Head(6, place=1, text="gone"), 0),)
+    return [pack_session(0, one) for one in (records, [*records, (0, ())], [*records[:3], (1, broken)])]
+
+
+def _mutate_collectives(data: bytes, random: Random, others: Sequence[bytes]) -> bytes:
+    seed, records = read_session(data)
+    mutated = []
+    for who, frames in records:
+        chance = random.random()
+        if chance < 0.15 and frames:
+            frames = (mutate_bytes(frames[0], random), *frames[1:])
+        elif chance < 0.2 and len(frames) > 1:
+            frames = (frames[0], mutate_bytes(frames[1], random))
+        elif chance < 0.25:
+            continue
+        mutated += [((who + (chance > 0.97)) & 255, frames)] * (2 if chance > 0.94 else 1)
+        if chance > 0.99:
+            random.shuffle(mutated)
+    return pack_session(seed, mutated)
+
+
+# ---------------------------------------------------------------------- a node's side
+
+
+def _hub_messages() -> list[Any]:
+    settings = RunSettings(every=2, delay=1).to_dict()
+    entry = {"peer": "pc-0#00", "name": "pc-0", "state": "live", "link_rate": 1e6}
+    return [
+        Welcome("run-1", 0, settings, model_to_wire(MODEL), ((0, 0),), (1,), ()),
+        Snapshot(1, 0, (64,), (), 0, False),
+        Chunk(1, 0),
+        Heartbeat(1.0, 0),
+        Roster(1, (entry,), "pc-0#00", 8, 1, 1, 2, 3.0, {"loss": 0.5}, 1, 2, 1, (), {}, ""),
+        Aggregate(2, 1, "ternary", (0,), (1,), (64,), (("pc-0#00", 0),), 1),
+        Chunk(2, 0),
+        Schedule(4, 2, 3),
+        WorkUnit((0, 1)),
+        Refused("stale", "late", 1),
+        Preempt("you lag"),
+        Snapshot(3, 1, ()),
+        Fetch(),
+        Goodbye("the broker was stopped"),
+        Refused("run", "another"),
+    ]
+
+
+def _run_peer(data: bytes) -> int:
+    """Tell a node's machine anything: it says what can be written, and ends only by what its caller is to be told."""
+    choice, records = read_session(data)
+    peer = Peer(PeerId("pc-0#00"), "pc-0", observer=choice % 5 == 4)
+    assembler, now, count, sequence = Assembler(1 << 40), 0.0, 0, 0
+    effects = [*peer.start(now), *peer.join(MODEL, now)]
+    with suppress(ConfigError):  # the settings of a hub that this version does not know: the node says so, and ends
+        for who, frames in records:
+            now += 0.05
+            if not frames:
+                now += (0.1, 0.6, 1.1, 4.0)[who % 4]
+                effects = peer.tick(now) if who & 4 else peer.resync()
+                if peer.state is PeerState.LIVE:
+                    sequence += 1
+                    effects += peer.publish(Publish(sequence, sequence, peer.version, 0, "x", (4,), 1, 1, 0.0))
+            else:
+                count += len(frames)
+                try:
+                    message = decode_message(frames[0])
+                    whole = assembler.add(message, frames[1]) if isinstance(message, Chunk) and frames[1:] else None
+                    effects = peer.received(whole[0].transfer) if whole else peer.receive(message, now)
+                    for effect in effects:
+                        if isinstance(effect, Expect):
+                            assembler.expect(effect.announcement)
+                except FramingError as error:
+                    effects = peer.distrust(str(error), now)
+                    assembler.clear()
+            for effect in effects:
+                if (said := getattr(effect, "message", None)) is not None:
+                    encode_message(said)
+    assert isinstance(peer.state, PeerState)
+    return count
+
+
+def _hub_sessions() -> list[bytes]:
+    frames = [(encode_message(message),) for message in _hub_messages()]
+    chunks = [(head, b"\0" * 64) if isinstance(decode_message(head), Chunk) else (head,) for (head,) in frames]
+    plain = [(0, one) for one in chunks]
+    timed = [record for one in chunks for record in ((0, one), (5, ()))]
+    return [pack_session(0, plain), pack_session(1, timed), pack_session(2, [*timed, *timed])]
+
+
+# ---------------------------------------------------------------------- what is read from a disk
+
+_FILES = ("checkpoint-000000000001.safetensors", "journal-000000000001.log", "own.key_secret", "own.key")
+
+
+def _run_files(data: bytes) -> int:
+    """Resume from any bytes: it is skipped or refused in a sentence; keys are read or refused."""
+    _, records = read_session(data)
+    logger = logging.getLogger("zmqtrain")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(dir=_memory_folder()) as name, warnings.catch_warnings():
+        folder = Path(name)
+        for who, frames in records:
+            for frame in frames[:1]:
+                (folder / _FILES[who % len(_FILES)]).write_bytes(frame)
+        try:
+            with suppress(CheckpointError, ConfigError):
+                _resume(folder)
+            for read in (CurveKeys.load, load_public_key):
+                for path in (folder / _FILES[2], folder / _FILES[3]):
+                    with suppress(ConfigError):
+                        read(path)
+        finally:
+            logger.setLevel(level)
+    return len(records)
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _hub_and_arrays() -> tuple[Any, Aggregator]:
+    from zmqtrain.protocol.hub import Hub
+    from zmqtrain.protocol.rounds import release_rule_from_spec
+    from zmqtrain.runtime.rules import canonical
+
+    settings = canonical(RunSettings(release="immediately"))
+    return Hub(settings, release_rule_from_spec(settings.release), "run-1"), Aggregator(settings)
+
+
+def _resume(folder: Path) -> None:
+    def failed(error: BaseException) -> None:
+        raise error
+
+    hub, aggregator = _hub_and_arrays()
+    keeper = Keeper(folder, failed)
+    keeper.resume(hub, aggregator)
+    keeper.close(hub.state(), aggregator)
+
+
+def _files() -> list[bytes]:
+    from zmqtrain.codecs.fragment import Layout
+    from zmqtrain.runtime.broker.checkpoint import RunFolder
+    from zmqtrain.runtime.equation.delta import encode_snapshot
+
+    hub, aggregator = _hub_and_arrays()
+    layout = Layout(MODEL, 1, (0, 1))
+    aggregator.plan(MODEL)
+    aggregator.found(encode_snapshot(layout, layout.split(LEAVES)))
+    state = hub.state() | {"version": 1, "model": [list(leaf) for leaf in model_to_wire(MODEL)]}
+    counts = layout.counts(0)
+    frames = encode_payload((codec_from_spec("float32"),) * len(counts), [np.ones(n, np.float32) for n in counts])
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        aggregator.version = 1
+        folder.save(1, state, aggregator.arrays())
+        folder.begin_journal(1)
+        folder.release((Released(2, "float32", (0,), (frames,)), (("pc-0#00", 3),), 8))
+        folder.close()
+        CurveKeys.generate().save(Path(name), "own")
+        parts = [(place, ((Path(name) / file).read_bytes(),)) for place, file in enumerate(_FILES)]
+    return [pack_session(0, parts), pack_session(0, parts[:1]), pack_session(0, parts[2:])]
+
+
+def _mutate_files(data: bytes, random: Random, others: Sequence[bytes]) -> bytes:
+    """Mutate one file; of a journal, as often as not, with a checksum that is right."""
+    import struct
+    import zlib
+
+    seed, records = read_session(data)
+    if not records:
+        return random.choice(others)
+    at = random.randrange(len(records))
+    who, frames = records[at]
+    if frames and who % len(_FILES) == 1 and len(frames[0]) > 8 and random.random() < 0.7:
+        body = mutate_head(frames[0][8:], random) if random.random() < 0.5 else mutate_bytes(frames[0][8:], random)
+        changed = struct.pack("<II", len(body), zlib.crc32(body)) + body
+    else:
+        changed = mutate_bytes(frames[0] if frames else b"", random)
+    return pack_session(seed, [*records[:at], (who, (changed,)), *records[at + 1 :]])
+
+
+TARGETS: dict[str, Target] = {
+    "framing": Target(_run_framing, _all_sessions, mutate_session, 0.4),
+    "broker": Target(run_broker, honest_sessions, mutate_session, 0.25),
+    "payload": Target(_run_payload, _payloads, _mutate_payload, 0.1),
+    "collectives": Target(_run_collectives, _collectives, _mutate_collectives, 0.15),
+    "peer": Target(_run_peer, _hub_sessions, mutate_session, 0.09),
+    "files": Target(_run_files, _files, _mutate_files, 0.01),
+}
