@@ -28,6 +28,7 @@ from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     MESSAGES,
     Aggregate,
+    Books,
     Chunk,
     Credit,
     Fetch,
@@ -43,6 +44,7 @@ from zmqtrain.protocol.messages import (
     Refused,
     Relay,
     Relayed,
+    Replica,
     Roster,
     Scalar,
     Snapshot,
@@ -78,6 +80,7 @@ RULE_OF_TYPE: dict[Any, str] = {
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
 FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, Folded}
+FROM_HUB |= {Replica, Books}
 FROM_HUB |= {Enrolled, Placed, Values, Done, Awaited}
 MODEL = (LeafSpec("w", (4,), "float32"),)
 
@@ -136,7 +139,7 @@ def drawn_moves() -> Iterator[tuple[str, str, str]]:
 def spoken() -> list[tuple[bool, bool, str, str]]:
     """Return (from the hub, on BULK, message, arguments) of every arrow of the conversations."""
     talks = [block for block in blocks("mermaid") if block.startswith("sequenceDiagram")]
-    assert len(talks) == 5
+    assert len(talks) == 6
     arrow = re.compile(r"^\s*(\w+)(-?->>)(\w+): (\w+)(?:\((.*)\))?$", re.MULTILINE)
     said = [match.groups(default="") for talk in talks for match in arrow.finditer(talk)]
     assert len(said) == sum(talk.count("->>") for talk in talks), "an arrow of a conversation cannot be read"
@@ -218,6 +221,7 @@ def test_every_message_has_its_sentence_and_its_lane() -> None:
     assert said.keys() == KINDS.keys()
     assert {name for name, way in said.items() if "BULK" in way} == {
         "Snapshot",
+        "Replica",
         "Aggregate",
         "Chunk",
         "Relay",

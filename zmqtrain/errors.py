@@ -28,6 +28,7 @@ __all__ = [
     "CollectiveTimeout",
     "ReplicasDiffer",
     "AggregateTimeout",
+    "SteppedDown",
     "EngineError",
     "EngineTimeout",
     "CheckpointError",
@@ -149,6 +150,10 @@ class ReplicasDiffer(ZmqTrainError):
 
 class AggregateTimeout(ZmqTrainError):
     """A bounded wait for an aggregate ran out (strict mode): the message says what was waited for."""
+
+
+class SteppedDown(ZmqTrainError):
+    """This broker's standby has taken over its run: it serves it no longer."""
 
 
 class EngineError(ZmqTrainError):

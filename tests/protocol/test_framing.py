@@ -32,6 +32,7 @@ from zmqtrain.protocol.keys import (
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
+    Books,
     Chunk,
     Credit,
     Fetch,
@@ -43,15 +44,18 @@ from zmqtrain.protocol.messages import (
     GroupLost,
     Heartbeat,
     Hello,
+    Holding,
     JoinGroup,
     Leave,
     Preempt,
     Probe,
     Probed,
+    Promote,
     Publish,
     Refused,
     Relay,
     Relayed,
+    Replica,
     Report,
     Roster,
     Schedule,
@@ -109,6 +113,10 @@ EXAMPLES = [
     Values(1, 4, 7, (12,)),
     Done(2),
     Awaited(("worker-1",), 2),
+    Replica(1, 5, (10, 20), 1),
+    Books("{}"),
+    Holding(5),
+    Promote(),
 ]
 
 

@@ -40,6 +40,7 @@ from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     MESSAGES,
     Aggregate,
+    Books,
     Chunk,
     Credit,
     Fetch,
@@ -51,15 +52,18 @@ from zmqtrain.protocol.messages import (
     GroupLost,
     Heartbeat,
     Hello,
+    Holding,
     JoinGroup,
     Leave,
     Preempt,
     Probe,
     Probed,
+    Promote,
     Publish,
     Refused,
     Relay,
     Relayed,
+    Replica,
     Report,
     Roster,
     Schedule,
@@ -92,6 +96,8 @@ SAMPLES = {
     Relayed: Relayed(1, 1),
     Fold: Fold(1, "sum", "float32", 100),
     Probe: Probe(1, 100, 200),
+    Holding: Holding(0),
+    Promote: Promote(),
     Enrol: Enrol("s-1", 1, 2, "bsp", "sgd:rate=0.1", 4, False),
     Declare: Declare(1, (("w", (2, 3), "float32"),)),
     Founded: Founded(("w",)),
@@ -121,6 +127,8 @@ NOT_FOR_THE_HUB = {
     Done: Done(2),
     Folded: Folded(1, 100),
     Awaited: Awaited(("worker-1",), 2),
+    Replica: Replica(1, 5, (64,), 1),
+    Books: Books("{}"),
 }
 """What only a hub says, and what goes by the machine."""
 
@@ -191,8 +199,8 @@ def in_state(state):
         hub.receive("x", Hello("x", "master", shard=1, address="tcp://x:1"), 0.0)
     else:
         hub = live_hub("b")
-        role = {MemberState.OBSERVER: "observer", MemberState.PROCESS: "process"}.get(state, "node")
-        hub.receive("x", Hello("x", role), 0.0)
+        roles = {MemberState.OBSERVER: "observer", MemberState.PROCESS: "process", MemberState.STANDBY: "standby"}
+        hub.receive("x", Hello("x", roles.get(state, "node"), address="tcp://x:1"), 0.0)
     assert hub.members["x"].state is state
     return hub
 

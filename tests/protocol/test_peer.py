@@ -27,6 +27,7 @@ from zmqtrain.protocol.keys import (
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
+    Books,
     Chunk,
     Credit,
     Fetch,
@@ -38,15 +39,18 @@ from zmqtrain.protocol.messages import (
     GroupLost,
     Heartbeat,
     Hello,
+    Holding,
     JoinGroup,
     Leave,
     Preempt,
     Probe,
     Probed,
+    Promote,
     Publish,
     Refused,
     Relay,
     Relayed,
+    Replica,
     Report,
     Roster,
     Schedule,
@@ -181,6 +185,10 @@ SAMPLES = {
     Values: Values(1, 4, 7, (12,)),
     Done: Done(2),
     Awaited: Awaited(("worker-1",), 2),
+    Replica: Replica(1, 5, (64,), 1),
+    Books: Books("{}"),
+    Holding: Holding(5),
+    Promote: Promote(),
 }
 
 

@@ -24,6 +24,7 @@ from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.broker import Broker
 from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.serve import serve
+from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
@@ -36,6 +37,8 @@ __all__ = [
     "describe_program",
     "greeting",
     "shard_greeting",
+    "standby_greeting",
+    "takeover_greeting",
     "node_addresses",
     "read_keys",
 ]
@@ -54,21 +57,28 @@ def _run(config: BrokerConfig) -> int:
     unknown = check_program(settings)
     check_checkpoint(config.checkpoint)
     keys = read_keys(config.server_keys)
-    place = _place(config, keys)
+    place, standby = _place(config, keys), _standby(config)
     facts = {"zmqtrain": __version__, "began": time.time()}
     recorder = None if config.record is None else BrokerRecorder(config.record, facts)
     latest: list[Roster] = []
     what = describe_program(settings) if place is None else f"shard {config.shard}"
+    if standby is not None:
+        what = f"the run of {config.standby}"
     display = Display(lambda: latest[-1] if latest else None, f"broker: {what}")
 
     def ready(broker: Broker) -> None:
-        if place is None:
+        if standby is not None:
+            print(takeover_greeting(broker.hub.run, broker.hub.version, broker.hub.term), flush=True)
+        elif place is None:
             print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
         else:
             print(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address), flush=True)
         if unknown:
             print(unknown, file=sys.stderr, flush=True)
         display.start()
+
+    def following(follower: Standby) -> None:
+        print(standby_greeting(follower.follower.run, config, follower.address), flush=True)
 
     def watch(roster: Roster) -> None:
         latest[:] = [roster]
@@ -81,7 +91,7 @@ def _run(config: BrokerConfig) -> int:
     try:
         statistics = serve(
             config.bind,
-            settings if place is None else None,
+            settings if place is None and standby is None else None,
             keys=keys,
             checkpoint=config.checkpoint,
             checkpoint_every=config.checkpoint_every,
@@ -92,11 +102,16 @@ def _run(config: BrokerConfig) -> int:
             events=recorder,
             share=link_share(config.link, config.share),
             place=place,
+            standby=standby,
+            following=following,
         )
     finally:
         display.close()
         if recorder is not None:
             recorder.close()
+    if standby is not None and statistics.version < 0:
+        print("ended as a standby that was not needed")
+        return 0
     saved = f"; saved in {config.checkpoint}" if config.checkpoint is not None and statistics.version >= 0 else ""
     print(f"ended at version {max(0, statistics.version)}, {statistics.contributions} contributions{saved}")
     return 0
@@ -113,6 +128,19 @@ def _place(config: BrokerConfig, keys: CurveKeys | None) -> MasterPlace | None:
         first=config.first,
         address=config.address,
         server_key=keys.public if keys is not None else None,
+        wait_seconds=config.wait_seconds,
+    )
+
+
+def _standby(config: BrokerConfig) -> StandbyPlace | None:
+    """Return whom this broker follows, None if it is no standby. Raises ConfigError."""
+    if not config.standby:
+        return None
+    check_host(config.standby)
+    return StandbyPlace(
+        first=config.standby,
+        address=config.address,
+        takeover_seconds=config.takeover_seconds,
         wait_seconds=config.wait_seconds,
     )
 
@@ -225,6 +253,22 @@ def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -
     return (
         f"{run}{resumed}: shard {config.shard}, which nodes reach at {address} (--address says otherwise)\n"
         f"nodes join at the first master:  {config.first}"
+    )
+
+
+def standby_greeting(run: str, config: BrokerConfig, address: str) -> str:
+    """Return what a standby says first. address: where nodes will look for it."""
+    return (
+        f"{run}: the standby of {config.standby}, which nodes reach at {address} (--address says otherwise)\n"
+        f"it takes over {config.takeover_seconds:g} s after that is gone and its nodes say so, or at: zmqtrain promote "
+        f"{address}"
+    )
+
+
+def takeover_greeting(run: str, version: int, term: int) -> str:
+    """Return what a standby says once it is the hub."""
+    return (
+        f"{run}: this broker has taken over, at version {max(0, version)}, as term {term}; its nodes come by themselves"
     )
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "NodeConfig",
     "LocalConfig",
     "StatusConfig",
+    "PromoteConfig",
     "MergeConfig",
     "DemoConfig",
     "read_config",
@@ -115,11 +116,15 @@ class BrokerConfig(_RunOptions):
     --first and no setting of the run."""
     first: str = ""
     """Where the first of several masters is (tcp://HOST:PORT), if this is another: it has the settings of the run."""
+    standby: str = ""
+    """Follow the broker at this address (tcp://HOST:PORT), with no setting of the run; take over when it is gone."""
+    takeover_seconds: float = 3.0
+    """For a standby: how long the broker that it follows must be gone, while at least half of the nodes say so too."""
     address: str = ""
-    """For another master than the first: where nodes reach it (tcp://HOST:PORT); empty: at this machine's address on
-    the way to the first, and the port of --bind."""
+    """For another master than the first, and for a standby: where nodes reach it (tcp://HOST:PORT); empty: at this
+    machine's address on the way to the first, and the port of --bind."""
     wait_seconds: float = 30.0
-    """For another master than the first: how long to wait for its answer."""
+    """For another master than the first, and for a standby: how long to wait for the first's answer."""
     server_keys: File = None
     """The hub's CURVE key pair (NAME.key_secret): the traffic is encrypted, and nodes need the public key. All masters
     of a run have the same."""
@@ -183,6 +188,8 @@ class BrokerConfig(_RunOptions):
     def _check_shard(self, index: int) -> None:
         if self.record is not None and self.masters > 1:
             raise ConfigError("a run of several masters cannot be recorded, nor lived again: leave --record out")
+        if self.standby:
+            return self._check_standby()
         if index == 0:
             for name in ("first", "address"):
                 if getattr(self, name):
@@ -194,14 +201,28 @@ class BrokerConfig(_RunOptions):
                 "tcp://HOST:PORT, as that one printed it"
             )
         parse_address(self.first)
+        self._check_follower("the first master's", "--shard 0 is started")
+
+    def _check_standby(self) -> None:
+        if self.shard:
+            raise ConfigError("a standby follows a broker that has the whole model: leave --shard or --standby out")
+        if self.first:
+            raise ConfigError("first is for the other masters of a run, a standby says --standby alone")
+        if self.record is not None:
+            raise ConfigError("a standby has not seen how its run began, and cannot record it: leave --record out")
+        parse_address(self.standby)
+        _require("takeover_seconds", self.takeover_seconds, 0.5)
+        self._check_follower("those of the broker that a standby follows", "that is started")
+
+    def _check_follower(self, whose: str, where: str) -> None:
+        """Check what is given to a broker that takes its settings from another."""
         if self.address:
             parse_address(self.address)
         _require("wait_seconds", self.wait_seconds, 0)
         given = [f.name for f in fields(RunSettings) if f.name != "masters" and getattr(self, f.name) != f.default]
         if given:
             raise ConfigError(
-                f"the settings of a run are the first master's: leave {', '.join(given)} out here, or give them where "
-                "--shard 0 is started"
+                f"the settings of a run are {whose}: leave {', '.join(given)} out here, or give them where {where}"
             )
 
 
@@ -383,6 +404,26 @@ class StatusConfig:
     """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
     wait_seconds: float = 5.0
     """How long to wait for the broker's answer."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.hub)
+        _require("wait_seconds", self.wait_seconds, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromoteConfig:
+    """Tell the standby at HUB to take over its run now, whether or not the broker that it follows is there.
+
+    For maintenance, and where too few nodes are left to say that the broker is gone. The broker that was followed steps
+    down as soon as it hears of it; what it has accepted and not sent to the standby is offered again by the nodes.
+    """
+
+    hub: Hub
+    """The standby's address, for example tcp://192.168.1.11:5555."""
+    server_key: str = ""
+    """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: they use none."""
+    wait_seconds: float = 10.0
+    """How long to wait for the takeover."""
 
     def __post_init__(self) -> None:
         parse_address(self.hub)

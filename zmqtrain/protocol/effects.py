@@ -17,6 +17,7 @@ from zmqtrain.protocol.messages import (
     Probe,
     Publish,
     Relay,
+    Replica,
     Snapshot,
 )
 from zmqtrain.types import ModelSpec, PeerId
@@ -33,6 +34,8 @@ __all__ = [
     "Combine",
     "Discard",
     "Serve",
+    "Replicate",
+    "Hear",
     "Consult",
     "Accumulate",
     "Contribution",
@@ -114,6 +117,20 @@ class Serve:
     landed: tuple[tuple[int, int], ...] = ()
     moments: bool = False
     reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Send the standby all that this hub is, and from then on every release, before the nodes."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Hear:
+    """The standby holds this version: nodes may hear of it."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +224,13 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """At a node: a whole aggregate or snapshot is here. landed: own sequences in it; reset: drop what is pending.
+    """At a node: a whole aggregate or snapshot is here; at a standby: a release, or a copy of the hub.
 
+    landed: own sequences in it; reset: drop what is pending.
     keep: the node goes on from its own parameters; all that they differ from this snapshot is pending.
     """
 
-    announcement: Aggregate | Snapshot
+    announcement: Aggregate | Snapshot | Replica
     landed: tuple[int, ...]
     reset: bool = False
     keep: bool = False
@@ -258,6 +276,8 @@ HubEffect = (
     | Average
     | Lend
     | Serve
+    | Replicate
+    | Hear
     | Answer
     | Forward
     | Consult

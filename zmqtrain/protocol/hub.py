@@ -7,6 +7,7 @@ Rule 3: effects are carried out in the order in which they come.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,10 @@ from zmqtrain.protocol.effects import (
     Contribution,
     Disconnect,
     Expect,
+    Hear,
     HubEffect,
     Reduce,
+    Replicate,
     SendTo,
     Serve,
 )
@@ -29,20 +32,23 @@ from zmqtrain.protocol.fencing import GAP, MAX_INCARNATION, SUPERSEDED, UNKNOWN,
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
-from zmqtrain.protocol.masters import Claim, Masters
+from zmqtrain.protocol.masters import ADDRESS, Claim, Masters
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
+    Books,
     Chunk,
     Credit,
     Fetch,
     Goodbye,
     Heartbeat,
     Hello,
+    Holding,
     KeyRequest,
     Message,
     Preempt,
     Probe,
+    Promote,
     Publish,
     Refused,
     Report,
@@ -58,6 +64,7 @@ from zmqtrain.protocol.probes import ProbeBudget, is_sound
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import AfterAll, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable
+from zmqtrain.protocol.standby import Tenure
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
@@ -72,6 +79,8 @@ MOST_MEMBERS = 512
 """Peers at one hub, of any kind: the Roster, which describes all nodes, stays readable (one head)."""
 MAX_LINK = 1e12
 """Bytes per second that a node may say its port has: what is made of these must stay a number."""
+BOOKS = ("ledger", "scores", "score_version", "schedules")
+"""What of a hub's state changes besides its releases, as far as a standby must know it."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 MOST_WAITING = 64
@@ -119,6 +128,7 @@ class Hub:
         self.score_version = -1
         self._records = Records()
         self.fence = Fence()
+        self.term, self.tenure = 0, Tenure()
         self._probes = ProbeBudget()
         self._groups = Groups()
         self._founding = Founding(settings, self.members, self._records.landed, preemption, shard)
@@ -131,6 +141,8 @@ class Hub:
             Snapshot: self._on_snapshot,
             Publish: self._on_publish,
             WorkRequest: self._on_work_request,
+            Holding: lambda member, holding, now: [Hear(holding.version)],
+            Promote: lambda member, promote, now: [],  # it has the run already
             Probe: self._on_probe,
             **self._groups.handlers,
             **dict.fromkeys(KEY_REQUESTS, self._on_key_request),
@@ -239,6 +251,8 @@ class Hub:
             self._rostered = now
             self.fence.keep(self.members)
             effects.append(Broadcast(self.roster(now)))
+            if (standby := self.standby) is not None:
+                effects.append(SendTo(standby.peer, Books(self.books())))
         return effects
 
     # ------------------------------------------------------------------ who is here
@@ -285,7 +299,7 @@ class Hub:
             delay=settings.delay,
             masters=self.masters.addresses if not self.shard else (),
             exchange=self.exchange,
-            hub=dict(self.fence.dropped),
+            hub={"term": self.term, "standby": self.tenure.standby, **self.fence.dropped},
         )
 
     def measured(self, peer: PeerId, rate: float) -> None:
@@ -310,11 +324,17 @@ class Hub:
                 return []
             self.fence.count(Verdict.FORMER)
             return [SendTo(sender, Refused("superseded", SUPERSEDED), answer)]
+        if hello.term > self.term and hello.run == self.run:
+            return [
+                SendTo(sender, Refused("term", f"this broker knows of {self.term} takeovers, not {hello.term}"), answer)
+            ]
         if len(self.members) >= MOST_MEMBERS and sender not in self.members:
             # "unknown": it says Hello again, and there may be room then
             text = f"this broker has {MOST_MEMBERS} peers: try again later"
             return [SendTo(sender, Refused("unknown", text), answer)]
         name, succeeds = words(hello.name, MAX_NAME), None
+        if hello.role == "standby" and (why := self._obstacle(sender, hello)):
+            return [SendTo(sender, Refused("occupied", why), answer)]
         if hello.role == "master":
             if hello.run not in ("", self.run) and not self.shard:
                 text = (
@@ -337,6 +357,7 @@ class Hub:
             effects.append(Disconnect(sender, "again", f"{name} connected again"))
             effects += self._groups.gone(sender, "it connected again")
         roles = {"observer": MemberState.OBSERVER, "master": MemberState.MASTER, "process": MemberState.PROCESS}
+        roles["standby"] = MemberState.STANDBY
         state = roles.get(hello.role, MemberState.WELCOMED)
         member = Member(sender, name, state, now, now, hello.version, hello.version < 0)
         member.link, member.share = hello.link, hello.share
@@ -355,10 +376,15 @@ class Hub:
             shard=self.shard,
             masters=(self._first,) if self.shard else self.masters.addresses,
             heard=self._records.heard(sender),
+            term=self.term,
+            standby=self.tenure.standby,
         )
         effects.append(SendTo(sender, welcome))
         if state is MemberState.OBSERVER:
             effects.append(SendTo(sender, self.roster(now)))
+        if state is MemberState.STANDBY:
+            member.address = hello.address
+            effects.append(Replicate(sender))
         if state is MemberState.MASTER:  # nodes may wait for it
             effects.append(Broadcast(self.roster(now)))
         effects += self._dealing.lost(sender)  # units may have been on their way to it: it will ask again
@@ -385,6 +411,24 @@ class Hub:
         self.exchange = hello.exchange
         # what nodes in lockstep publish, at the end, is the same of all: it must land once, whole
         self.rounds = FragmentRounds(AfterAll() if self.exchange else self._rule, self.settings.fragments)
+        return ""
+
+    @property
+    def standby(self) -> Member | None:
+        """The standby that follows this hub."""
+        return next((one for one in self.members.values() if one.state is MemberState.STANDBY), None)
+
+    def _obstacle(self, sender: PeerId, hello: Hello) -> str:
+        """Return why this hub takes no standby, or not this one; "" if it does."""
+        if self.settings.masters > 1:
+            return "this run has several masters: a standby follows one broker that has the whole model"
+        if self.exchange:
+            return f"the nodes of this run exchange with {_exchange_words(self.exchange)}, past the broker"
+        if not ADDRESS.fullmatch(hello.address):
+            return f"{hello.address[:MAX_WORDS]!r} is no address at which nodes reach it: --address tcp://HOST:PORT"
+        other = self.standby
+        if other is not None and other.peer != sender and other.address != hello.address:
+            return f"a standby follows this broker already, at {other.address}: one is enough"
         return ""
 
     def _claim(self, sender: PeerId, hello: Hello) -> tuple[str, PeerId | None]:
@@ -449,6 +493,14 @@ class Hub:
         effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
         if member.state is MemberState.OBSERVER:
             return [Disconnect(member.peer, "observer", text)]
+        if member.state is MemberState.STANDBY:
+            if reason == "goodbye":
+                self.tenure.dismissed()
+            else:
+                self.tenure.lost(training(self.members))
+            return [Disconnect(member.peer, "standby", text), Broadcast(self.roster(now))]
+        if reason == "goodbye":
+            self.tenure.said_goodbye()
         if member.state is MemberState.PROCESS:
             gone = self._groups.gone(member.peer, text, left=reason == "goodbye")
             return [Disconnect(member.peer, "process", text), *gone]
@@ -614,7 +666,28 @@ class Hub:
             "score_version": self.score_version,
             "records": self._records.state(),
             "schedules": [list(one) for one in self.timetable.since(self.version)],
+            "term": self.term,
+            "tenure": self.tenure.state(len(training(self.members))),
         }
+
+    def books(self) -> str:
+        """Return what a standby must hear of besides releases, and who is live, as JSON."""
+        state = {name: part for name, part in self.state().items() if name in BOOKS}
+        crew = {"nodes": sorted(training(self.members)), "in_step": self.tenure.follows}
+        return json.dumps({**state, **crew}, separators=(",", ":"))
+
+    def in_step(self) -> list[HubEffect]:
+        """The standby holds all that nodes have heard of: from now on they hear of nothing before it."""
+        standby = self.standby
+        if standby is None:
+            return []
+        self.tenure.joined(standby.address)
+        return [SendTo(standby.peer, Books(self.books())), Broadcast(self.roster(self._rostered))]
+
+    @property
+    def may_announce(self) -> bool:
+        """Whether this hub, without its standby, has enough of its nodes to go on: see `standby.Tenure`."""
+        return self.tenure.holds(len(training(self.members)))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""
@@ -632,6 +705,9 @@ class Hub:
             schedules = [tuple(int(number) for number in one) for one in state.get("schedules", ())]
             for from_version, every, delay in schedules:
                 self.timetable.add(Schedule(every, delay, from_version))
+            self.term = int(state.get("term", 0))
+            if "tenure" in state:
+                self.tenure.restore(state["tenure"])
         except (AttributeError, FramingError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         if self.version >= 0:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zmqtrain.types import PeerId
 
-__all__ = ["RUN_OVER", "Claim", "Masters", "name_missing"]
+__all__ = ["RUN_OVER", "ADDRESS", "Claim", "Masters", "name_missing"]
 
 RUN_OVER = "the run is over"
 """The reason of the first's Goodbye that ends the other masters too; after any other they wait for it."""

@@ -19,9 +19,11 @@ from zmqtrain.protocol.messages import (
     GroupLost,
     Heartbeat,
     Hello,
+    Holding,
     JoinGroup,
     Message,
     Probe,
+    Promote,
     Publish,
     Relay,
     Relayed,
@@ -42,6 +44,7 @@ class MemberState(Enum):
     OBSERVER = "observing"
     MASTER = "serving a shard"
     PROCESS = "in a group"
+    STANDBY = "following as standby"
     WELCOMED = "welcomed"
     WAITING = "waiting for its snapshot"
     FOUNDING = "founding the run"
@@ -50,7 +53,12 @@ class MemberState(Enum):
     LIVE = "live"
 
 
-_NODES = frozenset(MemberState) - {MemberState.OBSERVER, MemberState.MASTER, MemberState.PROCESS}
+_NODES = frozenset(MemberState) - {
+    MemberState.OBSERVER,
+    MemberState.MASTER,
+    MemberState.PROCESS,
+    MemberState.STANDBY,
+}
 ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Hello: frozenset(MemberState),
     Heartbeat: frozenset(MemberState),
@@ -61,6 +69,8 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Snapshot: frozenset({MemberState.FOUNDING, MemberState.LENDING}),
     Publish: frozenset({MemberState.LIVE}),
     WorkRequest: frozenset({MemberState.LIVE}),
+    Holding: frozenset({MemberState.STANDBY}),
+    Promote: frozenset({MemberState.OBSERVER}),
     **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed, Fold), frozenset({MemberState.PROCESS})),
     **dict.fromkeys(KEY_REQUESTS, frozenset({MemberState.PROCESS})),
 }
@@ -74,7 +84,7 @@ class Member:
     it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
-    were not of now.
+    were not of now.  address: where nodes reach a standby.
     """
 
     peer: PeerId
@@ -99,6 +109,7 @@ class Member:
     share: float = 1.0
     measured: float = 0.0
     dropped: int = 0
+    address: str = ""
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property

@@ -57,6 +57,10 @@ __all__ = [
     "Folded",
     "Probe",
     "Probed",
+    "Replica",
+    "Books",
+    "Holding",
+    "Promote",
     "Message",
     "MESSAGES",
     "Announcement",
@@ -97,11 +101,11 @@ def model_from_wire(wire: tuple[WireLeaf, ...]) -> ModelSpec:
 class Hello:
     """Node to hub: I am `name`. run, version: what I last followed ("", -1: nothing).
 
-    role: "node", "observer", "process" (of a group, no node of the run), or "master": of a `shard`, which nodes reach
-    at `address`.
+    role: "node", "observer", "process" (of a group, no node of the run), "master": of a `shard`, which nodes reach
+    at `address`, or "standby": the hub's successor, which they reach at `address`.
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
     use of it.  exchange: how this node exchanges gradients in every step, past the hub ("": it does not; it publishes).
-    incarnation: as in `fencing`; 0: not fenced.
+    incarnation: as in `fencing`; 0: not fenced.  term: the highest that this node knows a hub of.
     """
 
     name: str
@@ -114,6 +118,7 @@ class Hello:
     address: str = ""
     exchange: str = ""
     incarnation: int = 0
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,8 @@ class Welcome:
     heard: the highest sequence that the hub has heard of this peer id, in whatever life: a new one counts on from it.
     schedules: (from_version, every, delay), as in Schedule: the one that holds, and the next one if there is one.
     shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
-    knows; another says where the first is.
+    knows; another says where the first is.  term: how many standbys have taken over this run so far.  standby: where
+    the hub's successor is ("": it has none).
     """
 
     run: str
@@ -137,6 +143,8 @@ class Welcome:
     shard: int = 0
     masters: tuple[str, ...] = ()
     heard: int = -1
+    term: int = 0
+    standby: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +202,8 @@ class Roster:
 
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
     bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":
-    they publish here.  hub: of the hub itself: how many messages it has dropped, by what they were (`fencing`).
+    they publish here.  hub: of the hub itself: its term, its
+    standby, and how many messages it has dropped, by what they were (`fencing`).
     """
 
     version: int
@@ -277,7 +286,10 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Hub to all: the step from version - 1 to version. frames: how many frames each of the fragments has."""
+    """Hub to all: the step from version - 1 to version. frames: how many frames each of the fragments has.
+
+    samples: what the publishes in it stand for.
+    """
 
     transfer: int
     version: int
@@ -287,6 +299,7 @@ class Aggregate:
     sizes: tuple[int, ...]
     landed: tuple[tuple[str, int], ...]
     live: int
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +473,38 @@ class Probed:
     software: str
 
 
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Hub to standby: all that this hub is, at `version` (-1: the run is not founded).
+
+    state: how many of the first frames are its state (JSON); the others are a safetensors file of its arrays.
+    """
+
+    transfer: int
+    version: int
+    sizes: tuple[int, ...]
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and who is live."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Standby to hub: I hold this version: the nodes may hear of it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Observer to standby: take over now, whoever else is there."""
+
+
 Message = (
     Hello
     | Welcome
@@ -489,6 +534,10 @@ Message = (
     | Folded
     | Probe
     | Probed
+    | Replica
+    | Books
+    | Holding
+    | Promote
     | Enrol
     | Enrolled
     | Declare
@@ -530,6 +579,10 @@ MESSAGES: tuple[type[Message], ...] = (
     Folded,
     Probe,
     Probed,
+    Replica,
+    Books,
+    Holding,
+    Promote,
     Enrol,
     Enrolled,
     Declare,
@@ -542,6 +595,6 @@ MESSAGES: tuple[type[Message], ...] = (
     Done,
     Awaited,
 )
-Announcement = Publish | Aggregate | Snapshot | Initialise | Push | Values
-ANNOUNCEMENTS = (Publish, Aggregate, Snapshot, Initialise, Push, Values)
+Announcement = Publish | Aggregate | Snapshot | Replica | Initialise | Push | Values
+ANNOUNCEMENTS = (Publish, Aggregate, Snapshot, Replica, Initialise, Push, Values)
 KeyRequest = Enrol | Declare | Founded | Initialise | Push | Pull

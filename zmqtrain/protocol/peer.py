@@ -42,6 +42,7 @@ from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 __all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
 
 HUB = PeerId("hub")
+MOST_ADDRESSES = 4
 GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
 """After a Goodbye of the hub, and after one that is not believed."""
 
@@ -87,7 +88,8 @@ class Peer:
     is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
     timetable: which k and d hold when, from Welcome on.
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
-    not fenced).  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
+    not fenced).  address: where the hub is; without it no standby is looked for.  term: of the hub that was last
+    believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
     """
 
     def __init__(
@@ -100,7 +102,10 @@ class Peer:
         claim: Claim | None = None,
         exchange: str = "",
         incarnation: int = 0,
+        address: str = "",
     ) -> None:
+        self.term = 0
+        self._addresses = [address] if address else []
         self.incarnation, self.dropped = incarnation, Counter[str]()
         self._connection = Connection(0)
         self._backoff = Backoff(zlib.crc32(peer.encode()))
@@ -124,7 +129,7 @@ class Peer:
         self.in_flight: set[int] = set()
         self.confirmed = False
         self.score = math.nan
-        self._announced = self._run_version = -1
+        self._announced = self.run_version = -1
         self._behind_since: float | None = None
         self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
         self._reset = self._missing = False  # until a whole snapshot is here
@@ -161,7 +166,7 @@ class Peer:
     @property
     def founded(self) -> bool:
         """Whether the run has parameters, as far as the hub has said."""
-        return self._run_version >= 0 or (self.roster is not None and self.roster.version >= 0)
+        return self.run_version >= 0 or (self.roster is not None and self.roster.version >= 0)
 
     def publish(self, publish: Publish) -> list[PeerEffect]:
         """Announce a delta. Raises LocalProtocolError unless live."""
@@ -193,7 +198,7 @@ class Peer:
             if now < self._hello_at:
                 return []
             # what an attempt that nobody answered has left behind may be a connection to a host that is no more
-            anew: list[PeerEffect] = [] if self._fresh else [Connect()]
+            anew: list[PeerEffect] = [] if self._fresh else [Connect(self._next_address())]
             return anew + self._hello(now)
         assert self.settings is not None
         silent = now - self._heard
@@ -241,6 +246,7 @@ class Peer:
                 return self._withdraw_unheard(sent, heard)
             case Roster():
                 self.roster, self.masters = message, message.masters or self.masters
+                self._know(str(message.hub.get("standby", "")))
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
             case Refused():
@@ -321,11 +327,25 @@ class Peer:
         self._hello_at, self._fresh = now + self._backoff.next(), False
         self.incarnation += bool(self.incarnation)
         self._connection = Connection(self.incarnation)
-        role = "master" if self.claim is not None else "observer" if self.observer else "node"
-        hello = Hello(self.name, role, self.run, self.version, incarnation=self.incarnation)
-        if self.claim is not None:
-            return [Send(replace(hello, shard=self.claim.shard, address=self.claim.address))]
-        return [Send(replace(hello, link=self.link, share=self.share, exchange=self.exchange))]
+        return [Send(replace(self._greeting(), incarnation=self.incarnation, term=self.term))]
+
+    def _next_address(self) -> str:
+        """Return where to look for the hub next: where it was, and where its standby is, in turn."""
+        if len(self._addresses) < 2:
+            return ""
+        self._addresses.append(self._addresses.pop(0))
+        return self._addresses[0]
+
+    def _know(self, standby: str) -> None:
+        """Take note of where the hub's standby is."""
+        if standby and self._addresses and standby not in self._addresses:
+            self._addresses = [*self._addresses, standby][:MOST_ADDRESSES]
+
+    def _greeting(self) -> Hello:
+        if (claim := self.claim) is not None:
+            return Hello(self.name, "master", self.run, self.version, shard=claim.shard, address=claim.address)
+        role = "observer" if self.observer else "node"
+        return Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         if self.run and welcome.run != self.run and not self._may_begin_anew(welcome):
@@ -334,6 +354,12 @@ class Peer:
                 "checkpoint of the old run, or stop this node and start it again to join the new run."
             )
             return self._lose_hub("run", text, now, now + REFUSED_HELLO_SECONDS)
+        if welcome.term < self.term:
+            text = (
+                f"the broker here is that of term {welcome.term} of {self.run}, and its standby has taken over: this "
+                f"node knows one of term {self.term}. Stop this broker, or start it again as the standby of that one"
+            )
+            return self._lose_hub("term", text, now, now + REFUSED_HELLO_SECONDS)
         if welcome.version < self.version:
             text = (
                 f"the broker is at version {welcome.version} of {self.run}, this node has seen {self.version}: it was "
@@ -341,12 +367,14 @@ class Peer:
                 "start it again."
             )
             return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
+        self.term = welcome.term
+        self._know(welcome.standby)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
         if self.timetable is None:
             self.timetable = Timetable(self.settings)
         for from_version, every, delay in welcome.schedules:
             self.timetable.add(Schedule(every, delay, from_version))
-        self.run_model, self._run_version = model_from_wire(welcome.model), welcome.version
+        self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
         self.shard, self.masters, self.heard = welcome.shard, welcome.masters, welcome.heard
         self.state = PeerState.WELCOMED
         self._backoff.reset()
@@ -384,7 +412,7 @@ class Peer:
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         self._behind_since = None
         if isinstance(announcement, Snapshot) and announcement.version >= 0:
-            self._announced = self._run_version = announcement.version
+            self._announced = self.run_version = announcement.version
             self.state = PeerState.LIVE
             if not announcement.sizes:
                 self.version, self.confirmed = announcement.version, True
@@ -406,6 +434,9 @@ class Peer:
             return [Withdraw(refused.sequence, refused.reason, refused.text)]
         if refused.reason == "probe":
             return []
+        if refused.reason in ("standby", "term"):  # the hub may be elsewhere: it is looked for in turn
+            self._backoff.reset()
+            return []
         if refused.reason == "unknown":
             if self.state is PeerState.CONNECTING:
                 return []
@@ -419,5 +450,6 @@ class Peer:
         self.state = PeerState.CONNECTING
         self._open.clear()
         self._beats.clear()
-        self._hello_at, self._fresh = hello_at, True
+        elsewhere = len(self._addresses) > 1 and reason in ("run", "version", "term")
+        self._hello_at, self._fresh = hello_at, not elsewhere
         return [Disconnect(HUB, reason, text)]

@@ -168,7 +168,7 @@ def test_control_is_sent_at_once_and_an_aggregate_goes_before_a_snapshot(run: Ru
         await peers.until(lambda: B in peers.chunks_to())  # the burst is used up
         before = len(peers.sent)
         released = Released(1, "float32", (0,), ((bytes(100_000),),))
-        peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False))
+        peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False), lambda peer: True)
         peers.traffic.send(C, Heartbeat())
         at_once = [(who, type(message)) for _, who, message, _ in peers.sent[before:]]
         assert (C, Heartbeat) in at_once and (A, Chunk) not in at_once

@@ -41,9 +41,11 @@ from zmqtrain.protocol.effects import (
     Expect,
     Forward,
     Found,
+    Hear,
     HubEffect,
     Lend,
     Reduce,
+    Replicate,
     SendTo,
     Serve,
 )
@@ -76,6 +78,8 @@ from zmqtrain.protocol.words import words
 from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.broker.registration import Registration
+from zmqtrain.runtime.broker.replicas import OpenLine, Replicas, pack_replica
+from zmqtrain.runtime.broker.standby import Inheritance
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
@@ -140,7 +144,8 @@ class Broker:
     watch: called in the broker's loop with every roster.  events: who is told what happens here, None for nobody.
     share: what training may use of this machine's port; None: all there is.
     registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
-    the first's.
+    the first's.  open_line: how the broker itself reaches another.  inheritance: what a standby takes over, in place of
+    what is in the checkpoint's folder.
     Raises ConfigError, CheckpointError.
     """
 
@@ -155,6 +160,8 @@ class Broker:
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
         registration: Registration | None = None,
+        open_line: OpenLine | None = None,
+        inheritance: Inheritance | None = None,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
@@ -171,11 +178,15 @@ class Broker:
             shard,
             registration.place.first if registration is not None else "",
         )
-        self.aggregator = Aggregator(self.settings, shard)
+        self.aggregator = Aggregator(self.settings, shard) if inheritance is None else inheritance.aggregator
         self._jobs = Jobs("zmqtrain-aggregate", self.stop)
         every = every_from_text(checkpoint_every, settings.mode == "strict")
         self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep)
-        self.keeper.resume(self.hub, self.aggregator)
+        if inheritance is None:
+            self.keeper.resume(self.hub, self.aggregator)
+        else:
+            self.hub.restore(inheritance.state)
+            self.keeper.inherit(self.hub, self.aggregator)
         if registration is not None and registration.founded and self.hub.version < 0:
             raise ConfigError(
                 f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
@@ -183,6 +194,7 @@ class Broker:
             )
         self.traffic = Traffic(channel, self._queue_bytes, self._lost, self.hub.stamp)
         self.traffic.limit(self.share.limit())
+        self._replicas = Replicas(self.hub, self._send_standby_away, self._carry_out, open_line)
         self._relays = Relays(self.traffic)
         self._reducers = Reducers(self._relays.forward)
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
@@ -225,6 +237,7 @@ class Broker:
                 self.traffic.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
             self.keeper.end()
+            await asyncio.to_thread(self._replicas.close)
             try:
                 await self._jobs.close()
                 await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
@@ -240,6 +253,7 @@ class Broker:
         """Do what time asks for: rounds that are due, who is silent, what waits for room."""
         self._see_rates()
         self._carry_out(self.hub.tick(now))
+        self._replicas.tick(now)
         self._relays.pump_all()
         self.parameters.tick(now)
         for peer in list(self.traffic.idle_holders()):
@@ -422,6 +436,8 @@ class Broker:
                 frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
                 self._whole.clear()  # what was pending in a run that is founded anew
                 self._jobs.do(partial(self._found, frames, self.hub.state(), peer))
+                if (standby := self.hub.standby) is not None:
+                    self._replicate(standby.peer)
             case Average(snapshots):
                 gathered = [self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots]
                 parts: dict[str, Sequence[Buffer]] = {
@@ -437,6 +453,10 @@ class Broker:
                 self._jobs.do(partial(self._release, effect, len(self.hub.live)), self._released, effect)
             case Serve(peer):
                 self._jobs.do(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
+            case Replicate(peer):
+                self._replicate(peer)
+            case Hear(version):
+                self._replicas.holds(version, time.monotonic())
             case Answer(peer, probe):
                 self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
             case Forward(peer, message):
@@ -517,11 +537,13 @@ class Broker:
         level = levels.get(reason, logging.WARNING)
         if reason == "again":
             logger.info("%s", text)
+        elif reason == "standby":
+            logger.warning("the standby left: %s; the nodes go on here without it", text)
         elif reason == "master":
             logger.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
         else:
             logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
-        if self._events is not None and reason not in ("observer", "process", "master"):
+        if self._events is not None and reason not in ("observer", "process", "master", "standby"):
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self.traffic.forget(peer)
         self._relays.forget(peer)
@@ -552,9 +574,31 @@ class Broker:
             names = ", ".join(_name(peer) for peer, _ in reduce.landed)
             logger.error("version %d: the deltas of %s add up to infinity; not used", released.version, names)
         self._moments = ()
-        self.traffic.send_aggregate(released, reduce)
+        standby = self.hub.standby
+        first = standby.peer if standby is not None else ""
+        self.traffic.send_aggregate(released, reduce, lambda peer: peer == first)
+        to_nodes = partial(self.traffic.send_aggregate, released, reduce, lambda peer: peer != first)
+        self._replicas.announce(released.version, to_nodes, time.monotonic())
+
+    def _replicate(self, standby: PeerId) -> None:
+        """Send the standby a copy of all there is, as it stands once the codec thread has come to it."""
+        pack = partial(pack_replica, self.hub.state(), self.aggregator)
+        self._jobs.do(pack, self._send_replica, standby, self.hub.version)
+
+    def _send_replica(self, packed: tuple[list[Buffer], int], standby: PeerId, version: int) -> None:
+        if standby in self.hub.members:
+            self._replicas.copied()
+            if not self.traffic.send_replica(standby, version, *packed):
+                self._send_standby_away(standby, "it does not read what it is sent")
+
+    def _send_standby_away(self, peer: PeerId, text: str) -> None:
+        self._expel(peer, ZmqTrainError(text), "unknown")
 
     def _serve(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
+        action = partial(self._send_snapshot, snapshot, serve, moments)
+        self._replicas.announce(snapshot[0], action, time.monotonic())
+
+    def _send_snapshot(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
         peer, (version, frames) = serve.peer, snapshot
         if peer not in self.hub.members:
             return

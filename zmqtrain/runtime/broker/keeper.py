@@ -66,6 +66,22 @@ class Keeper:
             self._folder.close()
             raise
 
+    def inherit(self, hub: Hub, aggregator: Aggregator) -> None:
+        """Take the folder for a run that was taken over: what is in it, of whatever run, makes way for that.
+
+        The checkpoint is written in the background, the journal at once. Raises CheckpointError.
+        """
+        if self._folder is None:
+            return
+        self._folder.lock()
+        try:
+            self._folder.forget_after(-1)
+        except BaseException:
+            self._folder.close()
+            raise
+        if aggregator.version >= 0:
+            self.save(hub.state(), aggregator)
+
     def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> None:
         if (loaded := folder.load()) is None:
             return

@@ -14,14 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.broker import Broker, BrokerStatistics
 from zmqtrain.runtime.broker.registration import MasterPlace, Registration, public_address
+from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_channel import CurveKeys, RouterChannel
+from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel, RouterChannel
+from zmqtrain.types import PeerId
 
 __all__ = ["serve", "BrokerThread"]
 
@@ -43,6 +46,8 @@ def serve(
     events: BrokerEvents | None = None,
     share: LinkShare | None = None,
     place: MasterPlace | None = None,
+    standby: StandbyPlace | None = None,
+    following: Callable[[Standby], None] = lambda standby: None,
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
@@ -52,6 +57,8 @@ def serve(
     interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
     thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
     share: what training may use of this machine's port; None: all there is.
+    standby: whom this broker follows until it takes over (settings are then that one's); if it never does,
+    the figures have version -1.  following: called in its loop once the first has answered.
     Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and whatever ended the broker.
     """
 
@@ -59,16 +66,40 @@ def serve(
         if settings is not None:
             canonical(settings)  # refused before anybody can connect
         channel = RouterChannel.bind(address, keys=keys)
-        registration = None
+        registration, inheritance = None, None
+        server_key = keys.public if keys is not None else None
+
+        def open_line(address: str, peer: PeerId) -> Channel:
+            return DealerChannel.connect(address, peer=peer, server_key=server_key)
+
         try:
+            if standby is not None:
+                public = standby.address or public_address(address, channel.address, standby.first)
+                follower = Standby(channel, standby, public, open_line)
+                if interrupted is not None:
+                    _stop_at_signals(follower, interrupted)
+                if (inheritance := await follower.run(following)) is None:
+                    await channel.close()
+                    return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
             if place is not None:
                 public = place.address or public_address(address, channel.address, place.first)
                 registration = Registration(place, public)
                 await registration.welcomed()
-            run = registration.settings if registration is not None else settings
-            assert run is not None, "a broker has settings, or a first master that gives them"
+            given = settings if inheritance is None else inheritance.settings
+            run = registration.settings if registration is not None else given
+            assert run is not None, "a broker has settings, or another that gives them"
             broker = Broker(
-                channel, run, checkpoint, checkpoint_every, checkpoint_keep, watch, events, share, registration
+                channel,
+                run,
+                checkpoint,
+                checkpoint_every,
+                checkpoint_keep,
+                watch,
+                events,
+                share,
+                registration,
+                open_line,
+                inheritance,
             )
         except BaseException:
             if registration is not None:
@@ -90,7 +121,7 @@ def serve(
     return asyncio.run(live())
 
 
-def _stop_at_signals(broker: Broker, interrupted: Callable[[int], None]) -> None:
+def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None]) -> None:
     loop, count = asyncio.get_running_loop(), 0
 
     def signalled() -> None:

@@ -30,6 +30,7 @@ from zmqtrain.protocol.messages import (
     Probed,
     Publish,
     Refused,
+    Replica,
     Snapshot,
 )
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
@@ -211,8 +212,26 @@ class Traffic:
             raise LocalProtocolError(f"{peer} was sent values without room for them")
         self._pump(peer)
 
-    def send_aggregate(self, released: Released, reduce: Reduce) -> None:
-        """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions."""
+    def send_replica(self, peer: PeerId, version: Version, frames: Sequence[Buffer], state: int) -> bool:
+        """Send the standby a copy of the hub, and releases from then on; False if there is no room for it.
+
+        state: as in `Replica`.
+        """
+        replica = Replica(self._next_transfer(), version, tuple(len(frame) for frame in frames), state)
+        outbox = self._line(peer).outbox
+        outbox.limit_bytes = max(outbox.limit_bytes, 2 * sum(replica.sizes) + HEADS_BYTES)
+        outbox.drop_droppable()
+        if not outbox.push(replica.transfer, _messages(replica, frames, self._stamp(peer, False)), droppable=False):
+            return False
+        self.follow(peer, True)
+        self._pump(peer)
+        return True
+
+    def send_aggregate(self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool]) -> None:
+        """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions.
+
+        to: says which of these are meant.
+        """
         frames = [frame for frames in released.frames for frame in frames]
         announcement = Aggregate(
             transfer=self._next_transfer(),
@@ -223,9 +242,10 @@ class Traffic:
             sizes=tuple(len(frame) for frame in frames),
             landed=reduce.landed,
             live=reduce.live,
+            samples=reduce.samples,
         )
         for peer, line in list(self._lines.items()):
-            if not line.following:
+            if not (line.following and to(peer)):
                 continue
             messages = _messages(announcement, frames, self._stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
@@ -397,6 +417,6 @@ class Traffic:
 
 
 def _messages(
-    announcement: Aggregate | Snapshot | Values, frames: Sequence[Buffer], stamp: Stamp
+    announcement: Aggregate | Snapshot | Replica | Values, frames: Sequence[Buffer], stamp: Stamp
 ) -> list[Sequence[Buffer]]:
     return [[encode_message(announcement, stamp)], *split(announcement.transfer, frames, stamp)]

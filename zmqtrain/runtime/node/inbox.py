@@ -80,6 +80,7 @@ class Inbox:
             if isinstance(deliver.announcement, Aggregate):
                 update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
             else:
+                assert isinstance(deliver.announcement, Snapshot), "only a standby is sent a copy of the hub"
                 landed = (*self._landed_unseen, *deliver.landed)
                 self._landed_unseen.clear()
                 update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset, deliver.keep)

@@ -31,7 +31,7 @@ from zmqtrain.errors import (
 )
 from zmqtrain.interfaces import Channel, Clock
 from zmqtrain.protocol.fencing import begin_incarnation
-from zmqtrain.protocol.messages import Report, Roster
+from zmqtrain.protocol.messages import Message, Promote, Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
@@ -45,7 +45,7 @@ from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
-__all__ = ["CodecOn", "new_incarnation", "Node", "connect"]
+__all__ = ["CodecOn", "promote", "new_incarnation", "Node", "connect"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,27 @@ SAY_AGAIN_SECONDS = 5.0
 
 CodecOn = Literal["auto", "host", "device"]
 """Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
+
+
+def promote(address: str, server_key: bytes | None = None, timeout_seconds: float = 10.0) -> tuple[str, Version, int]:
+    """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
+
+    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused.
+    """
+    peer = PeerId(f"promote#{secrets.token_hex(4)}")
+    told = Node(
+        lambda: DealerChannel.connect(address, peer=peer, server_key=server_key),
+        peer,
+        "promote",
+        address,
+        observer=True,
+    )
+    try:
+        told.say(Promote())
+        told.wait_welcome(timeout_seconds)
+        return told.run, told.run_version, told.term
+    finally:
+        told.close()
 
 
 def new_incarnation(before: int = 0) -> int:
@@ -91,7 +112,9 @@ class Node(PeerExchange):
         incarnation: int = 0,
     ) -> None:
         share = share or LinkShare()
-        machine = Peer(peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation)
+        machine = Peer(
+            peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation, address=address
+        )
         super().__init__(name, machine, threading.Condition, events)
         self._is_first = first is None
         if first is not None:  # it says the same of the training
@@ -118,6 +141,20 @@ class Node(PeerExchange):
     def address(self) -> str:
         """Where the broker is looked for."""
         return self._link.address
+
+    @property
+    def term(self) -> int:
+        """How many standbys have taken over this run, as far as this node knows."""
+        return self._peer.term
+
+    @property
+    def run_version(self) -> Version:
+        """The version that the run had when this node was last welcomed."""
+        return self._peer.run_version
+
+    def say(self, message: Message) -> None:
+        """Say something to the broker besides what a node has to."""
+        self._link.call(lambda: self._link.send(message))
 
     def move(self, address: str) -> None:
         """Look for the broker at this address from now on, unless it is heard where it was."""

@@ -1,0 +1,176 @@
+"""Keep a hub's standby in step: a copy of all there is, then every release before the nodes hear of it.
+
+Rule 1: what lets nodes hear of a version goes through `announce`, in order, and waits until the standby holds it.
+Rule 2: a standby that holds up the nodes for longer than `PATIENCE_SECONDS` is sent away; it comes again, and is copied
+anew.  Rule 3: a hub whose standby is lost asks at its address whether that has taken over, and then steps down; until
+it knows, nodes hear of nothing new unless more than half of them are here (`protocol.standby.Tenure`).
+Rule 4: all of it in the broker's loop, but for the copy, which its codec thread makes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from safetensors.numpy import load, save
+
+from zmqtrain.errors import SteppedDown
+from zmqtrain.interfaces import Channel
+from zmqtrain.protocol.effects import HubEffect
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.peer import Peer
+from zmqtrain.runtime.broker.onlooker import Onlooker
+from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.types import MAX_FRAME_BYTES, Buffer, PeerId, Version
+
+__all__ = ["PATIENCE_SECONDS", "OpenLine", "pack_replica", "unpack_replica", "Replicas"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 2.0
+CLOSE_BEHIND = 2
+"""A standby that is so many versions behind is brought in step: the nodes wait for it from then on."""
+
+OpenLine = Callable[[str, PeerId], Channel]
+"""Makes a channel to the broker at an address, under an id; called in the loop of whoever reads it."""
+
+
+def _cut(data: bytes) -> list[Buffer]:
+    view = memoryview(data)
+    return [view[start : start + MAX_FRAME_BYTES] for start in range(0, len(view), MAX_FRAME_BYTES)]
+
+
+def pack_replica(state: dict[str, Any], aggregator: Aggregator) -> tuple[list[Buffer], int]:
+    """Return the frames of a copy of a hub, and how many of them are its state. It is all of it in memory once more."""
+    head = _cut(json.dumps(state).encode())
+    arrays = _cut(save(aggregator.arrays())) if aggregator.version >= 0 else []
+    return [*head, *arrays], len(head)
+
+
+def unpack_replica(frames: Sequence[Buffer], state: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state and the arrays that `pack_replica` packed. Raises ValueError or SafetensorError."""
+    arrays = b"".join(frames[state:])
+    return json.loads(b"".join(frames[:state])), load(arrays) if arrays else {}
+
+
+class Replicas:
+    """The standby of one hub, and what waits for it.
+
+    send_away: tells a standby, with a reason, that it must begin anew.  carry_out: does what the hub wishes.
+    open_line: None never asks whether a standby that was lost has taken over.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        send_away: Callable[[PeerId, str], None],
+        carry_out: Callable[[Sequence[HubEffect]], None],
+        open_line: OpenLine | None = None,
+    ) -> None:
+        self._hub, self._send_away, self._carry_out, self._open_line = hub, send_away, carry_out, open_line
+        self._waiting: deque[tuple[Version, float, Callable[[], None]]] = deque()
+        self._announced: Version = hub.version
+        self._held: Version = -1
+        self._closing_since: float | None = None
+        self._rival: _Rival | None = None
+        self._paused = False
+
+    def announce(self, version: Version, action: Callable[[], None], now: float) -> None:
+        """Do what lets nodes hear of a version, as soon as they may."""
+        self._waiting.append((version, now, action))
+        self._flush()
+
+    def copied(self) -> None:
+        """A copy is on its way to the standby: what it held before counts no more."""
+        self._held = -2
+
+    def holds(self, version: Version, now: float) -> None:
+        """The standby holds this version."""
+        self._held = max(self._held, version)
+        if not self._hub.tenure.follows and self._hub.standby is not None:
+            if version >= self._announced:
+                self._closing_since = None
+                logger.info("the standby at %s is in step, at version %d", self._hub.standby.address, version)
+                self._carry_out(self._hub.in_step())
+            elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
+                self._closing_since = now
+        self._flush()
+
+    def tick(self, now: float) -> None:
+        """See to what waits, and for whom."""
+        standby = self._hub.standby
+        if standby is None:
+            self._closing_since = None
+        elif (since := self._waits_since()) is not None and now - since > PATIENCE_SECONDS:
+            text = f"it has not taken version {self._waiting[0][0]} for {now - since:.1f} s, and the nodes wait for it"
+            self._closing_since = None
+            self._send_away(standby.peer, text)
+        self._flush()
+        self._ask_rival()
+        paused = bool(self._waiting) and self._hub.standby is None
+        if paused and not self._paused:
+            logger.warning(
+                "the standby at %s is gone, and so are half of the nodes or more: it may have taken over. Nodes hear "
+                "of nothing new here until more of them, or the standby, are back",
+                self._hub.tenure.standby,
+            )
+        self._paused = paused
+
+    def close(self) -> None:
+        """End the line to a standby that was lost."""
+        if self._rival is not None:
+            self._rival.close()
+            self._rival = None
+
+    def _waits_since(self) -> float | None:
+        if self._closing_since is not None:
+            return self._closing_since
+        return self._waiting[0][1] if self._waiting else None
+
+    def _may(self, version: Version) -> bool:
+        if self._hub.tenure.follows:
+            return version <= self._held
+        return self._closing_since is None and self._hub.may_announce
+
+    def _flush(self) -> None:
+        while self._waiting and self._may(self._waiting[0][0]):
+            version, _, action = self._waiting.popleft()
+            self._announced = max(self._announced, version)
+            action()
+
+    def _ask_rival(self) -> None:
+        """Look whether a standby that is not here has taken over. Raises SteppedDown."""
+        tenure = self._hub.tenure
+        address = "" if self._hub.standby is not None else tenure.standby
+        if self._rival is not None and self._rival.address != address:
+            self.close()
+        if self._rival is None and address and self._open_line is not None:
+            self._rival = _Rival(self._open_line, address, self._hub.run, self._hub.term)
+        if self._rival is not None and (term := self._rival.peer.term) > self._hub.term:
+            raise SteppedDown(
+                f"the standby at {address} has taken over {self._hub.run} (term {term}; this broker has term "
+                f"{self._hub.term}): it is served there, and no longer here. To have this one as the standby of that: "
+                f"start it again with --standby {address}"
+            )
+
+
+class _Rival:
+    """The line of a first to where its lost standby was: one that has taken over welcomes it with a higher term."""
+
+    def __init__(self, open_line: OpenLine, address: str, run: str, term: int) -> None:
+        self.address = address
+        peer = PeerId(f"first#{secrets.token_hex(4)}")
+        self.peer = Peer(peer, "the first broker", observer=True)
+        self.peer.run, self.peer.term = run, term
+        self._link = HubLink(
+            lambda: open_line(address, peer), self.peer, address, Onlooker(), meanwhile="The run is served on"
+        )
+        self._link.start()
+
+    def close(self) -> None:
+        self._link.close("")
