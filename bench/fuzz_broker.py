@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -24,6 +25,7 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.errors import ChannelClosed, ChannelFull, CodecError
 from zmqtrain.protocol import keys
+from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -281,23 +283,30 @@ def _part(broker: Any, clock: _Clock) -> None:
 
 
 class _Says:
-    """Write down what honest peers say."""
+    """Write down what honest peers say. incarnation: of their connections; 0: not fenced, so that a session of which
+    something is left out still leads somewhere."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, incarnation: int = 0) -> None:
+        self.incarnation, self.said = incarnation, dict.fromkeys(range(len(PEERS)), 0)
         self.seed, self.settings = seed, canonical(RunSettings.from_dict(SETTINGS[seed]))
         self.records: list[Record] = []
         self.layout = Layout(MODEL, self.settings.fragments, (0, self.settings.masters))
         self.transfers = 0
 
     def say(self, who: int, message: Message, *frames: Buffer) -> None:
-        self.records.append((who, (encode_message(message), *map(bytes, frames))))
+        if isinstance(message, Hello):
+            message, self.said[who] = replace(message, incarnation=self.incarnation), 0
+        if not frames:
+            self.said[who] += bool(self.incarnation)
+        stamp = Stamp(self.incarnation, 0 if frames else self.said[who])
+        self.records.append((who, (encode_message(message, stamp), *map(bytes, frames))))
 
     def wait(self, how: int = 0) -> None:
         self.records.append((how, ()))
 
     def transfer(self, who: int, announcement: Any, frames: Sequence[Buffer]) -> None:
         self.say(who, announcement)
-        for head, frame in split(announcement.transfer, frames):
+        for head, frame in split(announcement.transfer, frames, Stamp(self.incarnation)):
             self.records.append((who, (head, bytes(frame))))
 
     def number(self) -> int:
@@ -329,8 +338,8 @@ class _Says:
         return pack_session(self.seed, self.records)
 
 
-def _training(seed: int) -> bytes:
-    says = _Says(seed)
+def _training(seed: int, incarnation: int = 0) -> bytes:
+    says = _Says(seed, incarnation)
     says.join(0, 1)
     for sequence in range(3):
         for who in (0, 1):
@@ -424,4 +433,13 @@ def _lockstep(seed: int) -> bytes:
 def honest_sessions() -> list[bytes]:
     """Return a session for each of the settings, and of every kind of peer."""
     sessions = [_training(seed) for seed in range(len(SETTINGS))]
-    return [*sessions, _groups(0), _keys(0), _keys(1), _masters(5), _lockstep(0)]
+    return [
+        *sessions,
+        _training(0, 7),
+        _training(1, 1 << 40),
+        _groups(0),
+        _keys(0),
+        _keys(1),
+        _masters(5),
+        _lockstep(0),
+    ]

@@ -130,16 +130,16 @@ def mutate_head(head: bytes, random: Random) -> bytes:
     if random.random() < 0.1:
         return mutate_bytes(head, random)
     try:
-        parts = msgpack.unpackb(head, use_list=False)
-        version, kind, body = parts
+        *stamp, kind, body = msgpack.unpackb(head, use_list=False)
         name = random.choice(sorted(body))
     except (ValueError, TypeError, AttributeError, IndexError):
         return mutate_bytes(head, random)
     body = dict(body)
     body[name] = _mutate_value(body[name], random)
-    if random.random() < 0.01:
-        version = _mutate_value(version, random)
-    return _pack([version, kind, body], head)
+    if random.random() < 0.02 and stamp:
+        at = random.randrange(len(stamp))
+        stamp[at] = _mutate_value(stamp[at], random)
+    return _pack([*stamp, kind, body], head)
 
 
 def _pack(parts: Any, otherwise: bytes) -> bytes:
@@ -220,7 +220,7 @@ def _any_message(random: Random) -> bytes:
         elif text.startswith("dict"):
             right = {}
         body[field.name] = right if random.random() < 0.97 else _any_value(random, 2)
-    return _pack([PROTOCOL_VERSION, kind.__name__, body], b"")
+    return _pack([PROTOCOL_VERSION, 0, 0, kind.__name__, body], b"")
 
 
 def mutate_bytes(data: bytes, random: Random) -> bytes:

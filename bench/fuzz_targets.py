@@ -39,7 +39,7 @@ from zmqtrain.errors import (
     ZmqTrainError,
 )
 from zmqtrain.protocol.effects import Expect
-from zmqtrain.protocol.framing import Assembler, decode_message, encode_message, split
+from zmqtrain.protocol.framing import Assembler, decode_head, decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     Aggregate,
@@ -392,9 +392,13 @@ def _run_peer(data: bytes) -> int:
             else:
                 count += len(frames)
                 try:
-                    message = decode_message(frames[0])
+                    stamp, message = decode_head(frames[0])
+                    instead = peer.judge(stamp, message, now)
                     whole = assembler.add(message, frames[1]) if isinstance(message, Chunk) and frames[1:] else None
-                    effects = peer.received(whole[0].transfer) if whole else peer.receive(message, now)
+                    if instead is not None and stamp.incarnation:  # those without are taken, or few would be
+                        effects = instead
+                    else:
+                        effects = peer.received(whole[0].transfer) if whole else peer.receive(message, now)
                     for effect in effects:
                         if isinstance(effect, Expect):
                             assembler.expect(effect.announcement)

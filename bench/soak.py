@@ -1,0 +1,290 @@
+"""Let a broker and nodes run at the full rate for hours, and see whether they hold ever more memory, files, threads.
+
+    python bench/soak.py --minutes 120          python bench/soak.py --minutes 10 (the nightly form)
+
+Rule 1: every process is one of its own, in Python's development mode, with ResourceWarning as an error; what nobody
+could catch, there or at its end, is counted, and must be nothing.
+Rule 2: nodes come and go: each leaves now and then and joins again, in its process, so that what a node holds after
+`close` would add up. A visitor opens and closes one public thing after another (a node, an observer, a node of several
+masters, a communicator, a client of keys, an engine, a training loop, a broker) and counts what is left of each:
+threads, asyncio tasks, file descriptors.
+Rule 3: what a process holds is read from outside, by the kernel's figures. Growth is the Theil-Sen slope over the
+second half of the run times its length; the bar is GROWTH_BYTES, and no file descriptor or thread more than in the
+first half: the fewest count, for who visits comes and goes.
+
+Columns: process; aggregates, steps: in all.  rss_mb, rss_end_mb: at the half and at the end.  growth_mb: see Rule 3.
+descriptors, threads: the fewest in the second half, less the fewest in the first.  noted: see Rule 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from children import Child, ask_all, commands, say
+from report import print_table, write_json
+from vitals import Vitals, slope, vitals_of, watch_unraisable
+
+__all__ = ["GROWTH_BYTES", "Case", "Here", "measure", "judge", "main"]
+
+GROWTH_BYTES = 4 << 20
+"""What a process may grow by in the second half of a run, whatever its length: two hours at 30 aggregates a second are
+some 100,000 in that half, so that 42 bytes kept of each would be too many."""
+END_SECONDS = 60.0
+DEVELOPMENT = ("-X", "dev", "-W", "error::ResourceWarning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one run is made of. step_seconds: of an emulated step.  stay_seconds: after which a node leaves and joins
+    again.  sample_seconds: between two looks.  visits: whether there is a visitor."""
+
+    minutes: float = 120.0
+    nodes: int = 3
+    params: int = 100_000
+    codec: str = "ternary"
+    every: int = 2
+    delay: int = 2
+    step_seconds: float = 0.01
+    stay_seconds: float = 30.0
+    sample_seconds: float = 2.0
+    visits: bool = True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run, as `RunSettings.from_dict` reads them."""
+        return {
+            "every": self.every,
+            "delay": self.delay,
+            "codec": self.codec,
+            "broadcast_codec": self.codec,
+            "evaluate_seconds": 0.0,
+        }
+
+
+class Here:
+    """This machine as the host of children, in Python's development mode; what they say on stderr goes to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[Any]] = []
+
+    def popen(self, host: object, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a program of ours; `options` are those of subprocess.Popen."""
+        with open(self.stderr(host), "wb") as said:
+            process = subprocess.Popen([argv[0], *DEVELOPMENT, *argv[1:]], stderr=said, **options)
+        self.processes.append(process)
+        return process
+
+    def stderr(self, host: object) -> Path:
+        """Where the stderr of the program on `host` goes."""
+        return self.folder / f"{host}.stderr"
+
+
+def measure(case: Case) -> list[dict[str, Any]]:
+    """Run the case and return a row for each process. Raises RuntimeError if one fails or hangs."""
+    folder = Path(tempfile.mkdtemp(prefix="zmqtrain-soak-"))
+    try:
+        return _run(case, Here(folder), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what is wrong in these rows; nothing: all is flat, and all was given back."""
+    wrong = []
+    for row in rows:
+        name = row["process"]
+        if row["growth_mb"] * 1e6 > GROWTH_BYTES:
+            wrong.append(f"{name} grew by {row['growth_mb']:.2f} MB in the second half")
+        wrong += [f"{name} has {row[kind]} {kind} more" for kind in ("descriptors", "threads") if row[kind] > 0]
+        wrong += [f"{name}: {text}" for text in row["noted"]]
+    return wrong
+
+
+def main() -> None:
+    """Run what the command line asks for, print a row for each process, and fail if anything grows; or be a process."""
+    if sys.argv[1:2] and sys.argv[1] in _ROLES:
+        _ROLES[sys.argv[1]](Case(**json.loads(sys.argv[2])), *sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Case()
+    parser.add_argument("--minutes", type=float, default=default.minutes, help="how long (default %(default)g)")
+    parser.add_argument("--nodes", type=int, default=default.nodes, help="how many (default %(default)s)")
+    parser.add_argument("--params", type=float, default=default.params, help="of the model (default %(default)g)")
+    parser.add_argument("--codec", default=default.codec, help="up and down (default %(default)s)")
+    parser.add_argument("--every", type=int, default=default.every, help="steps between offers (default %(default)s)")
+    parser.add_argument("--step-ms", type=float, default=1e3 * default.step_seconds, help="(default %(default)g)")
+    parser.add_argument("--stay-seconds", type=float, default=default.stay_seconds, help="(default %(default)g)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
+    options = parser.parse_args()
+    case = Case(
+        minutes=options.minutes,
+        nodes=options.nodes,
+        params=int(options.params),
+        codec=options.codec,
+        every=options.every,
+        step_seconds=1e-3 * options.step_ms,
+        stay_seconds=options.stay_seconds,
+        sample_seconds=min(10.0, max(1.0, 60 * options.minutes / 600)),
+    )
+    try:
+        rows = measure(case)
+    except RuntimeError as error:
+        raise SystemExit(f"soak: {error}") from error
+    print_table([row | {"noted": len(row["noted"])} for row in rows], f"{case.minutes:g} minutes, {case.nodes} nodes")
+    if options.json:
+        write_json(options.json, rows)
+    if wrong := judge(rows):
+        raise SystemExit("soak: " + "\n      ".join(wrong))
+
+
+# ---------------------------------------------------------------------- the process that looks
+
+
+def _run(case: Case, here: Here, folder: Path) -> list[dict[str, Any]]:
+    said = json.dumps(asdict(case))
+    with contextlib.ExitStack() as stack:
+
+        def start(role: str, *arguments: str) -> Child:
+            child = Child(here, "-".join((role, *arguments[1:])), __file__, role, said, *arguments)  # type: ignore[arg-type]
+            stack.callback(child.close)
+            return child
+
+        broker = start("broker", str(folder / "checkpoint"))
+        address = broker.answer()["address"]
+        children = {"broker": broker}
+        children |= {f"node {number}": start("node", address, str(number)) for number in range(case.nodes)}
+        if case.visits:
+            children["visitor"] = start("visitor", address)
+        processes = dict(zip(children, here.processes, strict=True))
+        try:
+            for child in list(children.values())[1:]:
+                child.answer()
+            samples = _sample(case, processes)
+        except RuntimeError as error:
+            said = {name: here.stderr(name.replace(" ", "-")).read_text()[-2000:] for name in processes}
+            words = [f"{name} said: {text}" for name, text in said.items() if text]
+            raise RuntimeError("\n".join([str(error), *words])) from error
+        last = [children[name] for name in [*children][1:]] + [broker]  # the broker goes last
+        answers = [answer for child in last for answer in ask_all([child], "end")]
+        answers = [answers[-1], *answers[:-1]]
+        for process in here.processes:
+            process.wait(END_SECONDS)
+    files = sorted(folder.glob("*.stderr"))
+    return [
+        _row(name, samples[name], answer, _noted_in(folder, files, name))
+        for name, answer in zip(children, answers, strict=True)
+    ]
+
+
+def _sample(case: Case, processes: dict[str, subprocess.Popen[Any]]) -> dict[str, list[Vitals]]:
+    samples: dict[str, list[Vitals]] = {name: [] for name in processes}
+    end = time.monotonic() + 60 * case.minutes
+    while time.monotonic() < end:
+        for name, process in processes.items():
+            if process.poll() is not None:
+                raise RuntimeError(f"the {name} ended with {process.returncode}")
+            samples[name].append(vitals_of(process.pid))
+        time.sleep(case.sample_seconds)
+    return samples
+
+
+def _noted_in(folder: Path, files: Sequence[Path], name: str) -> list[str]:
+    """Return what a process said on stderr that no process should."""
+    path = folder / f"{name.replace(' ', '-')}.stderr"
+    marks = ("ResourceWarning", "Exception ignored", "Traceback", "was never awaited", "was destroyed but")
+    assert path in files, f"{path} of {files}"
+    return [line for line in path.read_text(errors="replace").splitlines() if any(mark in line for mark in marks)]
+
+
+def _row(name: str, samples: Sequence[Vitals], answer: dict[str, Any], said: list[str]) -> dict[str, Any]:
+    half = len(samples) // 2
+    first, second = samples[: max(1, half)], samples[half:]
+    seconds = second[-1].seconds - second[0].seconds
+    return {
+        "process": name,
+        "steps": answer.get("steps"),
+        "aggregates": answer.get("aggregates"),
+        "rss_mb": second[0].rss_bytes / 1e6,
+        "rss_end_mb": second[-1].rss_bytes / 1e6,
+        "growth_mb": slope([(one.seconds, one.rss_bytes) for one in second]) * seconds / 1e6,
+        "descriptors": min(one.descriptors for one in second) - min(one.descriptors for one in first),
+        "threads": min(one.threads for one in second) - min(one.threads for one in first),
+        "noted": [*answer["noted"], *said],
+    }
+
+
+# ---------------------------------------------------------------------- the processes that are looked at
+
+
+def _be_broker(case: Case, checkpoint: str) -> None:
+    from zmqtrain.runtime.broker.serve import BrokerThread
+    from zmqtrain.settings import RunSettings
+
+    noted, told = watch_unraisable(), commands()
+    with BrokerThread("tcp://127.0.0.1:0", RunSettings.from_dict(case.settings), checkpoint=Path(checkpoint)) as broker:
+        say({"address": broker.address})
+        told.get()
+        figures = broker.broker.statistics()
+    say({"aggregates": figures.version, "noted": noted()})
+
+
+def _be_node(case: Case, address: str, number: str) -> None:
+    import jax
+    import numpy as np
+
+    from zmqtrain.runtime.node.node import connect
+    from zmqtrain.train.sync import DelayedSync
+
+    noted, told = watch_unraisable(), commands()
+    random = np.random.default_rng(int(number))
+    params = {"w": jax.numpy.zeros(case.params), "b": jax.numpy.zeros(7)}
+    pattern = jax.numpy.asarray(random.standard_normal(case.params, dtype="float32"))
+    move = jax.jit(lambda tree, size: {"w": tree["w"] + size * pattern, "b": tree["b"] - size})
+    steps = aggregates = 0
+    answered = False
+    while told.empty():
+        with connect(address, f"pc-{number}", timeout_seconds=END_SECONDS) as node:
+            sync = DelayedSync(node, params)
+            params, leave_at = sync.params, time.monotonic() + case.stay_seconds * (1 + random.random())
+            if not answered:
+                answered = True
+                say({"joined": True})
+            while told.empty() and time.monotonic() < leave_at:
+                time.sleep(case.step_seconds)
+                params = sync.step(move(params, 1e-3 * random.standard_normal()), samples=1)
+                steps += 1
+            aggregates += sync.statistics().aggregates_applied
+    say({"steps": steps, "aggregates": aggregates, "noted": noted()})
+
+
+def _be_visitor(case: Case, address: str) -> None:
+    import visits
+
+    noted, told = watch_unraisable(), commands()
+    with visits.Hosts() as hosts:
+        wrong = visits.visit_all(address, hosts)  # what is made once in a process is made now
+        say({"visited": True})
+        rounds, wrong = 0, []
+        while told.empty():
+            wrong += visits.visit_all(address, hosts)
+            rounds += 1
+            time.sleep(0.2)
+    say({"steps": rounds, "noted": [*noted(), *wrong]})
+
+
+_ROLES = {"broker": _be_broker, "node": _be_node, "visitor": _be_visitor}
+
+if __name__ == "__main__":
+    main()
