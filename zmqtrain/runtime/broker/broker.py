@@ -91,6 +91,7 @@ from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.parameter_server.parameters import Parameters
 from zmqtrain.runtime.planning.auto import LoadPlanner, typical_rate
 from zmqtrain.runtime.rules import canonical
+from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
@@ -201,6 +202,7 @@ class Broker:
         kept = ParameterKeeper(checkpoint, self._jobs.fail)
         name = f"keys-{secrets.token_hex(4)}"
         self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, every.seconds)
+        self._log = SparingLogger(logger)
         self._stop = asyncio.Event()
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
@@ -335,7 +337,7 @@ class Broker:
             except (FramingError, RemoteProtocolError) as error:
                 self._expel(peer, error)
             except Exception as error:  # a message that we did not think of costs its sender, not the run
-                logger.exception("a message of %s could not be taken", peer)
+                self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
                 self._expel(peer, error)
 
     def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
@@ -387,7 +389,7 @@ class Broker:
             return  # its node has left, or came back, in the meantime: what it sent before does not count
         if isinstance(result, CodecError):
             reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
-            logger.warning("refused what %s sent: %s", _name(peer), result)
+            self._log.warning("refused what %s sent: %s", _name(peer), result)
             self._carry_out(self.hub.broken(peer, announcement.transfer, reason, str(result), now))
         else:
             self._whole[_key(peer, announcement)] = received
@@ -396,7 +398,7 @@ class Broker:
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
         """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
         text = words(str(error), LOGGED_CHARACTERS)
-        logger.warning("sending %s away: %s", _name(peer), text)
+        self._log.warning("sending %s away: %s", _name(peer), text)
         self.traffic.send(peer, Refused(reason, text))
         self._carry_out(self.hub.gone(peer, f"sent away: {text}", time.monotonic()))
 
@@ -536,13 +538,13 @@ class Broker:
         levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
         level = levels.get(reason, logging.WARNING)
         if reason == "again":
-            logger.info("%s", text)
+            self._log.info("%s", text)
         elif reason == "standby":
             logger.warning("the standby left: %s; the nodes go on here without it", text)
         elif reason == "master":
-            logger.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
+            self._log.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
         else:
-            logger.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
+            self._log.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
         if self._events is not None and reason not in ("observer", "process", "master", "standby"):
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self.traffic.forget(peer)
@@ -605,7 +607,7 @@ class Broker:
         if serve.known_version == version:
             frames, moments = (), ()
         if not self.traffic.follows(peer):
-            logger.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
+            self._log.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
             if self._events is not None:
                 self._events.member(peer, "joined", f"at version {version}")
         self.traffic.drop_aggregates(peer)

@@ -23,6 +23,7 @@ from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, Remot
 from zmqtrain.protocol.effects import Combine
 from zmqtrain.protocol.messages import Fold, Folded
 from zmqtrain.protocol.words import words
+from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 
 __all__ = [
@@ -113,8 +114,8 @@ class _Chunk:
 class _Reducer:
     """The reductions of one group."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, log: SparingLogger) -> None:
+        self.size, self._log = size, log
         self._open: dict[int, deque[_Chunk]] = {}
         self._ended: set[int] = set()  # keys whose chunks differed
         self._held: dict[int, list[int]] = {rank: [0, 0] for rank in range(size)}  # by rank: chunks, bytes
@@ -137,7 +138,7 @@ class _Reducer:
             chunks.append(chunk)
         if (fold.op, fold.dtype, len(values)) != (chunk.fold.op, chunk.fold.dtype, chunk.nbytes):
             first = next(iter(chunk.arrived))
-            logger.warning(
+            self._log.warning(
                 "ranks %d and %d differ in what the hub is to reduce: %s and %s; it reduces nothing more of that",
                 first,
                 rank,
@@ -168,6 +169,7 @@ class Reducers:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._groups: dict[int, _Reducer] = {}
+        self._log = SparingLogger(logger)
 
     def combine(self, combine: Combine, frames: Sequence[Buffer]) -> None:
         """Take a chunk of one rank, and send to all what is reduced now.
@@ -175,7 +177,7 @@ class Reducers:
         Raises FramingError for what cannot be reduced, RemoteProtocolError for more than the window allows.
         """
         size = len(combine.peers)
-        group = self._groups.setdefault(combine.generation, _Reducer(size))
+        group = self._groups.setdefault(combine.generation, _Reducer(size, self._log))
         for chunk in group.add(combine, frames):
             assert chunk.total is not None
             chunk.reduction.finish(chunk.total, size)

@@ -1,0 +1,61 @@
+"""Log what others bring about, and never so much of it that a disk fills or a reader drowns.
+
+Rule 1: of each kind of line so many are said in so many seconds; of the others how many there were, with the next line
+of that kind.  Rule 2: a kind is the text before its facts are put in: what peers write makes no new kinds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MOST_LINES", "LINE_SECONDS", "SparingLogger"]
+
+MOST_LINES, LINE_SECONDS = 20, 10.0
+"""So many lines of one kind in so many seconds: a classroom that leaves at once is named whole."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    began: float
+    said: int = 0
+    unsaid: int = 0
+
+
+class SparingLogger:
+    """A logger for what peers bring about. clock: in seconds."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._clock = logger, clock
+        self._kinds: dict[str, _Kind] = {}
+
+    def log(self, level: int, text: str, *facts: Any, trace: bool = False) -> None:
+        """Log a line, unless too many of its kind were said of late. trace: with the exception that is being handled.
+
+        A logger that does not take this level counts nothing.
+        """
+        if not self._logger.isEnabledFor(level):
+            return
+        now = self._clock()
+        kind = self._kinds.setdefault(text, _Kind(now))
+        if now - kind.began >= LINE_SECONDS:
+            if kind.unsaid:
+                text_of_others = "%d more lines were like the next one, in the last %.0f s"
+                self._logger.log(level, text_of_others, kind.unsaid, now - kind.began)
+            kind.began, kind.said, kind.unsaid = now, 0, 0
+        if kind.said >= MOST_LINES:
+            kind.unsaid += 1
+            return
+        kind.said += 1
+        self._logger.log(level, text, *facts, exc_info=trace)
+
+    def warning(self, text: str, *facts: Any) -> None:
+        """Log a warning."""
+        self.log(logging.WARNING, text, *facts)
+
+    def info(self, text: str, *facts: Any) -> None:
+        """Log what changes the cluster."""
+        self.log(logging.INFO, text, *facts)
