@@ -114,8 +114,11 @@ def fuzz_plainly(counted: Counted, seed: int) -> None:
             recent[random.randrange(RECENT)] = data
 
 
-def fuzz_guided(counted: Counted, seed: int, folder: Path) -> None:
-    """Let libFuzzer choose what is mutated, by what new code it reaches. Does not return: the process ends."""
+def fuzz_guided(counted: Counted, seed: int, folder: Path, crashes: Path) -> None:
+    """Let libFuzzer choose what is mutated, by what new code it reaches. Does not return: the process ends.
+
+    folder: for its corpus.  crashes: where it leaves an input that ends the interpreter itself.
+    """
     import atheris
 
     honest = counted.target.corpus()
@@ -137,7 +140,11 @@ def fuzz_guided(counted: Counted, seed: int, folder: Path) -> None:
             os._exit(0)
 
     arguments = [sys.argv[0], f"-seed={1 + seed}", f"-max_len={LONGEST_INPUT}", "-len_control=0", "-verbosity=0"]
-    atheris.Setup([*arguments, "-rss_limit_mb=0", "-timeout=120", str(folder)], take, custom_mutator=mutate)
+    atheris.Setup(
+        [*arguments, "-rss_limit_mb=0", "-timeout=120", f"-artifact_prefix={crashes}/", str(folder)],
+        take,
+        custom_mutator=mutate,
+    )
     atheris.Fuzz()
 
 
@@ -201,7 +208,7 @@ def _be_child(options: argparse.Namespace) -> None:
         _report(counted)
         return
     with tempfile.TemporaryDirectory() as folder:
-        fuzz_guided(counted, options.seed, Path(folder))
+        fuzz_guided(counted, options.seed, Path(folder), Path(options.crashes).resolve())
 
 
 def _report(counted: Counted) -> None:
@@ -227,6 +234,7 @@ def _fuzz_all(options: argparse.Namespace) -> None:
     from fuzz_targets import TARGETS
 
     names = options.target or list(TARGETS)
+    Path(options.crashes).mkdir(parents=True, exist_ok=True)
     whole = sum(TARGETS[name].share for name in names)
     minutes = options.minutes or (0.0 if options.frames else 1.0)
     waiting, running, rows = list(names), list[tuple[str, subprocess.Popen[str]]](), list[dict[str, Any]]()
@@ -252,21 +260,22 @@ def _guided(options: argparse.Namespace) -> bool:
 
 def _start(options: argparse.Namespace, name: str, frames: int, minutes: float) -> subprocess.Popen[str]:
     arguments = ["--child", "--target", name, "--frames", str(frames), "--minutes", str(minutes)]
-    arguments += ["--seed", str(options.seed), *(["--plain"] if options.plain else [])]
+    arguments += ["--seed", str(options.seed), "--crashes", options.crashes, *(["--plain"] if options.plain else [])]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def _read_row(name: str, said: str, code: int, folder: Path, seed: int) -> dict[str, Any]:
     lines = [line for line in said.splitlines() if line.startswith("{")]
-    if not lines:  # it was killed: a crash of the interpreter itself
-        print(f"{name}: the process ended with {code}; the same again: --target {name} --seed {seed}")
+    if not lines:  # a crash of the interpreter itself; where it was guided, libFuzzer has left the input
+        print(
+            f"{name}: the process ended with {code}; look in {folder}, or the same again: --target {name} --seed {seed}"
+        )
         keys = ("inputs", "frames", "seconds", "frames_per_second", "rss_mb")
         return {"target": name, **dict.fromkeys(keys, 0), "crash": True}
     row: dict[str, Any] = json.loads(lines[-1])
     if row["crash"]:
         data = bytes.fromhex(row.pop("input"))
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}"
         path.write_bytes(data)
         print(f"{row.pop('text')}\nthe same again: python bench/fuzz.py --target {name} --run {path}", flush=True)
