@@ -99,6 +99,7 @@ class _Jobs:
 
     failure: BaseException | None = None
     seconds = 0.0
+    behind = False
 
     def __init__(self, name: str, broken: Callable[[], object]) -> None:
         self.waiting: list[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = []
