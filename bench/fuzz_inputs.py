@@ -43,7 +43,22 @@ NUMBERS = (
 )
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e12, 1e308, float("inf"), float("-inf"), float("nan"))
 TEXTS = (
-    *("", "x", "node", "observer", "process", "master", "w", "float32", "float64", "int8", "ternary", "sum", "unknown"),
+    *(
+        "",
+        "x",
+        "node",
+        "observer",
+        "process",
+        "master",
+        "standby",
+        "w",
+        "float32",
+        "float64",
+        "int8",
+        "ternary",
+        "sum",
+        "unknown",
+    ),
     *("tcp://127.0.0.1:5555", "bsp", "bounded:s=3", "adam:rate=0.1", "sgd:rate=1e400", "allreduce:ring", "a" * 65),
     *("é" * 300, "\n\x1b[31m", "\x00" * 9, "pc-0#00", "[" * 200, "w[0:3]", "float32[3]", "{'a': 'float32[3]'}"),
 )

@@ -156,6 +156,7 @@ def _ways() -> tuple[bool, ...]:
         fast.use(True)
     except ImportError:
         return (False,)
+    assert fast.kernels(1) is not None, "numba is here, and cannot compile"
     return (False, True)
 
 

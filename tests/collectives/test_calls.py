@@ -160,6 +160,8 @@ def test_what_no_rank_of_ours_says_is_refused() -> None:
         machine.hear(1, Head(Kind.PART, number=1 << 40), None)
     with pytest.raises(FramingError, match="bytes of"):
         machine.hear(1, Head(Kind.PART, number=1, size=3), memoryview(bytes(4)))
+    with pytest.raises(FramingError, match="a part of 0 bytes of 3"):
+        machine.hear(1, Head(Kind.PART, number=1, size=3), None)
 
 
 def test_small_and_large_are_told_apart_where_ports_do() -> None:

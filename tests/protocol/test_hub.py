@@ -411,7 +411,17 @@ def test_a_report_that_would_not_fit_a_roster_is_refused(told):
         live_hub("a").receive("a", replace(SAMPLES[Report], **told), 0.0)
 
 
-@pytest.mark.parametrize("told", [{"link": 1.7e308}, {"link": -1.0}, {"link": float("nan")}, {"share": 0.0}])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"link": 1.7e308},
+        {"link": -1.0},
+        {"link": float("nan")},
+        {"share": 0.0},
+        {"share": 1e-9},
+        {"link": 1.0, "share": 0.1},
+    ],
+)
 def test_a_hello_of_an_impossible_link_is_refused(told):
     hub = live_hub("a")
     with pytest.raises(RemoteProtocolError, match="a Hello with a link"):

@@ -222,7 +222,7 @@ class Calls:
         if call.text and head.digest != call.digest:
             return self._tell(source, number)
         nbytes = 0 if values is None else values.nbytes
-        if nbytes > head.size:
+        if nbytes > head.size or (head.size and not nbytes):
             raise FramingError(f"a part of {nbytes} bytes of {head.size} of {self._name(source)}")
         from_source = call._sources.get(source)
         if from_source is None:

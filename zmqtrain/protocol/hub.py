@@ -81,6 +81,8 @@ MAX_LINK = 1e12
 """Bytes per second that a node may say its port has: what is made of these must stay a number."""
 BOOKS = ("ledger", "scores", "score_version", "schedules")
 """What of a hub's state changes besides its releases, as far as a standby must know it."""
+LEAST_LINK, LEAST_SHARE = 1.0, 1e-6
+"""And at least, of what it gives of it: what follows from it is no rate else."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 MOST_WAITING = 64
@@ -311,7 +313,8 @@ class Hub:
     # ------------------------------------------------------------------ coming and going
 
     def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
-        if not (0 <= hello.link <= MAX_LINK and 0 < hello.share <= 1):
+        fits = LEAST_SHARE <= hello.share <= 1 and 0 <= hello.link <= MAX_LINK
+        if not fits or 0 < hello.link < LEAST_LINK / hello.share:
             raise RemoteProtocolError(sender, "joining", f"a Hello with a link of {hello.link}, share {hello.share}")
         if len(hello.exchange) > MAX_WORDS:
             raise RemoteProtocolError(sender, "joining", "a Hello with an exchange of that length")

@@ -1,6 +1,7 @@
 """Remember, per peer, what outlives its connection: what of it has landed, the last publish and the last life heard.
 
-Rule: bounded: the newest landings of each peer, and the peers heard of most recently.
+Rule: bounded: the newest landings of each peer, and the peers heard of most recently; who only says Hello, under
+however many names, takes no place of those who have published.
 """
 
 from __future__ import annotations
@@ -29,48 +30,58 @@ class Records:
     highest incarnation of each."""
 
     def __init__(self) -> None:
-        self._records: dict[PeerId, _Record] = {}
+        self._records: dict[PeerId, _Record] = {}  # each dict: the most recent last
+        self._greeted: dict[PeerId, _Record] = {}  # of those who have published nothing
+
+    def _of(self, peer: PeerId) -> _Record | None:
+        return self._records.get(peer) or self._greeted.get(peer)
 
     def heard(self, peer: PeerId) -> int:
         """Return the highest sequence heard of a peer, -1 for none."""
-        return self._records[peer].heard if peer in self._records else -1
+        return -1 if (record := self._of(peer)) is None else record.heard
 
     def landed(self, peer: PeerId) -> tuple[tuple[int, Version], ...]:
         """Return the (sequence, version) of a peer's newest landings, oldest first."""
-        return tuple(self._records[peer].landed) if peer in self._records else ()
+        return () if (record := self._of(peer)) is None else tuple(record.landed)
 
     def incarnation(self, peer: PeerId) -> int:
         """Return the highest incarnation of a peer id that has said Hello; 0: none that is fenced."""
-        return self._records[peer].incarnation if peer in self._records else 0
+        return 0 if (record := self._of(peer)) is None else record.incarnation
 
     def greet(self, peer: PeerId, incarnation: int) -> None:
         """Take note of a Hello."""
         if incarnation:
-            self._recent(peer).incarnation = incarnation
+            record = self._take(peer)
+            record.incarnation = incarnation
+            self._put(peer, record)
 
     def hear(self, peer: PeerId, sequence: int) -> None:
         """Take note of a publish that was announced."""
-        record = self._recent(peer)
+        record = self._take(peer)
         record.heard = max(record.heard, sequence)
+        self._put(peer, record)
 
     def land(self, peer: PeerId, sequence: int, version: Version) -> None:
         """Take note that a publish is in the parameters from `version` on."""
-        record = self._recent(peer)
+        record = self._take(peer)
         record.landed.append((sequence, version))
         record.heard = max(record.heard, sequence)
+        self._put(peer, record)
 
-    def _recent(self, peer: PeerId) -> _Record:
-        record = self._records.pop(peer, None) or _Record()
-        self._records[peer] = record  # now the most recent
-        while len(self._records) > RECORDS_KEPT:
-            del self._records[next(iter(self._records))]
-        return record
+    def _take(self, peer: PeerId) -> _Record:
+        return self._records.pop(peer, None) or self._greeted.pop(peer, None) or _Record()
+
+    def _put(self, peer: PeerId, record: _Record) -> None:
+        kept = self._records if record.heard >= 0 else self._greeted
+        kept[peer] = record
+        if len(kept) > RECORDS_KEPT:
+            del kept[next(iter(kept))]
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
         return {
             peer: [record.heard, [list(one) for one in record.landed], record.incarnation]
-            for peer, record in self._records.items()
+            for peer, record in [*self._greeted.items(), *self._records.items()]
         }
 
     def restore(self, state: dict[str, Any]) -> None:
