@@ -99,7 +99,6 @@ class _Jobs:
 
     failure: BaseException | None = None
     seconds = 0.0
-    behind = False
 
     def __init__(self, name: str, broken: Callable[[], object]) -> None:
         self.waiting: list[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = []

@@ -32,7 +32,6 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.runtime.broker.broker import Broker
 from zmqtrain.runtime.broker.checkpoint import RunFolder
-from zmqtrain.runtime.broker.jobs import MOST_JOBS
 from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.settings import RunSettings
@@ -265,25 +264,6 @@ def test_what_a_stranger_writes_without_measure_costs_it_its_place_and_is_answer
     lived(story)
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert "could not be taken" not in caplog.text
-
-
-def test_who_asks_faster_than_the_codec_thread_works_waits_and_ends_nobody():
-    async def story(peers):
-        await peers.join("a#1", "b#1")
-        working, go_on = threading.Event(), threading.Event()
-        peers.broker._jobs.do(lambda: (working.set(), go_on.wait(30.0)))
-        await peers.until(working.is_set)
-        for _ in range(2 * MOST_JOBS):
-            peers.wire.say("b#1", Fetch(0))
-        await peers.until(lambda: peers.broker._jobs.behind)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert peers.wire.heard.qsize() > MOST_JOBS // 2
-        go_on.set()
-        peers.publish("a#1", 0, transfer=7)
-        await peers.until(lambda: peers.broker.aggregator.version == 1)
-
-    assert lived(story)._jobs.failure is None
 
 
 # ---------------------------------------------------------------------- whose parameters

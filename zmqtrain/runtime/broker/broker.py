@@ -102,8 +102,6 @@ __all__ = ["BrokerStatistics", "Broker"]
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-BEHIND_SECONDS = 0.005
-"""How long nothing is heard at a time while the codec thread is behind: peers wait then in their sockets."""
 RATE_NEWS = 1.05
 """A link is said to be faster than it was said to be when it was seen so many times as fast."""
 CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
@@ -327,8 +325,6 @@ class Broker:
 
     async def _receive_forever(self) -> None:
         while True:
-            while self._jobs.behind:
-                await asyncio.sleep(BEHIND_SECONDS)
             try:
                 peer, lane, frames = await self.channel.receive()
             except ChannelClosed:

@@ -20,8 +20,6 @@ __all__ = ["Jobs"]
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 4096
-ENOUGH_JOBS = MOST_JOBS // 2
-"""With so many waiting nothing more is heard until some are done: however fast peers speak, they are not too many."""
 CLOSE_SECONDS = 60.0
 
 
@@ -34,7 +32,6 @@ class Jobs:
     def __init__(self, name: str, broken: Callable[[], object]) -> None:
         self.failure: BaseException | None = None
         self.seconds = 0.0
-        self._given = self._done = 0  # each written by one thread
         self._broken = broken
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
@@ -48,7 +45,6 @@ class Jobs:
         """Do `work` in the codec thread, then `then(result or CodecError, *facts)` in the loop; both in order."""
 
         def job() -> None:
-            self._done += 1
             if self.failure is not None:  # what follows a job that failed would be built on nothing
                 return
             began = time.thread_time()
@@ -61,14 +57,8 @@ class Jobs:
             if then is not None:
                 self._call(lambda: self._finish(then, result, facts))
 
-        self._given += 1
         if not self._worker.submit(job):
             self.fail(ZmqTrainError(f"the codec thread cannot keep up: {MOST_JOBS} jobs wait"))
-
-    @property
-    def behind(self) -> bool:
-        """Whether so much waits that nothing more should be heard for a moment."""
-        return self._given - self._done >= ENOUGH_JOBS
 
     def fail(self, error: BaseException | None) -> None:
         """Something of our own broke: there is no honest way on. Save what is saved, and end with the error."""
