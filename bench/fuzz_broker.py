@@ -107,12 +107,16 @@ class _Jobs:
         """See Jobs."""
         self.waiting.append((work, then, facts))
 
+    def do_once(self, name: str, work: Callable[[], Any]) -> None:
+        """See Jobs."""
+        self.do(work)
+
     def fail(self, error: BaseException | None) -> None:
         """See Jobs."""
         raise AssertionError("the broker's own work failed") from error
 
     def work(self) -> None:
-        """Do all that waits."""
+        """Do all that waits here."""
         while self.waiting:
             work, then, facts = self.waiting.pop(0)
             try:
@@ -121,6 +125,13 @@ class _Jobs:
                 result = error
             if then is not None:
                 then(result, *facts)
+
+
+def _work(made: Sequence[_Jobs]) -> None:
+    """Do all that waits in any thread of a broker's, and what comes of it."""
+    while any(jobs.waiting for jobs in made):
+        for jobs in made:
+            jobs.work()
 
 
 class _Wire:
@@ -168,16 +179,22 @@ class _Noted(logging.Handler):
 
 
 @contextmanager
-def _rooms(clock: _Clock) -> Iterator[_Noted]:
-    """Give the broker's rooms this clock and jobs without a thread, and note what it logs as an exception."""
+def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
+    """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
+    an exception."""
     before = [(room, room.time) for room in (broker_room, traffic_room, parameters_room)]
     jobs, noted = broker_room.Jobs, _Noted()
     logger = broker_room.logger
     propagates, level = logger.propagate, logger.level
+
+    def make_jobs(name: str, broken: Callable[[], object]) -> _Jobs:
+        made.append(_Jobs(name, broken))
+        return made[-1]
+
     try:
         for room, _ in before:
             room.time = clock
-        broker_room.Jobs = _Jobs
+        broker_room.Jobs = make_jobs
         logger.propagate = False
         logger.setLevel(logging.ERROR)
         logger.addHandler(noted)
@@ -204,13 +221,13 @@ def run_broker(data: bytes) -> int:
 
 async def _session(data: bytes) -> int:
     seed, records = read_session(data)
-    clock, count = _Clock(), 0
-    with _rooms(clock) as noted:
+    clock, count, jobs = _Clock(), 0, list[_Jobs]()
+    with _rooms(clock, jobs) as noted:
         told = iter(records)
 
         def next_message() -> tuple[PeerId, Lane, list[Buffer]] | None:
             nonlocal count
-            broker._jobs.work()
+            _work(jobs)
             for who, frames in told:
                 clock.now += 0.01
                 if frames:
@@ -218,7 +235,8 @@ async def _session(data: bytes) -> int:
                     lane = Lane.BULK if len(frames) > 1 else Lane.CONTROL
                     return PEERS[who % len(PEERS)], lane, list(frames)
                 clock.now += (0.04, 0.6, 2.1, 4.0)[who % 4]
-                _tick(broker, clock.now)
+                broker._look_around(clock.now)
+                _work(jobs)
             return None
 
         wire = _Wire(next_message)
@@ -228,18 +246,13 @@ async def _session(data: bytes) -> int:
             if noted.errors:
                 raise noted.errors[0]
             _check_bounds(broker)
-            _part(broker, clock)
+            _part(broker, clock, jobs)
             if noted.errors:
                 raise noted.errors[0]
         finally:
             for timer in broker.traffic._timers.values():
                 timer.cancel()
     return count
-
-
-def _tick(broker: Any, now: float) -> None:
-    broker._look_around(now)
-    broker._jobs.work()
 
 
 def _check_bounds(broker: Any) -> None:
@@ -255,13 +268,13 @@ def _check_bounds(broker: Any) -> None:
     assert broker.traffic._lines.keys() <= set(PEERS)
 
 
-def _part(broker: Any, clock: _Clock) -> None:
+def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
     """All leave: then nothing is held of them but what has landed, and what will."""
     hub = broker.hub
     for _ in range(3):
         for peer in PEERS:
             broker._carry_out(hub.gone(peer, "the session is over", clock.now))
-        broker._jobs.work()
+        _work(jobs)
     assert not hub.members and not broker.traffic._lines, "lines of peers that have gone"
     held: dict[str, Any] = {
         "grants": broker.traffic._credits._transfers,
