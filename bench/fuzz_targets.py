@@ -62,7 +62,7 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import CurveKeys, load_public_key
+from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 from zmqtrain.types import PeerId
 
 from fuzz_broker import LEAVES, MODEL, honest_sessions, run_broker

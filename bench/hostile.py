@@ -220,7 +220,7 @@ def _complaints(about: str = "") -> _Complaints:
 def _be_broker(case: Case) -> None:
     from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
-    from zmqtrain.transport.zmq_channel import CurveKeys
+    from zmqtrain.transport.zmq_keys import CurveKeys
 
     told, complaints = commands(), _complaints("pc-")
     keys = CurveKeys.generate() if case.keys else None

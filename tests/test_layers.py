@@ -29,7 +29,7 @@ FLOORS = {
 
 JAX_ROOMS = ("train/*", "pipeline/stage.py", "programs/*", "codecs/*_jax.py", "sim/program.py")
 SPOKEN_ONLY_IN = {
-    "zmq": ("transport/zmq_channel.py", "transport/zmq_watch.py"),
+    "zmq": ("transport/zmq_*.py",),
     "msgpack": ("protocol/framing.py", "runtime/broker/checkpoint.py"),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
     "asyncio": ("transport/*", "runtime/*", "monitor/*"),

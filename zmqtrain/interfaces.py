@@ -241,6 +241,10 @@ class GradientExchange(Protocol):
 class Channel(Protocol):
     """A node's way to its hub: whole multi-part messages, in order within a lane."""
 
+    @property
+    def obstacle(self) -> str:
+        """What keeps this channel from its hub, where more is known than that nobody answers; else ""."""
+
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; wait while the lane is full. Raise ChannelClosed."""
 

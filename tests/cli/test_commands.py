@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from zmqtrain.cli.broker import (
     describe_program,
     greeting,
     node_addresses,
-    read_keys,
+    open_keys,
     shard_greeting,
 )
 from zmqtrain.cli.ending import first_interrupt, run_command
@@ -32,7 +31,8 @@ from zmqtrain.errors import CheckpointError, ConfigError, DataError, HubUnreacha
 from zmqtrain.runtime.broker import registration
 from zmqtrain.runtime.broker.registration import public_address
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import CurveKeys
+from zmqtrain.transport.key_folder import KeyFolder
+from zmqtrain.transport.zmq_keys import CurveKeys
 
 
 def test_the_umbrella_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,17 +125,23 @@ def test_the_addresses_for_nodes_name_this_machine_and_the_port_that_was_chosen(
         assert address.endswith(":4711") and "*" not in address
 
 
-def test_the_broker_says_what_to_type_or_what_to_write_where_there_is_no_program() -> None:
-    keys, here = CurveKeys.generate(), "tcp://127.0.0.1:6000"
-    key = keys.public.decode()
+def test_the_broker_says_what_to_type_or_what_to_write_where_there_is_no_program(tmp_path: Path) -> None:
+    here, keys = "tcp://127.0.0.1:6000", KeyFolder(tmp_path)
+    (lab,) = keys.new(["lab"])
 
-    def said(program: str, keys: CurveKeys | None) -> str:
-        return greeting(BrokerConfig(program=program, bind=here), "run-1", -1, here, keys).splitlines()[1]
+    def said(program: str, keys: KeyFolder | None) -> list[str]:
+        return greeting(BrokerConfig(program=program, bind=here), "run-1", -1, here, keys).splitlines()[1:]
 
-    assert said("text", None) == f"type on this machine:  zmqtrain-node {here}"
-    assert said("text", keys).endswith(f"zmqtrain-node {here} --server-key='{key}'")
-    assert said("", None) == f'connect your training loop on this machine:  zmqtrain.connect("{here}")'
-    assert said("", keys).endswith(f'zmqtrain.connect("{here}", server_key=b"{key}")')
+    assert said("text", None) == [f"type on this machine:  zmqtrain-node {here}"]
+    assert said("", None) == [f'connect your training loop on this machine:  zmqtrain.connect("{here}")']
+    copy, there = said("text", keys)
+    assert copy.endswith(f"scp {lab} PC:") and f"zmqtrain keys new NAME... --folder {tmp_path}" in copy
+    assert there.endswith(f"zmqtrain-node {here} --keys lab.key_secret")
+    assert said("", keys)[1].endswith(f'zmqtrain.connect("{here}", keys="lab.key_secret")')
+    keys.new([f"pc{number}" for number in range(20)])
+    copy, there = said("text", keys)
+    assert "lab, pc0, pc1, pc10" in copy and "and 13 more" in copy and there.endswith("--keys NAME.key_secret")
+    assert CurveKeys.load(lab).secret.decode() not in "".join(said("text", keys))
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_begins(tmp_path: Path) -> None:
@@ -146,14 +152,21 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_be
         check_checkpoint(tmp_path / "file")
 
 
-def test_the_command_for_keys_that_are_not_there_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="--server-keys") as caught:
-        read_keys(Path("hub.key_secret"))
-    *_, python, _, program = shlex.split(str(caught.value))
-    assert python == sys.executable
-    exec(program)
-    assert read_keys(Path("hub.key_secret")) == CurveKeys.load("hub.key_secret")
+def test_a_hub_makes_its_keys_at_the_first_start_and_one_for_all_pcs(tmp_path: Path) -> None:
+    config = BrokerConfig(bind="tcp://*:0", keys=tmp_path / "keys")
+    for _ in range(2):
+        keys = open_keys(config)
+        assert keys is not None and [entry.name for entry in keys.entries()] == ["hub", "lab"]
+    assert open_keys(BrokerConfig(bind="tcp://*:0", insecure=True)) is None
+    other = BrokerConfig(bind="tcp://*:0", keys=tmp_path / "none", shard="1/2", first="tcp://127.0.0.1:5555")
+    with pytest.raises(ConfigError, match="copy the folder of the first here"):
+        open_keys(other)
+
+
+def test_a_folder_of_keys_that_cannot_be_made_says_what_can_be_done_instead(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--keys FOLDER.*--bind tcp://127\.0\.0\.1:5555.*--insecure"):
+        open_keys(BrokerConfig(keys=tmp_path / "file" / "keys"))
 
 
 def test_a_run_without_a_program_cannot_be_joined_by_the_command() -> None:

@@ -18,12 +18,10 @@ from zmqtrain.cli.settings import (
     StatusConfig,
     check_host,
     read_config,
-    read_server_key,
 )
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.train.lockstep import Allreduce, Server
-from zmqtrain.transport.zmq_channel import CurveKeys
 
 HUB = "tcp://192.168.1.10:5555"
 
@@ -56,9 +54,9 @@ def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:
         for field in known
         if field.default is not None and field.name != "insecure"
     ]
-    lines += ["insecure = true", 'checkpoint = "kept"', 'server_keys = "hub.key_secret"']
+    lines += ["insecure = false", 'checkpoint = "kept"', 'keys = "folder"']
     config = broker("--config", write(tmp_path, "\n".join(lines)))
-    assert config.checkpoint == Path("kept") and config.server_keys == Path("hub.key_secret")
+    assert config.checkpoint == Path("kept") and config.keys == config.key_folder == Path("folder")
     assert config.to_dict() == RunSettings().to_dict()
 
 
@@ -118,12 +116,15 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         broker("--config", str(tmp_path / "none.toml"))
 
 
-def test_the_network_is_not_listened_on_without_keys_or_an_explicit_word() -> None:
-    with pytest.raises(ConfigError, match=r"--insecure.*--bind tcp://127\.0\.0\.1:5555.*--server-keys"):
-        broker()
-    assert broker("--insecure").bind == "tcp://*:5555"
-    assert broker("--server-keys", "hub.key_secret").insecure is False
-    assert broker("--bind", "tcp://127.0.0.1:5555").insecure is False
+def test_the_network_is_not_listened_on_without_keys_but_by_an_explicit_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/teacher"))
+    assert broker().key_folder == Path("/home/teacher/.config/zmqtrain/keys")
+    assert broker("--keys", "folder").key_folder == Path("folder")
+    assert broker("--insecure").key_folder is None
+    assert broker("--bind", "tcp://127.0.0.1:5555").key_folder is None
+    assert broker("--bind", "tcp://127.0.0.1:5555", "--keys", "folder").key_folder == Path("folder")
+    with pytest.raises(ConfigError, match="leave one out"):
+        broker("--insecure", "--keys", "folder")
 
 
 def test_k_and_d_may_be_auto_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
@@ -229,16 +230,6 @@ def test_a_flag_that_does_not_exist_ends_with_2_and_a_suggestion(capsys: pytest.
         broker("--evry", "3")
     assert end.value.code == 2
     assert "--every" in capsys.readouterr().err
-
-
-def test_a_server_key_is_given_itself_or_by_its_file(tmp_path: Path) -> None:
-    keys = CurveKeys.generate()
-    public, secret = keys.save(tmp_path, "hub")
-    assert read_server_key(keys.public.decode()) == keys.public
-    assert read_server_key(str(public)) == read_server_key(str(secret)) == keys.public
-    assert read_server_key("") is None
-    with pytest.raises(ConfigError, match="'short' is neither"):
-        read_server_key("short")
 
 
 @pytest.mark.parametrize(("number", "known"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])

@@ -14,7 +14,7 @@ from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.runtime.groups.mesh import MeshPort
 from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import CurveKeys
+from zmqtrain.transport.zmq_keys import CurveKeys
 
 WAIT_SECONDS = 20.0
 

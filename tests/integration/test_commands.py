@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.transport.zmq_channel import CurveKeys
+from zmqtrain.transport.key_folder import KeyFolder
 
 SMALL = "data={text},width=8,layers=1,heads=1,context=8,batch=2,batches_per_unit=4"
 BOUND_SECONDS = 100.0
@@ -159,16 +159,16 @@ def test_local_runs_several_masters_whose_parts_are_merged(text: Path, tmp_path:
 
 def test_two_masters_as_commands_train_with_a_node_that_knows_one_address(text: Path, tmp_path: Path) -> None:
     program = ("--program", "text", "--program-arguments", SMALL.format(text=text), "--units", "4")
-    CurveKeys.generate().save(tmp_path, "hub")
-    keys = ("--server-keys", str(tmp_path / "hub.key_secret"))
+    (mine,) = KeyFolder(tmp_path / "keys").new(["mine"])
+    keys = ("--keys", str(tmp_path / "keys"))
     with broker(*program, *keys, "--shard", "0/2") as first:
         other = command("broker", "--bind", "tcp://127.0.0.1:0", "--shard", "1/2", "--first", first.address, *keys)
         with started(*other) as second:
             assert second.stdout is not None
             said = re.match(r"run-\w+: shard 1/2, which nodes reach at (tcp://127.0.0.1:\d+)", second.stdout.readline())
-            status = run("status", first.address, "--server-key", str(tmp_path / "hub.key"))
+            status = run("status", first.address, "--keys", str(mine))
             assert said and f"shard 1 is at {said[1]}\n" in status.stdout
-            node = run("node", first.address, "--server-key", str(tmp_path / "hub.key"))
+            node = run("node", first.address, "--keys", str(mine))
             assert node.returncode == 0, node
             assert first.wait() == 0, first.said
             said = second.communicate(timeout=BOUND_SECONDS)[0]

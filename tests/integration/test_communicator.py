@@ -15,7 +15,7 @@ import pytest
 
 import zmqtrain as zt
 from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
-from zmqtrain.transport.zmq_channel import CurveKeys
+from zmqtrain.transport.zmq_keys import CurveKeys
 
 from meshes import broker
 

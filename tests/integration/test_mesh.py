@@ -24,7 +24,8 @@ from zmqtrain.runtime.groups import hub_line
 from zmqtrain.runtime.groups.mesh import LEFT
 from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
+from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import HUB, HubChunk, Lane, PeerId
 
 from meshes import NOWHERE, Remembering, broker, echoing, open_all, ports, send
@@ -338,8 +339,27 @@ def test_with_keys_all_is_encrypted_and_who_lacks_them_reaches_nobody():
             send(opened[0], 1, [b"secret", bytes(1 << 20)])
             listeners[1].wait(lambda one: one.messages == [(0, [b"secret", bytes(1 << 20)])])
             assert opened[0].statistics().relayed == ()
-        with pytest.raises(HubUnreachable, match="server_key"):
-            open_port(hub, 1, timeout_seconds=0.3)
+        with pytest.raises(HubUnreachable, match="wants keys"):
+            open_port(hub, 1, timeout_seconds=0.5)
+
+
+def test_a_group_lets_in_nobody_whose_key_the_hub_has_not_told_it():
+    keys = CurveKeys.generate()
+
+    async def intrude(address, token, key):
+        for pair in (None, CurveKeys.generate()):
+            stranger = DealerChannel.connect(address, peer=PeerId("0@" + token), server_key=key, keys=pair)
+            await stranger.send(Lane.BULK, [b"junk"])
+            while stranger.refused != "key":
+                await asyncio.sleep(0.01)
+            await stranger.close()
+
+    with broker(keys) as hub, ports(hub, 2, server_key=keys.public) as (opened, listeners):
+        _, _, key, token = opened[1]._group.members[1]
+        asyncio.run(intrude(opened[1]._door._router.address, token, key.encode()))
+        send(opened[0], 1, [b"sound"])
+        listeners[1].wait(lambda one: one.messages)
+        assert listeners[1].messages == [(0, [b"sound"])] and opened[1].statistics().strangers == 0
 
 
 def test_strangers_are_counted_and_ignored(hub):

@@ -23,6 +23,7 @@ COMMANDS = {
     "promote": "tell a standby to take over its run",
     "plan": "what a run can be set to, and what it then does: before it begins",
     "doctor": "whether this PC can train with a hub, and what to fix",
+    "keys": "make, list and revoke the keys with which PCs come in",
     "merge": "make one model of the parts that several masters wrote",
     "sim": "a run on modelled computers and wires, in virtual time",
     "demo": "several nodes against one alone on real text, with a plot",

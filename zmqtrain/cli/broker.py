@@ -28,7 +28,9 @@ from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
-from zmqtrain.transport.zmq_channel import CurveKeys
+from zmqtrain.transport.connections import ConnectionLimits
+from zmqtrain.transport.key_folder import KeyFolder, default_key_folder
+from zmqtrain.transport.zmq_access import descriptor_room
 
 __all__ = [
     "main",
@@ -40,10 +42,13 @@ __all__ = [
     "standby_greeting",
     "takeover_greeting",
     "node_addresses",
-    "read_keys",
+    "open_keys",
+    "way_in",
 ]
 
 PROGRAM = "zmqtrain-broker"
+EVERY_PC = "lab"
+"""The name of the one key for all PCs that a broker makes where nobody is authorised yet."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +61,7 @@ def _run(config: BrokerConfig) -> int:
     settings = RunSettings.from_dict(config.to_dict())
     unknown = check_program(settings)
     check_checkpoint(config.checkpoint)
-    keys = read_keys(config.server_keys)
+    keys = open_keys(config)
     place, standby = _place(config, keys), _standby(config)
     facts = {"zmqtrain": __version__, "began": time.time()}
     recorder = None if config.record is None else BrokerRecorder(config.record, facts)
@@ -117,7 +122,29 @@ def _run(config: BrokerConfig) -> int:
     return 0
 
 
-def _place(config: BrokerConfig, keys: CurveKeys | None) -> MasterPlace | None:
+def open_keys(config: BrokerConfig) -> KeyFolder | None:
+    """Return the folder of keys, with this hub's pair in it; make what is missing, and a key for the PCs if nobody has
+    one.  None: nobody is asked for keys.  Raises ConfigError, which says what can be done instead."""
+    descriptor_room(ConnectionLimits().total, grow=True)
+    if config.key_folder is None:
+        return None
+    folder = KeyFolder(config.key_folder)
+    leads = config.shard_index == 0 and not config.standby
+    try:
+        folder.hub(make=leads)
+        if leads and len(folder.entries()) == 1:
+            folder.new([EVERY_PC])
+    except ConfigError as error:
+        port = parse_address(config.bind, "tcp://*:5555")[1]
+        raise ConfigError(
+            f"{config.bind} can be reached from the network, so who joins must have a key; {error}. Name another "
+            f"folder (--keys FOLDER); for this machine alone, say --bind tcp://127.0.0.1:{port or 5555}; on a network "
+            "that you trust, --insecure"
+        ) from error
+    return folder
+
+
+def _place(config: BrokerConfig, keys: KeyFolder | None) -> MasterPlace | None:
     """Return where this master belongs, None if it is the first, or the only one. Raises ConfigError."""
     if config.shard_index == 0:
         return None
@@ -127,7 +154,7 @@ def _place(config: BrokerConfig, keys: CurveKeys | None) -> MasterPlace | None:
         masters=config.masters,
         first=config.first,
         address=config.address,
-        server_key=keys.public if keys is not None else None,
+        keys=keys.hub(make=False) if keys is not None else None,
         wait_seconds=config.wait_seconds,
     )
 
@@ -184,20 +211,6 @@ def check_checkpoint(folder: Path | None) -> None:
         ) from error
 
 
-def read_keys(path: Path | None) -> CurveKeys | None:
-    """Return the hub's key pair from its file; None for None. Raises ConfigError, which says how to make a pair."""
-    if path is None:
-        return None
-    if not path.exists():
-        name = path.name.removesuffix(".key_secret")
-        program = f"from zmqtrain.transport.zmq_channel import CurveKeys; CurveKeys.generate().save('.', '{name}')"
-        raise ConfigError(
-            f"there is no file {path} (--server-keys). To make a pair of keys, {name}.key_secret for the hub and "
-            f'{name}.key for the nodes, type: {sys.executable} -c "{program}"'
-        )
-    return CurveKeys.load(path)
-
-
 def describe_program(settings: RunSettings) -> str:
     """Return what is trained, in a few words."""
     if not settings.program:
@@ -218,33 +231,55 @@ def node_addresses(bound: str, own: str) -> list[str]:
     return [f"tcp://{name}:{port}" for name in dict.fromkeys(names) if name] or [own]
 
 
-def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: CurveKeys | None) -> str:
+def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFolder | None) -> str:
     """Return what the broker says first: its run, and what to type on each PC, or to write in a loop of one's own.
 
     own: the address that this machine's programs connect to.  version: that the run was resumed at; -1 if it is new.
+    keys: what each PC needs comes from there.
     """
-    key = keys.public.decode() if keys is not None else ""  # Z85: no quotes, no backslash
-
-    def way_in(address: str) -> str:
-        if config.program:
-            return f"zmqtrain-node {address}" + (f" --server-key='{key}'" if key else "")
-        return f'zmqtrain.connect("{address}"' + (f', server_key=b"{key}")' if key else ")")
-
-    resumed = f", resumed at version {version}" if version >= 0 else ""
+    file, lines = "", [f"{run}{f', resumed at version {version}' if version >= 0 else ''}: training "]
+    lines[0] += describe_program(config)
     where = "on this machine" if is_loopback(config.bind) else "on each PC"
+    if keys is not None:
+        file, how = way_in(keys)
+        lines += how
+
+    def way(address: str) -> str:
+        if config.program:
+            return f"zmqtrain-node {address}" + (f" --keys {file}" if file else "")
+        return f'zmqtrain.connect("{address}"' + (f', keys="{file}")' if file else ")")
+
     begin = f"{'type' if config.program else 'connect your training loop'} {where}:  "
-    ways = [way_in(address) for address in node_addresses(config.bind, own)]
-    lines = [f"{run}{resumed}: training {describe_program(config)}", begin + ways[0]]
-    lines += ["or:  ".rjust(len(begin)) + way for way in ways[1:]]
+    ways = [way(address) for address in node_addresses(config.bind, own)]
+    lines.append(begin + ways[0])
+    lines += ["or:  ".rjust(len(begin)) + one for one in ways[1:]]
     if config.masters > 1:
         address = node_addresses(config.bind, own)[0]
-        trust = f"--server-keys {config.server_keys}" if config.server_keys else "--insecure"
+        trust = "--insecure" if keys is None else "--keys FOLDER"
         others = "1" if config.masters == 2 else f"1 to {config.masters - 1}"
+        copied = f", where a copy of {keys.path} is that FOLDER" if keys is not None else ""
         lines.append(
-            f"and the other masters, I = {others}, where you like:  zmqtrain-broker --shard I/{config.masters} "
-            f"--first {address} {trust}"
+            f"and the other masters, I = {others}, where you like{copied}:  zmqtrain-broker --shard "
+            f"I/{config.masters} --first {address} {trust}"
         )
     return "\n".join(lines)
+
+
+def way_in(keys: KeyFolder) -> tuple[str, list[str]]:
+    """Return (the file that a PC names, what to do before, as lines): which keys are copied to whom."""
+    names = [entry.name for entry in keys.entries() if entry.state == "authorised"]
+    here = [name for name in names if keys.secret_of(name).exists()]
+    if names == [EVERY_PC] and here:
+        path = keys.secret_of(EVERY_PC)
+        more = f"zmqtrain keys new NAME...{_said_folder(keys)} makes one for each PC"
+        return path.name, [f"copy its key to each PC, and keep it secret ({more}):  scp {path} PC:"]
+    who = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}" or "nobody yet"
+    what = f"the file of its name in {keys.path / 'nodes'}" if here else f"zmqtrain keys new NAME{_said_folder(keys)}"
+    return "NAME.key_secret", [f"who may come in: {who}; copy to each PC, and keep it secret: {what}"]
+
+
+def _said_folder(keys: KeyFolder) -> str:
+    return "" if keys.path == default_key_folder() else f" --folder {keys.path}"
 
 
 def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -> str:

@@ -20,12 +20,13 @@ from rich.table import Table
 from zmqtrain.cli.display import format_bytes, log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
-from zmqtrain.cli.settings import read_config, read_server_key
+from zmqtrain.cli.settings import read_config
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.zmq_keys import read_credentials
 
 __all__ = ["DoctorConfig", "Finding", "main", "judge_way", "judge_link", "judge_machine"]
 
@@ -53,8 +54,10 @@ class DoctorConfig:
 
     hub: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
     """The broker's address, for example tcp://192.168.1.10:5555."""
+    keys: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
     server_key: str = ""
-    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
     wait_seconds: float = 5.0
     """How long to wait for the hub's answers."""
     folder: Path = Path()
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: DoctorConfig) -> int:
     log_to_stderr(False)
-    key = read_server_key(config.server_key)
+    credentials = read_credentials(config.server_key, config.keys)
     findings: list[Finding] = []
     console = Console(highlight=False)
 
@@ -102,10 +105,10 @@ def _run(config: DoctorConfig) -> int:
     try:
         way = find_way(config.hub, config.wait_seconds)
         add(judge_way(config.hub, way))
-        link = measure_link(config.hub, key, config.wait_seconds)
+        link = measure_link(config.hub, *credentials, config.wait_seconds)
         add(judge_link(link, way))
     except (HubUnreachable, JoinRefused) as error:
-        add(iter([_unreached(error, way is not None, key is not None)]))
+        add(iter([_unreached(error, way is not None)]))
     machine = look_at_machine(config.folder)
     add(judge_machine(machine))
     wrong = sum(finding.state == FIX for finding in findings)
@@ -122,10 +125,10 @@ def _run(config: DoctorConfig) -> int:
     return SICK if wrong else 0
 
 
-def _unreached(error: HubUnreachable | JoinRefused, listens: bool, has_key: bool) -> Finding:
+def _unreached(error: HubUnreachable | JoinRefused, listens: bool) -> Finding:
     if isinstance(error, HubUnreachable) and listens:
-        key = "is this --server-key the hub's?" if has_key else "a broker with keys answers only who gives --server-key"
-        return Finding("hub", FIX, str(error), f"something listens there and does not answer: {key}")
+        text, _, why = str(error).partition(": ")
+        return Finding("hub", FIX, text, f"something listens there and does not answer: {why or 'is it a broker?'}")
     if isinstance(error, JoinRefused):
         return Finding("hub", FIX, str(error), "install the same zmqtrain on the hub and on every node")
     text, _, remedy = str(error).partition(": ")

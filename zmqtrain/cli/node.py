@@ -32,7 +32,7 @@ from zmqtrain.cli.display import (
     log_to_stderr,
 )
 from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command
-from zmqtrain.cli.settings import NodeConfig, check_host, read_config, read_server_key
+from zmqtrain.cli.settings import NodeConfig, check_host, read_config
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
@@ -41,6 +41,7 @@ from zmqtrain.runtime.node.node import Node, connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce
+from zmqtrain.transport.zmq_keys import Credentials, read_credentials
 
 if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
@@ -65,14 +66,14 @@ def _run(config: NodeConfig) -> int:
     interruption = Interruption()
     interruption.install()
     check_host(config.hub)
-    server_key = read_server_key(config.server_key)
+    credentials = read_credentials(config.server_key, config.keys)
     facts = {"zmqtrain": __version__, "began": time.time(), "data": config.data}
     recorder = None if config.record is None else NodeRecorder(config.record, facts)
     try:
         with connect(
             config.hub,
             config.name or None,
-            server_key,
+            *credentials,
             timeout_seconds=config.wait_seconds,
             codec_on=config.codec_on,
             events=recorder,
@@ -90,7 +91,7 @@ def _run(config: NodeConfig) -> int:
             display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}{slowed}")
             interruption.display = display
             with display:
-                result = _train(node, program, interruption, config, induced, server_key)
+                result = _train(node, program, interruption, config, induced, credentials)
             if recorder is not None:
                 _record_end(recorder, result)
     except KeyboardInterrupt:  # nothing was trained
@@ -108,7 +109,7 @@ def _train(
     interruption: Interruption,
     config: NodeConfig,
     induced: Induced,
-    server_key: bytes | None,
+    credentials: Credentials,
 ) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
     from zmqtrain.train.sync import DelayedSync
@@ -130,7 +131,7 @@ def _train(
 
         if isinstance(lockstep, Allreduce):
             options |= {"overlap": lockstep.overlap, "check_steps": lockstep.check_steps}
-        gradients = partial(open_gradients, lockstep, node, server_key)
+        gradients = partial(open_gradients, lockstep, node, credentials)
         return GradientLoop(program, node, gradients, bucket_bytes=lockstep.bucket_bytes, **options).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import PromoteConfig, check_host, read_config, read_server_key
+from zmqtrain.cli.settings import PromoteConfig, check_host, read_config
 from zmqtrain.runtime.node.node import promote
 
 __all__ = ["main"]
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: PromoteConfig) -> int:
     log_to_stderr(False)
     check_host(config.hub)
-    run, version, term = promote(config.hub, read_server_key(config.server_key), config.wait_seconds)
+    run, version, term = promote(config.hub, config.server_key, config.keys, config.wait_seconds)
     print(f"{config.hub} serves {run} now, from version {max(0, version)} on, as term {term}")
     return 0
 

@@ -32,7 +32,7 @@ from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps
 from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.train.lockstep import Lockstep, Server
 from zmqtrain.transport.address import is_loopback, parse_address
-from zmqtrain.transport.zmq_channel import load_public_key
+from zmqtrain.transport.key_folder import default_key_folder
 
 __all__ = [
     "BrokerConfig",
@@ -43,7 +43,6 @@ __all__ = [
     "MergeConfig",
     "DemoConfig",
     "read_config",
-    "read_server_key",
     "check_host",
 ]
 
@@ -106,7 +105,9 @@ class BrokerConfig(_RunOptions):
 
     All settings of the run are given here and nowhere else; the nodes adopt them when they join. Ctrl-C ends the run.
 
-    Example: zmqtrain-broker --program text --insecure      and then, on each PC:  zmqtrain-node tcp://HUB:5555
+    On the network only PCs with an authorised key come in (zmqtrain keys); the broker says what each of them needs.
+
+    Example: zmqtrain-broker --program text      and then, on each PC:  zmqtrain-node tcp://HUB:5555 --keys FILE
     """
 
     bind: str = "tcp://*:5555"
@@ -125,11 +126,12 @@ class BrokerConfig(_RunOptions):
     machine's address on the way to the first, and the port of --bind."""
     wait_seconds: float = 30.0
     """For another master than the first, and for a standby: how long to wait for the first's answer."""
-    server_keys: File = None
-    """The hub's CURVE key pair (NAME.key_secret): the traffic is encrypted, and nodes need the public key. All masters
-    of a run have the same."""
+    keys: Folder = None
+    """The folder of keys, as zmqtrain keys keeps it; on the network ~/.config/zmqtrain/keys if not given, where the
+    broker makes what is missing. All masters of a run have the same."""
     insecure: bool = False
-    """Listen on the network without keys: whoever reaches the port can join. For a network that you trust."""
+    """Listen on the network without keys: whoever reaches the port can join, and whoever sees the traffic can read it.
+    For a network that you trust."""
     link: str = ""
     """The rate of this machine's port, as 1gbit, 2.5gbit or 12.5MB/s; empty: as that of a typical node."""
     share: float = 1.0
@@ -155,13 +157,16 @@ class BrokerConfig(_RunOptions):
         link_share(self.link, self.share)
         self._check_shard(index)
         _check_checkpoints(self, self.mode == "strict")
-        _, port = parse_address(self.bind, "tcp://*:5555")
-        if self.server_keys is None and not self.insecure and not is_loopback(self.bind):
-            raise ConfigError(
-                f"{self.bind} can be reached from the network, and whoever reaches it could join the run. On a network "
-                f"that you trust, say --insecure; for this machine alone, say --bind tcp://127.0.0.1:{port or 5555}; "
-                "or give the hub's keys, --server-keys FILE"
-            )
+        parse_address(self.bind, "tcp://*:5555")
+        if self.keys is not None and self.insecure:
+            raise ConfigError("--insecure says that there are no keys, and --keys names their folder: leave one out")
+
+    @property
+    def key_folder(self) -> Path | None:
+        """Where the keys are by which nodes come in; None: whoever reaches the address does."""
+        if self.insecure or (self.keys is None and is_loopback(self.bind)):
+            return None
+        return self.keys or default_key_folder()
 
     @property
     def shard_index(self) -> int:
@@ -262,8 +267,10 @@ class NodeConfig:
     """What people call this node; empty: this PC's name."""
     data: str = ""
     """Where the program's data lies on this PC; empty: where the broker's program_arguments say."""
+    keys: File = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
     server_key: str = ""
-    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
     wait_seconds: float = 30.0
     """How long to wait for the broker's first answer."""
     link: str = ""
@@ -400,8 +407,10 @@ class StatusConfig:
     """Go on showing it until Ctrl-C."""
     json: bool = False
     """One JSON object (with --watch: one a line for each report of the broker)."""
+    keys: File = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
     server_key: str = ""
-    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: the hub uses none."""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
     wait_seconds: float = 5.0
     """How long to wait for the broker's answer."""
 
@@ -420,6 +429,8 @@ class PromoteConfig:
 
     hub: Hub
     """The standby's address, for example tcp://192.168.1.11:5555."""
+    keys: File = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
     server_key: str = ""
     """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: they use none."""
     wait_seconds: float = 10.0
@@ -549,22 +560,6 @@ def _checked(place: str, value: Any, kind: Any) -> Any:
         word = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
         raise ConfigError(f"{place} must be {word}, got {value!r}")
     return Path(value) if wants_path else value
-
-
-def read_server_key(text: str) -> bytes | None:
-    """Return the hub's public key: `text` itself, or what the file of that name holds; None for "".
-
-    Raises ConfigError.
-    """
-    if not text:
-        return None
-    if len(text) == 40 and not Path(text).exists():
-        return text.encode()
-    if not Path(text).exists():
-        raise ConfigError(
-            f"server_key is a key of 40 characters, as the broker prints it, or a file NAME.key; {text!r} is neither"
-        )
-    return load_public_key(text)
 
 
 def check_host(address: str) -> None:

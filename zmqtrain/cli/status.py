@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import StatusConfig, check_host, read_config, read_server_key
+from zmqtrain.cli.settings import StatusConfig, check_host, read_config
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node.masters import MastersNode
@@ -37,7 +37,8 @@ def _run(config: StatusConfig) -> int:
     with connect(
         config.hub,
         "status",
-        read_server_key(config.server_key),
+        config.server_key,
+        config.keys,
         observer=True,
         timeout_seconds=config.wait_seconds,
     ) as node:

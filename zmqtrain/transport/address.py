@@ -12,7 +12,7 @@ import socket
 
 from zmqtrain.errors import AddressInUse, ConfigError
 
-__all__ = ["bind_error", "connectable_host", "is_loopback", "local_address", "parse_address"]
+__all__ = ["bind_error", "connectable_host", "is_loopback", "local_address", "parse_address", "say_unreachable"]
 
 ROUTED_NOWHERE = ("192.0.2.1", 9)
 """An address that stands for the outside (RFC 5737): asking which way leads there sends nothing."""
@@ -72,3 +72,14 @@ def bind_error(address: str, number: int) -> ConfigError | AddressInUse:
             f"{host} is no address of this machine: tcp://*:{port or 5555} listens at all addresses that it has"
         )
     return ConfigError(f"cannot listen at {address} (error {number}: {errno.errorcode.get(number, 'unknown')})")
+
+
+def say_unreachable(address: str, seconds: float, obstacle: str) -> str:
+    """Return what to tell who has waited so long for a broker at `address`.  obstacle: what is known, "" if nothing."""
+    if obstacle:
+        return f"no broker answers at {address} (waited {seconds:g} s): {obstacle}"
+    port = parse_address(address)[1]
+    return (
+        f"no broker answers at {address} (waited {seconds:g} s). Start one on the hub with `zmqtrain-broker --bind "
+        f"tcp://*:{port}`, check the address and the port, and that the hub's firewall lets that one port in"
+    )

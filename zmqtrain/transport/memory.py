@@ -225,6 +225,11 @@ class MemoryChannel:
         """Have `told` called when the hub is closed: a cut is not seen, as with a cable."""
         self._told = told
 
+    @property
+    def obstacle(self) -> str:
+        """Nothing keeps a channel in memory from its hub."""
+        return ""
+
     async def reconnect(self, address: str = "") -> None:
         """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer.
 

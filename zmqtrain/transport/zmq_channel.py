@@ -1,4 +1,4 @@
-"""Carry messages over ZeroMQ: one ROUTER at the hub, two DEALERs at each node (the one file that imports zmq).
+"""Carry messages over ZeroMQ: one ROUTER at the hub, two DEALERs at each node.
 
 Rule 1: a call on a socket never blocks and never waits inside zmq: try, wait at a gate, try again.  So a cancelled
 `receive` loses no message, and closing leaves no future behind.  (zmq.asyncio takes the message first and hands it to a
@@ -6,43 +6,50 @@ future; if its task is cancelled just then the message is gone.)
 Rule 2: who is not one of ours (a stranger's routing id, junk, too many frames) is counted and ignored.
 Rule 3: every queue is bounded.  The high-water marks are a net under the credits, not the flow control.
 Rule 4: no ZMTP heartbeats: they time out in the middle of large messages.  Heartbeats are the protocol's messages.
+Rule 5: a message counts only if its connection may speak as the peer that it names: with an authorised key, which
+opened this peer's id, and in the life of the peer that connected last (`admission`).  That is asked of each message, so
+a key that is revoked is out with the next one.
 
-A routing id is the lane, b"C" or b"B", and the peer's id in utf-8.  Needs an event loop with `add_reader` (on Windows
-the selector loop).
-Source: ZeroMQ RFC 28 (ROUTER, DEALER), zmq_getsockopt(3) on ZMQ_FD (edge-triggered) and ZMQ_EVENTS.
+A routing id is the lane, b"C" or b"B", the peer's id in utf-8, a zero byte, and the life of this channel: random, so
+that nobody else can take the place of a connection (libzmq gives it to whoever comes last with the same id).  A node's
+first message on a lane is empty: it shows whose connection that is, and is not handed on.  Needs an event loop with
+`add_reader` (on Windows the selector loop).
+Source: ZeroMQ RFC 28 (ROUTER, DEALER).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
-import re
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import zmq
-import zmq.utils.garbage  # at the interpreter's end it lets go what is on its way uncopied: after who closes then
-from zmq.auth.certs import load_certificate
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
-from zmqtrain.transport.address import bind_error, connectable_host, is_loopback, parse_address
+from zmqtrain.transport.address import bind_error, connectable_host, parse_address
+from zmqtrain.transport.admission import EVERYBODY, Admission, Seats
+from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import (
-    COPY_BELOW_BYTES,
     MAX_MESSAGE_FRAMES,
-    MAX_WIRE_FRAME_BYTES,
     check_message,
     check_peer_id,
     is_peer_id,
 )
+from zmqtrain.transport.refusals import Refusals
+from zmqtrain.transport.zmq_access import ZAP_DOMAIN, Doorway, ZapHandler, descriptor_room
+from zmqtrain.transport.zmq_keys import CurveKeys, check_key
+from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
 from zmqtrain.transport.zmq_watch import ConnectionWatch
 from zmqtrain.types import Buffer, Lane, PeerId
 
-__all__ = ["CurveKeys", "DealerChannel", "RouterChannel", "is_loopback", "libzmq_version", "load_public_key"]
+__all__ = ["DealerChannel", "RouterChannel", "libzmq_version"]
+
+logger = logging.getLogger(__name__)
 
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
@@ -57,215 +64,18 @@ _HUB_SEND_MESSAGES, _HUB_RECEIVE_MESSAGES = 64, 8
 _NODE_SEND_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 4}
 _NODE_RECEIVE_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 16}
 
-# As plain numbers: pyzmq's enumerations cost as much as the calls they are for.
-_EVENTS, _READABLE, _WRITABLE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
-_NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_SOURCE, _USER = int(zmq.SRCFD), "User-Id"
 
+_LIFE_BYTES = 8
 _BACKLOG = 128  # connections that wait to be accepted: a whole classroom started at once
-_HANDSHAKE_MILLISECONDS = 10_000  # a connection that has not said who it is by then is closed
+_REFUSED_SECONDS = 1.0
 _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS = 100, 500
 """libzmq adds a random time of up to the first: who all lost one hub do not all come at once."""
-_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 10, 5, 3  # an unplugged peer: 25 s
-
-_DISCARD_AT_ONCE = 64  # frames of one stranger's endless message that are thrown away between two turns of the loop
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """A CURVE key pair, each 40 characters of Z85 (RFC 32)."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    def __post_init__(self) -> None:
-        for name, key in (("public", self.public), ("secret", self.secret)):
-            _check_key(name, key)
-
-    @classmethod
-    def generate(cls) -> CurveKeys:
-        """Make a new pair."""
-        return cls(*zmq.curve_keypair())
-
-    def save(self, folder: Path | str, name: str) -> tuple[Path, Path]:
-        """Write `name`.key (public, for others) and `name`.key_secret (both keys, mode 0600); return the paths.
-
-        The format is that of zmq.auth.  Raise ConfigError if one exists already, or cannot be written.
-        """
-        base = Path(folder)
-        public_path, secret_path = base / f"{name}.key", base / f"{name}.key_secret"
-        public = f'curve\n    public-key = "{self.public.decode()}"\n'
-        secret = f'{public}    secret-key = "{self.secret.decode()}"\n'
-        warning = "# Secret: whoever has this file can pass for its owner. Do not copy it.\n"
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            for path, mode, text in ((secret_path, 0o600, warning + secret), (public_path, 0o644, public)):
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-                with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                    file.write(text)
-        except FileExistsError as error:
-            raise ConfigError(f"{error.filename} exists: a key is not overwritten; remove it first") from error
-        except OSError as error:
-            raise ConfigError(f"cannot write the keys {public_path} and {secret_path}: {error}") from error
-        return public_path, secret_path
-
-    @classmethod
-    def load(cls, path: Path | str) -> CurveKeys:
-        """Read a pair from a `.key_secret` file; raise ConfigError if there is none in it."""
-        public, secret = _load(path)
-        if secret is None:
-            raise ConfigError(f"{path} holds a public key only; the file of a pair is named NAME.key_secret")
-        return cls(public, secret)
 
 
 def libzmq_version() -> str:
     """Return the version of the library under pyzmq."""
     return zmq.zmq_version()
-
-
-def load_public_key(path: Path | str) -> bytes:
-    """Read the public key from a `.key` (or `.key_secret`) file; raise ConfigError if there is none in it."""
-    public, _ = _load(path)
-    _check_key("public", public)
-    return public
-
-
-def _load(path: Path | str) -> tuple[bytes, bytes | None]:
-    try:
-        return load_certificate(path)
-    except (OSError, ValueError, IndexError) as error:  # the last: a line that has no "="
-        raise ConfigError(f"cannot read a key from {path}: {error}") from error
-
-
-def _check_key(name: str, key: bytes) -> None:
-    if len(key) != 40 or not re.fullmatch(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key):
-        raise ConfigError(f"a {name} CURVE key is 40 characters of Z85; this has {len(key)} bytes, or others")
-
-
-class _Port:
-    """One ZeroMQ socket in the running loop: calls that never wait, and gates for what to wait for.
-
-    ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call, whoever else waits
-    is looked after (`_look`), and who is about to wait asks once more (`readable`, `writable`): the edge may have gone
-    to whom was looked after.
-    """
-
-    def __init__(self, socket: zmq.SyncSocket, readable: Gate, writable: Gate) -> None:
-        self._socket, self._readable, self._writable = socket, readable, writable
-        self._discarding = False
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = socket.FD
-        self._loop.add_reader(self._descriptor, self._look)
-
-    def _look(self) -> int:
-        events = self._events()
-        if events & _READABLE:
-            self._readable.open()
-        if events & _WRITABLE:
-            self._writable.open()
-        return events
-
-    @property
-    def readable(self) -> bool:
-        """Whether a message is here."""
-        return bool(self._look() & _READABLE)
-
-    @property
-    def writable(self) -> bool:
-        """Whether there is room for a message."""
-        return bool(self._look() & _WRITABLE)
-
-    def _events(self) -> int:
-        return int(self._socket.getsockopt(_EVENTS))
-
-    def send(self, frames: Sequence[Buffer], routing_id: bytes | None = None) -> None:
-        """Send one message; raise zmq.Again if it would wait, ZMQError(EHOSTUNREACH) if nobody has that routing id.
-
-        Only the first part can fail so: then nothing was sent.
-        """
-        socket, last = self._socket, len(frames) - 1
-        try:
-            if routing_id is not None:
-                socket.send(routing_id, _NO_WAIT_MORE)
-            for index, frame in enumerate(frames):
-                large = memoryview(frame).nbytes >= COPY_BELOW_BYTES
-                socket.send(frame, _NO_WAIT_MORE if index < last else _NO_WAIT, copy=not large)
-        finally:
-            if self._readable.waited_at:
-                self._look()
-
-    def receive(self, limit: int) -> list[zmq.Frame] | None:
-        """Take the next message; None if there is none, [] for (a part of) one of more than `limit` frames."""
-        try:
-            if not self._events() & _READABLE:
-                return None
-            if self._discarding:
-                self._discard()
-                return []
-            frames = [self._next_frame()]
-            while frames[-1].more:
-                if len(frames) == limit:
-                    self._discarding = True
-                    return []
-                frames.append(self._next_frame())
-            return frames
-        except zmq.Again:
-            return None
-        finally:
-            if self._writable.waited_at:
-                self._look()
-
-    def _next_frame(self) -> zmq.Frame:
-        return self._socket.recv(_NO_WAIT, copy=False)
-
-    def _discard(self) -> None:
-        for _ in range(_DISCARD_AT_ONCE):
-            if not self._next_frame().more:
-                self._discarding = False
-                return
-
-    def close(self, linger_seconds: float) -> None:
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
-        self._socket.close(linger=max(0, round(1000 * linger_seconds)))
-
-
-def _open_socket(context: zmq.Context[zmq.SyncSocket], kind: int, send: int, receive: int) -> zmq.SyncSocket:
-    """Make a socket with the options that both ends share (TCP_NODELAY is libzmq's own default)."""
-    socket = context.socket(kind)
-    socket.sndhwm, socket.rcvhwm = send, receive
-    socket.maxmsgsize = MAX_WIRE_FRAME_BYTES
-    socket.linger = 0
-    socket.handshake_ivl = _HANDSHAKE_MILLISECONDS
-    socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_SECONDS
-    socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL_SECONDS
-    socket.tcp_keepalive_cnt = _KEEPALIVE_PROBES
-    return socket
-
-
-def _buffer(frame: zmq.Frame) -> Buffer:
-    """Return a small frame as bytes, a large one as a read-only view that keeps it alive."""
-    return frame.bytes if len(frame) < COPY_BELOW_BYTES else frame.buffer.toreadonly()
-
-
-async def _terminate(context: zmq.Context[zmq.SyncSocket]) -> None:
-    """Wait for what lingers, beside the loop (it takes as long as the sockets' linger).
-
-    Not in the loop's executor: at the interpreter's end neither that nor a thread can be started; then in the loop.
-    """
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def terminate() -> None:
-        context.term()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
-
-    try:
-        threading.Thread(target=terminate, name="zmqtrain-linger", daemon=True).start()
-    except RuntimeError:
-        context.term()
-    else:
-        await ended.wait()
 
 
 class RouterChannel:
@@ -274,40 +84,75 @@ class RouterChannel:
     context: libzmq's threads, for channels beside this one.
     """
 
-    def __init__(self, context: zmq.Context[zmq.SyncSocket], socket: zmq.SyncSocket, address: str) -> None:
-        self.context, self._address = context, address
+    def __init__(
+        self,
+        context: zmq.Context[zmq.SyncSocket],
+        socket: zmq.SyncSocket,
+        doorway: Doorway,
+        refusals: Refusals,
+        admission: Admission | None,
+        handler: ZapHandler | None,
+        seats: Seats,
+    ) -> None:
+        self.context = context
+        self._doorway, self._refusals, self._admission, self._handler = doorway, refusals, admission, handler
+        self._seats = seats
+        self._speakers: dict[int, tuple[PeerId, bytes, str]] = {}  # by descriptor: who was heard there
         self._incoming = Gate()
-        self._port = _Port(socket, self._incoming, Gate())
+        self._port = Port(socket, self._incoming, Gate())
         self._fairness = Fairness()
         self._strangers = 0
         self._closed = False
+        self._address = ""
 
     @classmethod
-    def bind(cls, address: str, *, keys: CurveKeys | None = None) -> RouterChannel:
+    def bind(
+        cls,
+        address: str,
+        *,
+        keys: CurveKeys | None = None,
+        admission: Admission | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> RouterChannel:
         """Listen at `address`: tcp://*:5555, or an IP address or interface of this machine; port 0 chooses a free one.
 
-        keys: the hub's CURVE keys; then every client must use CURVE, and know the public one.  Call it in a running
-        loop.
+        keys: the hub's CURVE keys; then every client must use CURVE, and know the public one.  admission: which
+        clients' keys come in; without it, every client's that knows the hub's.  limits: of connections.  Call it in a
+        running loop.
         Raise ConfigError for an address that cannot be used, AddressInUse if somebody listens there.
         """
         host, _ = parse_address(address, "tcp://*:5555")
+        if admission is not None and keys is None:
+            raise ConfigError("who comes in is decided by keys, and this hub has none: give it a pair")
+        limits = limits or ConnectionLimits()
+        limits = replace(limits, total=descriptor_room(limits.total))
         context: zmq.Context[zmq.SyncSocket] = zmq.Context()
-        socket = _open_socket(context, zmq.ROUTER, _HUB_SEND_MESSAGES, _HUB_RECEIVE_MESSAGES)
+        refusals, seats = Refusals(f"the port at {address}"), Seats()
+        handler = None
+        if admission is not None:
+            handler = ZapHandler(context, admission, lambda whose: refusals.count("key", whose))
+        socket = open_socket(context, zmq.ROUTER, _HUB_SEND_MESSAGES, _HUB_RECEIVE_MESSAGES)
+        doorway = Doorway(socket, limits, refusals)
+        channel = cls(context, socket, doorway, refusals, admission, handler, seats)
+        doorway.gone = channel._gone
         try:
             socket.router_mandatory = 1
             socket.router_handover = 1
             socket.backlog = _BACKLOG
+            socket.handshake_ivl = round(1000 * limits.handshake_seconds)
             socket.ipv6 = ":" in host
             if keys is not None:
                 socket.curve_server = 1
                 socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+                socket.zap_domain = ZAP_DOMAIN
             socket.bind(address)
-            endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            return cls(context, socket, f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}")
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            channel._close(0.0)
             context.term()
             raise bind_error(address, error.errno or 0) from error
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        channel._address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
+        return channel
 
     @property
     def address(self) -> str:
@@ -318,6 +163,53 @@ class RouterChannel:
     def strangers(self) -> int:
         """How many messages were ignored because no node of ours could have sent them."""
         return self._strangers
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """How many connections and messages were refused, by `refusals.REASONS`."""
+        return Counter(self._refusals.counts)
+
+    @property
+    def connections(self) -> int:
+        """How many TCP connections there are now."""
+        self._doorway.look()
+        return len(self._doorway.connections)
+
+    def name_of(self, peer: PeerId) -> str:
+        """Return the name of the key with which a peer came; "" where no keys are asked for, or it never came."""
+        seat = self._seats.get(peer)
+        return "" if seat is None else seat.name
+
+    def admit(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Let clients with these public keys in from now on, under these names, and no others.
+
+        Return those that were let in before and are not any more: nothing of theirs is received from now on; `cut`
+        ends their connections.  Raise ConfigError where no keys are asked for.
+        """
+        if self._admission is None or self._handler is None:
+            raise ConfigError(f"the port at {self._address} asks for no keys")
+        gone = self._admission.change(names)
+        self._handler.answer_waiting()
+        return gone
+
+    def peers_with(self, key: str) -> list[PeerId]:
+        """Return the peers that are connected, and came with this public key."""
+        return self._seats.with_key(key)
+
+    def cut(self, key: str) -> None:
+        """End all connections of a public key; and those from the same addresses that were not heard yet."""
+        self._doorway.look()
+        theirs = [descriptor for descriptor, (_, _, used) in self._speakers.items() if used == key]
+        table = self._doorway.connections
+        addresses = {here.address for descriptor in theirs if (here := table.get(descriptor)) is not None}
+        for address in addresses:
+            theirs += [here.descriptor for here in table.of(address) if here.descriptor not in self._speakers]
+        for descriptor in theirs:
+            self._doorway.cut(descriptor)
+
+    def _gone(self, descriptor: int) -> None:
+        if (speaker := self._speakers.pop(descriptor, None)) is not None:
+            self._seats.left(speaker[0], descriptor)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -330,8 +222,10 @@ class RouterChannel:
         """
         check_message(frames)
         self._check_open()
+        if (seat := self._seats.get(peer)) is None:
+            raise PeerLost(peer)
         try:
-            self._port.send(frames, _LANE_BYTES[lane] + peer.encode())
+            self._port.send(frames, _routing_id(lane, peer, seat.life))
         except zmq.Again as error:
             raise ChannelFull(f"the {lane.name} lane to {peer} holds {_HUB_SEND_MESSAGES} messages") from error
         except zmq.ZMQError as error:
@@ -352,35 +246,83 @@ class RouterChannel:
                 await self._incoming.wait()
             elif len(frames) < 2 or (sender := _sender(frames[0].bytes)) is None:
                 self._strangers += 1
-            else:
-                return *sender, [_buffer(frame) for frame in frames[1:]]
+            elif self._counts(frames[1], sender[0], sender[2]) and (len(frames) > 2 or len(frames[1])):
+                return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
+
+    def _counts(self, frame: zmq.Frame, peer: PeerId, life: bytes) -> bool:
+        """Whether the connection over which this frame came may speak as `peer` in this life of it."""
+        key = name = EVERYBODY
+        if self._admission is not None:
+            key = str(frame.get(_USER))
+            known = self._admission.name_of(key)
+            if known is None:
+                self._refusals.count("revoked", _name_in_a_log(peer))
+                return False
+            name = known
+        descriptor = int(frame.get(_SOURCE))
+        if self._speakers.get(descriptor) == (peer, life, key):
+            return True
+        self._doorway.look()  # so that the number is this connection's
+        connection = self._doorway.connections.get(descriptor)
+        number = -1 if connection is None else connection.number
+        reason, ended = self._seats.hear(peer, name, key, life, descriptor, number)
+        if reason:
+            self._refusals.count(reason, name or _name_in_a_log(peer))
+            self._doorway.cut(descriptor)
+            return False
+        for former in ended - {descriptor}:
+            self._speakers.pop(former, None)
+            self._doorway.cut(former)
+        if name and peer not in (speaker[0] for speaker in self._speakers.values()):
+            logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
+        self._speakers[descriptor] = (peer, life, key)
+        self._doorway.connections.proved(descriptor)
+        return True
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once."""
         if self._closed:
             return
+        self._close(linger_seconds)
+        await terminate_context(self.context)
+
+    def _close(self, linger_seconds: float) -> None:
         self._closed = True
         self._incoming.open()
+        self._doorway.close()
         self._port.close(linger_seconds)
-        await _terminate(self.context)
+        if self._handler is not None:
+            self._handler.close()
+        self._refusals.close()
 
 
-def _sender(routing_id: bytes) -> tuple[PeerId, Lane] | None:
-    """Return who has this routing id, None if it is not one of ours (libzmq's own begin with a zero byte)."""
+def _routing_id(lane: Lane, peer: PeerId, life: bytes) -> bytes:
+    return _LANE_BYTES[lane] + peer.encode() + (b"\0" + life if life else b"")
+
+
+def _name_in_a_log(peer: PeerId) -> str:
+    """Return what may be read of a peer's id: of one within a group (RANK@TOKEN) not the token, which is a secret."""
+    return peer if "#" in peer else peer.partition("@")[0]
+
+
+def _sender(routing_id: bytes) -> tuple[PeerId, Lane, bytes] | None:
+    """Return (peer, lane, life) of a routing id, None if it is none of ours (libzmq's own begin with a zero byte)."""
     lane = _LANES.get(routing_id[:1])
     if lane is None:
         return None
+    who, _, life = routing_id[1:].partition(b"\0")
     try:
-        name = routing_id[1:].decode()
+        name = who.decode()
     except UnicodeDecodeError:
         return None
-    return (PeerId(name), lane) if is_peer_id(name) else None
+    return (PeerId(name), lane, life) if is_peer_id(name) else None
 
 
 class DealerChannel:
     """A node's end (a `Channel`): one connection per lane to the hub's one port.  Made by `connect`.
 
     libzmq connects in the background, and again when the connection is lost; until it is there, what is sent queues.
+    While the hub does not authorise this channel's key, it is asked again every second, and what had queued is lost.
     """
 
     def __init__(
@@ -389,14 +331,18 @@ class DealerChannel:
         peer: PeerId,
         configure: Callable[[zmq.SyncSocket], None],
         context: zmq.Context[zmq.SyncSocket] | None = None,
+        keyed: bool = False,
     ) -> None:
         self.address, self.peer = address, peer
+        self._keyed = keyed
         self._configure, self._shares = configure, context is not None
+        self._watches: list[ConnectionWatch] = []
+        self._refused = ""
+        self._retry: asyncio.TimerHandle | None = None
         self._context: zmq.Context[zmq.SyncSocket] = context or zmq.Context()
         self._incoming = Gate()
         self._writable = {lane: Gate() for lane in Lane}
-        self._ports: dict[Lane, _Port] = {}
-        self._watches: list[ConnectionWatch] = []
+        self._ports: dict[Lane, Port] = {}
         self._told: Callable[[], None] = lambda: None
         self._fairness = Fairness()
         self._attempt = 0
@@ -421,7 +367,8 @@ class DealerChannel:
     ) -> DealerChannel:
         """Connect to the hub at `address` as `peer`.  Call it in a running loop; it does not wait for the hub.
 
-        server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is only a server_key).
+        server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is only a server_key, which
+        comes in only where all do that know it).
         beside: a channel of this process, with which this one shares libzmq's threads; it must be closed after this.
         Raise ConfigError for an address, a name or keys that cannot be used.
         """
@@ -435,7 +382,7 @@ class DealerChannel:
         if server_key is None and keys is not None:
             raise ConfigError("keys without a server_key: the hub's public key is needed too (its file NAME.key)")
         if server_key is not None:
-            _check_key("public", server_key)
+            check_key("public", server_key)
             keys = keys or CurveKeys.generate()
 
         def configure(socket: zmq.SyncSocket) -> None:
@@ -443,16 +390,49 @@ class DealerChannel:
                 socket.curve_serverkey = server_key
                 socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
 
-        return cls(address, peer, configure, beside.context if beside is not None else None)
+        context = beside.context if beside is not None else None
+        return cls(address, peer, configure, context, server_key is not None)
+
+    @property
+    def refused(self) -> str:
+        """Why the last attempt to connect ended in its handshake: "key" (this channel's is not authorised there),
+        "handshake" (what listens there wants other keys, or none, or is no hub); "" if it did not."""
+        return self._refused
+
+    @property
+    def obstacle(self) -> str:
+        """See Channel: what is known of an attempt to connect that ended in its handshake."""
+        if self._refused == "key":
+            return "it does not authorise this PC's key (on the hub, `zmqtrain keys list` shows whose it does)"
+        if self._refused:
+            return (
+                "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
+                "--keys) this hub's?"
+                if self._keyed
+                else "what listens there wants keys: give the file that was made for this PC (--keys FILE)"
+            )
+        return ""
+
+    def _handshake_ended(self, how: str) -> None:
+        self._refused = how
+        if how == "key" and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        if not self._closed:
+            self._reopen()
 
     def _open(self) -> None:
+        life = secrets.token_bytes(_LIFE_BYTES)
         for lane in Lane:
-            socket = _open_socket(self._context, zmq.DEALER, _NODE_SEND_MESSAGES[lane], _NODE_RECEIVE_MESSAGES[lane])
-            self._ports[lane] = _Port(socket, self._incoming, self._writable[lane])
-            socket.routing_id = _LANE_BYTES[lane] + self.peer.encode()
+            socket = open_socket(self._context, zmq.DEALER, _NODE_SEND_MESSAGES[lane], _NODE_RECEIVE_MESSAGES[lane])
+            self._ports[lane] = Port(socket, self._incoming, self._writable[lane])
+            socket.routing_id = _routing_id(lane, self.peer, life)
+            socket.probe_router = 1
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)
-            self._watches.append(ConnectionWatch(socket, lambda: self._told()))
+            self._watches.append(ConnectionWatch(socket, lambda: self._told(), self._handshake_ended))
             socket.ipv6 = ":" in parse_address(self.address)[0]
             try:
                 socket.connect(self.address)
@@ -522,7 +502,7 @@ class DealerChannel:
             for lane, port in self._ports.items():
                 frames = port.receive(limit=MAX_MESSAGE_FRAMES)
                 if frames:
-                    return lane, [_buffer(frame) for frame in frames]
+                    return lane, [as_buffer(frame) for frame in frames]
                 if frames is not None:  # too many of them: not a hub of ours; look again
                     break
             else:
@@ -536,6 +516,9 @@ class DealerChannel:
         """
         self._check_open()
         self.address = address or self.address
+        self._reopen()
+
+    def _reopen(self) -> None:
         self._attempt += 1
         self._close_ports(0.0)
         self._open()
@@ -546,7 +529,9 @@ class DealerChannel:
         if self._closed:
             return
         self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
         self._wake_all()
         self._close_ports(linger_seconds)
         if not self._shares:
-            await _terminate(self._context)
+            await terminate_context(self._context)

@@ -402,6 +402,10 @@ class Broker:
         self.traffic.send(peer, Refused(reason, text))
         self._carry_out(self.hub.gone(peer, f"sent away: {text}", time.monotonic()))
 
+    def dismiss(self, peer: PeerId, why: str) -> None:
+        """Tell a peer that it may not stay, as its key was revoked, and forget it; in the broker's loop."""
+        self._expel(peer, ZmqTrainError(why), "revoked")
+
     def _expel_deaf(self, peer: PeerId) -> None:
         self._expel(peer, ZmqTrainError("it does not read what it is sent"), "unknown")
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
 from zmqtrain.protocol.effects import Deliver
@@ -22,6 +22,7 @@ from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import Buffer, PeerId
 
 __all__ = ["MasterPlace", "Registration", "public_address"]
@@ -36,15 +37,15 @@ REMIND_SECONDS = 60.0
 class MasterPlace:
     """Where a master other than the first belongs. shard: 1 to masters - 1.  first: the address of the first.
 
-    address: at which nodes reach this one; "": what leads to the first from here.  server_key: the first's public CURVE
-    key.  wait_seconds: how long to wait for the first's answer.
+    address: at which nodes reach this one; "": what leads to the first from here.  keys: the pair that all masters
+    have.  wait_seconds: how long to wait for the first's answer.
     """
 
     shard: int
     masters: int
     first: str
     address: str = ""
-    server_key: bytes | None = None
+    keys: CurveKeys | None = field(default=None, repr=False)
     wait_seconds: float = 30.0
 
 
@@ -74,7 +75,12 @@ class Registration:
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
         self.peer = Peer(peer, self.name, claim=Claim(place.shard, address))
         self._link = HubLink(
-            lambda: DealerChannel.connect(place.first, peer=peer, server_key=place.server_key),
+            lambda: DealerChannel.connect(
+                place.first,
+                peer=peer,
+                keys=place.keys,
+                server_key=None if place.keys is None else place.keys.public,
+            ),
             self.peer,
             place.first,
             self,
@@ -96,7 +102,8 @@ class Registration:
                 raise HubUnreachable(
                     f"the first master does not answer at {self.place.first} (waited {self.place.wait_seconds:g} s). "
                     f"Start it: zmqtrain-broker --shard 0/{self.place.masters} with the settings of the run; check the "
-                    "address, the port and the firewall; one with keys answers only who gives the same --server-keys",
+                    "address, the port and the firewall; all masters have the same keys, or all --insecure"
+                    + (f". {self._link.obstacle}" if self._link.obstacle else ""),
                     self.place.first,
                 )
             await asyncio.sleep(LOOK_SECONDS)

@@ -17,13 +17,17 @@ from types import TracebackType
 from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.broker import Broker, BrokerStatistics
+from zmqtrain.runtime.broker.doorkeeper import Doorkeeper
 from zmqtrain.runtime.broker.registration import MasterPlace, Registration, public_address
 from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.admission import Admission
+from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import PeerId
 
 __all__ = ["serve", "BrokerThread"]
@@ -36,7 +40,7 @@ def serve(
     address: str,
     settings: RunSettings | None,
     *,
-    keys: CurveKeys | None = None,
+    keys: CurveKeys | KeyFolder | None = None,
     checkpoint: Path | None = None,
     checkpoint_every: str = "",
     checkpoint_keep: int = 3,
@@ -51,6 +55,8 @@ def serve(
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
 
+    keys: the folder that says who comes in, looked at every second; of a pair alone, whoever knows its public key does;
+    None: whoever reaches the address.
     settings: of the run; None with a place.  place: what belongs to this broker if it is not the first of its run's
     masters; it takes the settings from the first.  checkpoint, checkpoint_every, checkpoint_keep: as of a `Broker`.
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
@@ -62,16 +68,31 @@ def serve(
     Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and whatever ended the broker.
     """
 
-    async def live() -> BrokerStatistics:
+    folder = keys if isinstance(keys, KeyFolder) else None
+    pair = keys.hub(make=place is None and standby is None) if isinstance(keys, KeyFolder) else keys
+    living: list[Broker] = []
+
+    def open_line(address: str, peer: PeerId) -> Channel:
+        return DealerChannel.connect(address, peer=peer, keys=pair, server_key=None if pair is None else pair.public)
+
+    def dismiss(peer: PeerId, why: str) -> None:
+        for broker in living:
+            broker.dismiss(peer, why)
+
+    async def begin() -> BrokerStatistics:
         if settings is not None:
             canonical(settings)  # refused before anybody can connect
-        channel = RouterChannel.bind(address, keys=keys)
+        channel = RouterChannel.bind(address, keys=pair, admission=None if folder is None else Admission())
+        door = None if folder is None else asyncio.create_task(Doorkeeper(channel, folder, dismiss).run())
+        try:
+            return await live(channel)
+        finally:
+            if door is not None:
+                door.cancel()
+                await asyncio.gather(door, return_exceptions=True)
+
+    async def live(channel: RouterChannel) -> BrokerStatistics:
         registration, inheritance = None, None
-        server_key = keys.public if keys is not None else None
-
-        def open_line(address: str, peer: PeerId) -> Channel:
-            return DealerChannel.connect(address, peer=peer, server_key=server_key)
-
         try:
             if standby is not None:
                 public = standby.address or public_address(address, channel.address, standby.first)
@@ -108,6 +129,7 @@ def serve(
             raise
         if interrupted is not None:
             _stop_at_signals(broker, interrupted)
+        living.append(broker)
         ready(broker)
         try:
             await broker.run()
@@ -118,7 +140,7 @@ def serve(
             watch(broker.hub.roster(time.monotonic()))  # how the run ended
         return broker.statistics()
 
-    return asyncio.run(live())
+    return asyncio.run(begin())
 
 
 def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None]) -> None:
@@ -146,7 +168,7 @@ class BrokerThread:
         address: str,
         settings: RunSettings | None,
         *,
-        keys: CurveKeys | None = None,
+        keys: CurveKeys | KeyFolder | None = None,
         checkpoint: Path | None = None,
         checkpoint_every: str = "",
         checkpoint_keep: int = 3,

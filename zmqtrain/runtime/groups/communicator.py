@@ -11,6 +11,7 @@ from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives import communicator
 from zmqtrain.collectives.messenger import TIMEOUT_SECONDS
 from zmqtrain.runtime.groups.rendezvous import open_port
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 __all__ = ["Communicator"]
 
@@ -27,19 +28,20 @@ class Communicator(communicator.Communicator):
         *,
         group: str = "default",
         name: str | None = None,
-        server_key: bytes | None = None,
+        server_key: GivenServerKey = None,
+        keys: GivenKeys = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Communicator:
         """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
 
         rank: which of them this one wants to be, from 0; None: by arrival.  group: those who give the same name meet.
-        name: for people.  server_key: the broker's public CURVE key, where it has one.  timeout_seconds: how long to
-        wait for the others, and how long each wait waits that is not told otherwise.
+        name: for people.  server_key, keys: as for `zmqtrain.connect`.  timeout_seconds: how long to wait for the
+        others, and how long each wait waits that is not told otherwise.
         Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
         here, and how many are missing).
         """
         port = open_port(
-            hub, size, rank, group=group, name=name, server_key=server_key, timeout_seconds=timeout_seconds
+            hub, size, rank, group=group, name=name, server_key=server_key, keys=keys, timeout_seconds=timeout_seconds
         )
         return cls(port, timeout_seconds=timeout_seconds)
 

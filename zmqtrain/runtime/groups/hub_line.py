@@ -38,6 +38,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.groups.outgoing import Outgoing, keep
 from zmqtrain.runtime.groups.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
+from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_channel import DealerChannel
 from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
@@ -128,12 +129,8 @@ class HubLine:
                             raise self._refused(text, reason)
         except TimeoutError:
             if not welcomed:
-                raise HubUnreachable(
-                    f"no broker answers at {self.address} (waited {timeout_seconds:g} s). Start it on the hub: "
-                    "zmqtrain-broker; check the address, the port and the firewall; one with keys answers only who "
-                    "gives its server_key",
-                    self.address,
-                ) from None
+                said = say_unreachable(self.address, timeout_seconds, self._channel.obstacle)
+                raise HubUnreachable(said, self.address) from None
             if occupied:
                 raise self._refused(occupied, "occupied") from None
             raise CollectiveTimeout(_say_missing(asked, forming, timeout_seconds)) from None

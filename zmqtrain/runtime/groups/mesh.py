@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from zmqtrain.errors import ChannelClosed, FramingError, LocalProtocolError
@@ -30,6 +30,7 @@ from zmqtrain.runtime.groups.reducer import check_chunk
 from zmqtrain.runtime.groups.way import Way, WayState
 from zmqtrain.transport.limits import check_message
 from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
 __all__ = ["LEFT", "MeshPort", "MeshStatistics", "Meeting"]
@@ -64,12 +65,13 @@ class MeshStatistics:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a port begins with: the socket at which others reach it, its line to the hub, and the group that has met
-    there."""
+    """What a port begins with: the socket at which others reach it, its line to the hub, the group that has met there,
+    and this process's keys within it, if its hub has keys."""
 
     router: RouterChannel
     line: HubLine
     group: Group
+    keys: CurveKeys | None = field(default=None, repr=False)
 
 
 class MeshPort:
@@ -369,10 +371,12 @@ class MeshPort:
         self._door = Door(meeting.router, self._group.members[self.rank][3], others)
         self._thread.name = f"{self.names[self.rank]} (rank {self.rank} of {self.group!r})"
         self._vigil = Vigil(time.monotonic())
+        if meeting.keys is not None:
+            meeting.router.admit({member[2]: member[0] for member in self._group.members})
         tasks = [asyncio.create_task(self._receive_forever()), asyncio.create_task(self._line.run(self))]
         try:
             for rank in others:
-                way = self._ways[rank] = self._connect(rank, meeting.router)
+                way = self._ways[rank] = self._connect(rank, meeting)
                 tasks.append(asyncio.create_task(self._hear_forever(rank, way)))
             while not self._closing:
                 self._tick(time.monotonic())
@@ -391,10 +395,15 @@ class MeshPort:
             await self._line.close(self._linger_seconds)
             await self._door.close(self._linger_seconds)
 
-    def _connect(self, rank: int, beside: RouterChannel) -> Way:
+    def _connect(self, rank: int, meeting: Meeting) -> Way:
         name, address, key, token = self._group.members[rank]
-        peer, server_key = come_in_as(self.rank, token), key.encode() or None
-        channel = DealerChannel.connect(address, peer=peer, server_key=server_key, beside=beside)
+        channel = DealerChannel.connect(
+            address,
+            peer=come_in_as(self.rank, token),
+            keys=meeting.keys,
+            server_key=key.encode() or None,
+            beside=meeting.router,
+        )
         return Way(name, address, channel, partial(self._line.relay, rank))
 
     def _begin_to_close(self, linger_seconds: float) -> None:

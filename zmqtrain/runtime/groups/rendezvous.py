@@ -17,7 +17,9 @@ from zmqtrain.runtime.broker.registration import public_address
 from zmqtrain.runtime.groups.hub_line import HubLine
 from zmqtrain.runtime.groups.mesh import Meeting, MeshPort
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
-from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel, RouterChannel
+from zmqtrain.transport.admission import Admission
+from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import PeerId
 
 __all__ = ["TIMEOUT_SECONDS", "DIRECT_SECONDS", "open_port"]
@@ -35,7 +37,8 @@ def open_port(
     group: str = "default",
     description: str = "",
     name: str | None = None,
-    server_key: bytes | None = None,
+    server_key: GivenServerKey = None,
+    keys: GivenKeys = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     direct_seconds: float = DIRECT_SECONDS,
     listen: str = "",
@@ -45,7 +48,8 @@ def open_port(
 
     rank: which of them this one wants to be, 0 to size - 1; None: any (by arrival).  group: those who give the same
     name meet.  description: must be the same for all of them.  name: for people; the host's name and the process's
-    number if not given.  server_key: the hub's public CURVE key, where it has one; then all connections are encrypted.
+    number if not given.  server_key, keys: as for `zmqtrain.connect`; then all connections are encrypted, and the
+    processes let in nobody but each other, by keys made for this group.
     timeout_seconds: how long to wait for the hub and for the others.  direct_seconds: a process that is not reached
     within this is sent to through the hub.  listen: where this process listens, port 0 chooses a free one ("": at the
     address by which it reaches the hub); address: where the others reach it, if that is somewhere else.
@@ -63,22 +67,23 @@ def open_port(
     if timeout_seconds <= 0 or direct_seconds <= 0:
         raise ConfigError(f"a time to wait must be above 0 s, got {min(timeout_seconds, direct_seconds)}")
     peer = PeerId(f"{name}#{secrets.token_hex(4)}")
-    keys = CurveKeys.generate() if server_key is not None else None
+    hub_key, pair = read_credentials(server_key, keys)
+    own = CurveKeys.generate() if hub_key is not None else None  # for this group alone
 
     async def meet() -> Meeting:
         bound = listen or _address_towards(hub)
-        router = RouterChannel.bind(bound, keys=keys)
+        router = RouterChannel.bind(bound, keys=own, admission=None if own is None else Admission())
         try:
-            channel = DealerChannel.connect(hub, peer=peer, server_key=server_key, beside=router)
+            channel = DealerChannel.connect(hub, peer=peer, keys=pair, server_key=hub_key, beside=router)
         except BaseException:
             await router.close(0.0)
             raise
         line = HubLine(channel, hub, name)
-        key, token = keys.public.decode() if keys is not None else "", secrets.token_hex(16)
+        key, token = own.public.decode() if own is not None else "", secrets.token_hex(16)
         said = address or public_address(bound, router.address, hub)
         asked = JoinGroup(group, size, -1 if rank is None else rank, description, said, key, token)
         try:
-            return Meeting(router, line, await line.meet(asked, timeout_seconds))
+            return Meeting(router, line, await line.meet(asked, timeout_seconds), own)
         except BaseException:
             await line.leave()
             await router.close(0.0)

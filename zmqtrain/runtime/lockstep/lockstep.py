@@ -22,6 +22,7 @@ from zmqtrain.runtime.node.node import Node
 from zmqtrain.runtime.parameter_server.parameter_client import ParameterClient
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.lockstep import Allreduce, Lockstep, Server, lockstep_from_spec
+from zmqtrain.transport.zmq_keys import Credentials
 from zmqtrain.types import ModelSpec, Version
 
 __all__ = ["read_exchange", "check_masters", "unit_wait_seconds", "open_gradients"]
@@ -72,20 +73,20 @@ def unit_wait_seconds(settings: RunSettings) -> float:
 
 
 def open_gradients(
-    choice: Lockstep, node: Node | MastersNode, server_key: bytes | None, model: ModelSpec, version: Version
+    choice: Lockstep, node: Node | MastersNode, credentials: Credentials, model: ModelSpec, version: Version
 ) -> GradientExchange:
     """Return the way to the others of the node's run; waits for them.
 
-    model, version: of the run's parameters.  server_key: the broker's public key, where it has one.
+    model, version: of the run's parameters.  credentials: the broker's public key and this node's pair, or None twice.
     Raises ConfigError if the run does not have the masters that were asked for; what opening a communicator or a
     client of the parameter server raises.
     """
     if isinstance(choice, Allreduce):
-        return _open_allreduce(choice, node, server_key)
-    return _open_server(choice, node, server_key, model, version)
+        return _open_allreduce(choice, node, credentials)
+    return _open_server(choice, node, credentials, model, version)
 
 
-def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: bytes | None) -> AllreduceExchange:
+def _open_allreduce(choice: Allreduce, node: Node | MastersNode, credentials: Credentials) -> AllreduceExchange:
     size = choice.size or node.settings.start_nodes
     if size == 1:
         logger.warning(
@@ -99,7 +100,8 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: byt
             size,
             group=f"{node.run} gradients",
             name=node.name,
-            server_key=server_key,
+            server_key=credentials[0],
+            keys=credentials[1],
             timeout_seconds=MEET_SECONDS,
         )
     except JoinRefused as refused:
@@ -115,7 +117,7 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, server_key: byt
 
 
 def _open_server(
-    choice: Server, node: Node | MastersNode, server_key: bytes | None, model: ModelSpec, version: Version
+    choice: Server, node: Node | MastersNode, credentials: Credentials, model: ModelSpec, version: Version
 ) -> ServerExchange:
     check_masters(choice, node.settings)
 
@@ -123,7 +125,8 @@ def _open_server(
         return ParameterClient.connect(
             node.address,
             name=node.name,
-            server_key=server_key,
+            server_key=credentials[0],
+            keys=credentials[1],
             consistency=choice.consistency,
             optimizer=choice.optimizer,
             workers=choice.workers or node.settings.start_nodes,

@@ -131,6 +131,11 @@ class HubLink:
         return self.peer.state is PeerState.LIVE
 
     @property
+    def obstacle(self) -> str:
+        """What keeps this node from its hub, where more is known than that nobody answers; else ""."""
+        return self._channel.obstacle
+
+    @property
     def bytes_sent(self) -> int:
         """What was sent, payload and heads."""
         return self._sender.bytes_sent

@@ -41,8 +41,10 @@ from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_channel import CurveKeys, DealerChannel
+from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
 __all__ = ["CodecOn", "promote", "new_incarnation", "Node", "connect"]
@@ -56,14 +58,18 @@ CodecOn = Literal["auto", "host", "device"]
 """Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
 
 
-def promote(address: str, server_key: bytes | None = None, timeout_seconds: float = 10.0) -> tuple[str, Version, int]:
+def promote(
+    address: str, server_key: GivenServerKey = None, keys: GivenKeys = None, timeout_seconds: float = 10.0
+) -> tuple[str, Version, int]:
     """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
 
+    server_key, keys: as in `connect`.
     A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused.
     """
     peer = PeerId(f"promote#{secrets.token_hex(4)}")
+    hub_key, pair = read_credentials(server_key, keys)
     told = Node(
-        lambda: DealerChannel.connect(address, peer=peer, server_key=server_key),
+        lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key),
         peer,
         "promote",
         address,
@@ -165,13 +171,7 @@ class Node(PeerExchange):
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
         if not self._welcomed(timeout_seconds):
-            port = self.address.rpartition(":")[2]
-            raise HubUnreachable(
-                f"no broker answers at {self.address} (waited {timeout_seconds:g} s). Start one on the hub with "
-                f"`zmqtrain-broker --bind tcp://*:{port} --insecure`, check the address and the port, and that the "
-                "hub's firewall lets that one port in; a broker with keys answers only who gives its --server-key.",
-                self.address,
-            )
+            raise HubUnreachable(say_unreachable(self.address, timeout_seconds, self._link.obstacle), self.address)
         assert self._peer.settings is not None
         return self._peer.settings
 
@@ -429,8 +429,8 @@ def _devices_of(segments: Sequence[Array]) -> set[Any]:
 def connect(
     address: str,
     name: str | None = None,
-    server_key: bytes | None = None,
-    keys: CurveKeys | None = None,
+    server_key: GivenServerKey = None,
+    keys: GivenKeys = None,
     observer: bool = False,
     timeout_seconds: float = 10.0,
     codec_on: CodecOn = "auto",
@@ -445,7 +445,9 @@ def connect(
 
     A script that ends without closing its node says goodbye all the same.
 
-    name: for people; the host's name if not given.  server_key: the hub's public CURVE key, where it has one.
+    name: for people; the host's name if not given.
+    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one.  server_key: the hub's public
+    key, or its file; not needed if the file of the pair names it.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
     events: who is told what happens here, as a `NodeRecorder`.
     link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
@@ -463,10 +465,11 @@ def connect(
     if codec_on not in get_args(CodecOn):
         raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
     given = link_share(link, share)
+    hub_key, pair = read_credentials(server_key, keys)
     peer = PeerId(f"{name}#{secrets.token_hex(4)}")
 
     def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
-        return lambda: DealerChannel.connect(address, peer=peer, keys=keys, server_key=server_key)
+        return lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
 
     incarnation = new_incarnation()
     node = Node(

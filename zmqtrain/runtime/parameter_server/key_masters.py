@@ -21,7 +21,9 @@ from zmqtrain.parameter_server.shards import Piece
 from zmqtrain.parameter_server.store import cut_frames, join_frames
 from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
 from zmqtrain.runtime.parameter_server.master_line import MasterLine
+from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_keys import Credentials
 from zmqtrain.types import LeafSpec, PeerId
 
 __all__ = ["KeyMasters", "all_of"]
@@ -56,14 +58,16 @@ class KeyMasters:
         self._declared: dict[int, asyncio.Queue[Placed | BaseException]] = {}
 
     async def open(
-        self, addresses: Sequence[str], server_key: bytes | None, rules: tuple[str, str, int], reads: bool
+        self, addresses: Sequence[str], credentials: Credentials, rules: tuple[str, str, int], reads: bool
     ) -> None:
         """Connect to all masters, and enrol with them, the first first. rules: as wanted; "" and 0: as they are there.
+
+        credentials: the masters' public key, and this client's pair.
 
         Raises HubUnreachable, ConfigError (other rules are in force, or these are not the masters), JoinRefused.
         """
         self._until = asyncio.get_running_loop().time() + self.timeout_seconds
-        first = self._connect(0, addresses[0], server_key)
+        first = self._connect(0, addresses[0], credentials)
         welcome = await self._within(first.welcome, first)
         if len(addresses) == 1 and welcome.shard:
             text = f"the broker at {addresses[0]} is master {welcome.shard}: name the first, at {welcome.masters[0]}"
@@ -75,7 +79,7 @@ class KeyMasters:
                 raise HubUnreachable(f"the first master, at {addresses[0]}, knows no master {missing} now: start it")
         self.addresses = tuple(addresses)
         for master, address in enumerate(addresses[1:], 1):
-            self._connect(master, address, server_key)
+            self._connect(master, address, credentials)
         store = ""
         for line in self.lines:
             await self._within(line.welcome, line)
@@ -85,9 +89,9 @@ class KeyMasters:
             rules = (enrolled.consistency, enrolled.optimizer, enrolled.workers)
         self.rules = rules
 
-    def _connect(self, master: int, address: str, server_key: bytes | None) -> MasterLine:
+    def _connect(self, master: int, address: str, credentials: Credentials) -> MasterLine:
         peer = PeerId(f"{self.name}#{secrets.token_hex(4)}")
-        channel = DealerChannel.connect(address, peer=peer, server_key=server_key)
+        channel = DealerChannel.connect(address, peer=peer, server_key=credentials[0], keys=credentials[1])
         self.lines.append(MasterLine(master, address, channel, self.name, self._on_placed, self._on_failed))
         return self.lines[-1]
 
@@ -96,13 +100,8 @@ class KeyMasters:
             async with asyncio.timeout_at(self._until):
                 return await asyncio.shield(future)
         except TimeoutError:
-            port = line.address.rpartition(":")[2]
-            raise HubUnreachable(
-                f"no broker answers at {line.address} (waited {self.timeout_seconds:g} s). Start one there with "
-                f"`zmqtrain-broker --bind tcp://*:{port} --insecure`, check the address, the port and the firewall; a "
-                "broker with keys answers only who gives its public key.",
-                line.address,
-            ) from None
+            said = say_unreachable(line.address, self.timeout_seconds, line.obstacle)
+            raise HubUnreachable(said, line.address) from None
 
     async def close(self) -> None:
         """Say goodbye to all; what is open ends with ChannelClosed."""

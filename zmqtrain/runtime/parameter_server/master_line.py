@@ -131,6 +131,11 @@ class MasterLine:
             self._open[self._number] = future
         return self._number, future
 
+    @property
+    def obstacle(self) -> str:
+        """What keeps this client from its master, where more is known than that nobody answers; else ""."""
+        return self._channel.obstacle
+
     async def close(self) -> None:
         """Say goodbye, if that has not been said, and close the channel."""
         self.fail(ChannelClosed("this client was closed"))

@@ -34,6 +34,7 @@ from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
 from zmqtrain.runtime.parameter_server.key_masters import KeyMasters, all_of
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import LeafSpec
 
 __all__ = ["ParameterRequest", "ParameterStatistics", "ParameterClient"]
@@ -95,7 +96,8 @@ class ParameterClient:
         addresses: str | Sequence[str],
         *,
         name: str | None = None,
-        server_key: bytes | None = None,
+        server_key: GivenServerKey = None,
+        keys: GivenKeys = None,
         consistency: str | None = None,
         optimizer: str | None = None,
         workers: int | None = None,
@@ -106,7 +108,7 @@ class ParameterClient:
 
         addresses: of all masters, in the same order in all clients; that of the first is enough where the brokers were
         started with --shard.  name: of this worker, for people, and for the order in which gradients are added; the
-        host's name if not given.  server_key: the masters' public CURVE key, where they have one.
+        host's name if not given.  server_key, keys: as for `zmqtrain.connect`.
         consistency: "async" (each push is applied at once), "bsp" (the mean of all workers' is, when all have pushed),
         "bounded:s=3" (applied at once; who is more than s pushes ahead waits).  optimizer: of the server,
         "sgd:rate=0.01", "momentum:rate=0.01,momentum=0.9,nesterov=0", "adam:rate=0.001,beta1=0.9,beta2=0.999,
@@ -133,10 +135,11 @@ class ParameterClient:
             "" if optimizer is None else optimizer_from_spec(optimizer).name,
             workers or 0,
         )
+        credentials = read_credentials(server_key, keys)
         client = cls(name, timeout_seconds)
         atexit.register(client.close)
         try:
-            opening = client._call(client._masters.open(given, server_key, rules, reads_only), "masters' answers")
+            opening = client._call(client._masters.open(given, credentials, rules, reads_only), "masters' answers")
             opening.wait(timeout_seconds + OPENING_SECONDS)
         except BaseException:
             client.close()

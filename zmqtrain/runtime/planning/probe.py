@@ -22,6 +22,7 @@ from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Probe
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["RoundTrips", "LinkFigures", "measure_link", "probe_link"]
@@ -73,16 +74,22 @@ class LinkFigures:
     refused: str = ""
 
 
-def measure_link(address: str, server_key: bytes | None = None, wait_seconds: float = 5.0) -> LinkFigures:
+def measure_link(
+    address: str, server_key: GivenServerKey = None, keys: GivenKeys = None, wait_seconds: float = 5.0
+) -> LinkFigures:
     """Connect to the hub at `address` and measure the link; takes a few seconds at most.
+
+    server_key, keys: as for `zmqtrain.connect`.
 
     Raises ConfigError for an address that is none, HubUnreachable if no broker answers within `wait_seconds` or it
     falls silent, JoinRefused if it speaks another version of the protocol.
     """
     peer = PeerId(f"doctor#{secrets.token_hex(4)}")
+    hub_key, pair = read_credentials(server_key, keys)
 
     async def measure() -> LinkFigures:
-        return await probe_link(DealerChannel.connect(address, peer=peer, server_key=server_key), address, wait_seconds)
+        channel = DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
+        return await probe_link(channel, address, wait_seconds)
 
     return asyncio.run(measure())
 
@@ -201,7 +208,9 @@ class _Talk:
                         raise JoinRefused(f"the broker at {self._address} refuses: {message.text}", message.reason)
         except TimeoutError:
             raise HubUnreachable(
-                f"the broker at {self._address} has not answered for {wait_seconds:g} s", self._address
+                f"the broker at {self._address} has not answered for {wait_seconds:g} s"
+                + (f": {self._channel.obstacle}" if self._channel.obstacle else ""),
+                self._address,
             ) from None
 
     def _read(self, frames: Sequence[Buffer]) -> Message:

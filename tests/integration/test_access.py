@@ -1,0 +1,324 @@
+"""Who gets in at a hub's port, who is shown out, and that floods of strangers keep nobody else out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+from channels import StrangeSockets, meet, run
+
+from zmqtrain.errors import PeerLost
+from zmqtrain.runtime.broker.doorkeeper import Doorkeeper
+from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.admission import Admission
+from zmqtrain.transport.connections import ConnectionLimits
+from zmqtrain.transport.key_folder import KeyFolder
+from zmqtrain.transport.limits import MAX_WIRE_FRAME_BYTES
+from zmqtrain.transport.zmq_access import descriptor_room
+from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.types import Lane, PeerId
+
+A, B = PeerId("pc-1#11"), PeerId("pc-2#22")
+HERE = "tcp://127.0.0.1:0"
+HUB, ONE, TWO = (CurveKeys.generate() for _ in range(3))
+
+
+def names(**keys: CurveKeys) -> dict[str, str]:
+    return {pair.public.decode(): name for name, pair in keys.items()}
+
+
+def guarded(admission: Admission) -> RouterChannel:
+    return RouterChannel.bind(HERE, keys=HUB, admission=admission)
+
+
+def node(hub: RouterChannel, peer: PeerId, keys: CurveKeys) -> DealerChannel:
+    return DealerChannel.connect(hub.address, peer=peer, keys=keys, server_key=HUB.public)
+
+
+async def end(*channels: DealerChannel | RouterChannel) -> None:
+    for channel in channels:
+        await channel.close(linger_seconds=0)
+
+
+@pytest.fixture
+def strangers() -> Iterator[StrangeSockets]:
+    sockets = StrangeSockets()
+    yield sockets
+    sockets.close()
+
+
+def test_only_who_has_an_authorised_key_is_heard_and_is_known_by_its_name(strangers: StrangeSockets) -> None:
+    async def main() -> None:
+        hub = guarded(Admission(names(pc1=ONE)))
+        known = node(hub, A, ONE)
+        wrong_hub = DealerChannel.connect(hub.address, peer=A, keys=ONE, server_key=TWO.public)
+        intruders = [node(hub, B, TWO), wrong_hub, DealerChannel.connect(hub.address, peer=B)]
+        plain = strangers.open(zmq.DEALER)
+        plain.routing_id, plain.plain_username, plain.plain_password = b"C" + A.encode(), b"pc1", b"pc1"
+        plain.connect(hub.address)
+        plain.send(b"let me in", zmq.NOBLOCK)
+        for intruder in intruders:
+            await intruder.send(Lane.CONTROL, [b"let me in"])
+        await meet(hub, known)
+        hub.send(A, Lane.CONTROL, [b"only for you"])
+        assert await known.receive() == (Lane.CONTROL, [b"only for you"])
+        while not all(intruder.refused for intruder in intruders):
+            await meet(hub, known)  # fails if it hears anybody else
+        assert hub.name_of(A) == "pc1" and hub.name_of(B) == "" and hub.strangers == 0
+        assert hub.refusals["key"] >= 1 and hub.refusals["handshake"] >= 2 and not known.refused
+        with pytest.raises(PeerLost):
+            hub.send(B, Lane.CONTROL, [b"nobody"])
+        assert not plain.poll(0)
+        await end(known, *intruders, hub)
+
+    run(main)
+
+
+def test_a_key_that_is_authorised_later_comes_in_without_a_new_start() -> None:
+    async def main() -> None:
+        hub = guarded(Admission(names(pc1=ONE)))
+        late = node(hub, B, TWO)
+        while late.refused != "key":
+            await asyncio.sleep(0.01)
+        assert hub.admit(names(pc1=ONE, pc2=TWO)) == {}
+        while late.refused:
+            await asyncio.sleep(0.01)
+        await meet(hub, late)
+        await end(late, hub)
+
+    run(main)
+
+
+def test_who_asks_before_it_is_known_who_comes_in_waits_for_the_answer() -> None:
+    async def main() -> None:
+        hub = guarded(Admission())
+        one, two = node(hub, A, ONE), node(hub, B, TWO)
+        for channel in (one, two):
+            await channel.send(Lane.CONTROL, [b"hello"])
+        while hub.connections < 4:
+            await asyncio.sleep(0.01)
+        assert not one.refused and not two.refused
+        hub.admit(names(pc1=ONE))
+        assert await hub.receive() == (A, Lane.CONTROL, [b"hello"])
+        while not two.refused:
+            await asyncio.sleep(0.01)
+        await end(one, two, hub)
+
+    run(main)
+
+
+def test_a_peer_id_that_one_key_opened_is_not_taken_by_another() -> None:
+    async def main() -> None:
+        hub = guarded(Admission(names(pc1=ONE, pc2=TWO)))
+        owner = node(hub, A, ONE)
+        await meet(hub, owner)
+        thief = node(hub, A, TWO)
+        for lane in Lane:
+            await thief.send(lane, [b"I am the owner"])
+        while hub.refusals["name"] < 2:
+            await meet(hub, owner)  # fails if the thief is heard
+        hub.send(A, Lane.BULK, [b"for the owner"])
+        assert await owner.receive() == (Lane.BULK, [b"for the owner"])
+        await end(owner, thief, hub)
+
+    run(main)
+
+
+def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        folder = KeyFolder(tmp_path / "keys")
+        one, two = (CurveKeys.load(path) for path in folder.new(["pc1", "pc2"]))
+        hub = RouterChannel.bind(HERE, keys=folder.hub(), admission=Admission())
+        dismissed: list[tuple[PeerId, str]] = []
+
+        def dismiss(peer: PeerId, why: str) -> None:
+            dismissed.append((peer, why))
+            hub.send(peer, Lane.CONTROL, [why.encode()])
+
+        keeper = Doorkeeper(hub, folder, dismiss)
+        await keeper.look()
+        stays = DealerChannel.connect(hub.address, peer=A, keys=one, server_key=one.server)
+        goes = DealerChannel.connect(hub.address, peer=B, keys=two, server_key=two.server)
+        for channel in (stays, goes):
+            await meet(hub, channel)
+        folder.revoke("pc2")
+        looking = asyncio.create_task(keeper.look())
+        while not dismissed:
+            await asyncio.sleep(0)
+        assert dismissed[0][0] == B and "pc2" in dismissed[0][1] and len(dismissed) == 1
+        lane, (why,) = await goes.receive()
+        assert lane is Lane.CONTROL and b"revoked" in bytes(why)
+        await goes.send(Lane.CONTROL, [b"once more"])
+        while not hub.refusals["revoked"]:
+            await meet(hub, stays)  # fails if the other is heard
+        await looking
+        while not goes.refused:  # it was cut, and does not come in again
+            await meet(hub, stays)
+        with pytest.raises(PeerLost):
+            while True:
+                hub.send(B, Lane.CONTROL, [b"?"])
+                await asyncio.sleep(0)
+        await end(stays, goes, hub)
+
+    run(main)
+    said = [record.getMessage() for record in caplog.records]
+    assert "the key of pc2 was revoked" in said and f"{A} comes with the key of pc1" in said
+
+
+def test_a_broken_key_or_folder_is_said_and_changes_nothing_for_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        folder = KeyFolder(tmp_path / "keys")
+        (path,) = folder.new(["pc1"])
+        keys = CurveKeys.load(path)
+        (folder.authorised_folder / "broken.key").write_bytes(b"\xff\xfe no key")
+        hub = RouterChannel.bind(HERE, keys=folder.hub(), admission=Admission())
+        keeper = Doorkeeper(hub, folder, lambda peer, why: pytest.fail("nobody is dismissed"))
+        await keeper.look()
+        folder.authorised_folder.rename(tmp_path / "away")
+        for _ in range(3):
+            await keeper.look()
+        known = DealerChannel.connect(hub.address, peer=A, keys=keys, server_key=keys.server)
+        await meet(hub, known)
+        await end(known, hub)
+
+    run(main)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in said if "broken.key" in line]) == 1
+    assert len([line for line in said if "who was authorised stays so" in line]) == 1
+
+
+def test_a_process_that_begins_anew_under_its_old_id_takes_the_place_of_its_former_life() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        former = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, former)
+        later = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, later)
+        hub.send(A, Lane.CONTROL, [b"to the later"])
+        assert await later.receive() == (Lane.CONTROL, [b"to the later"])
+        await end(former, later, hub)
+
+    run(main)
+
+
+# ---- floods
+
+
+def connect_raw(hub: RouterChannel, source: str = "127.0.0.1") -> socket.socket:
+    host, port = parse_address(hub.address)
+    return socket.create_connection((host, port), source_address=(source, 0))
+
+
+def is_shut(connection: socket.socket) -> bool:
+    """Wait until the other end sends something or closes; tell which, past the greeting."""
+    connection.settimeout(10.0)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_flood_of_half_open_connections_is_cut_and_keeps_no_node_out() -> None:
+    async def main() -> None:
+        limits = ConnectionLimits(half_open_per_address=8, half_open=12, handshake_seconds=15.0)
+        hub = RouterChannel.bind(HERE, keys=HUB, admission=Admission(names(pc1=ONE)), limits=limits)
+        raw = []
+        for index in range(60):
+            raw.append(connect_raw(hub, f"127.0.0.{2 + index % 3}"))
+            if index % 2:
+                raw[-1].sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03")  # the first bytes of a greeting
+            await asyncio.sleep(0)
+        while hub.refusals["half-open"] < 60 - 12:
+            await asyncio.sleep(0.01)
+        known = node(hub, A, ONE)
+        await meet(hub, known)
+        assert hub.connections <= 12 + 2
+        assert await asyncio.to_thread(is_shut, raw[0])
+        for connection in raw:
+            connection.close()
+        await end(known, hub)
+
+    run(main)
+
+
+def test_who_is_slow_to_say_who_it_is_is_cut_when_a_handshake_may_last_no_longer() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE, keys=HUB, limits=ConnectionLimits(handshake_seconds=0.3))
+        with closing(connect_raw(hub)) as loris:
+            loris.sendall(b"\xff\x00\x00\x00\x00")
+            assert await asyncio.to_thread(is_shut, loris)
+        await end(hub)
+
+    run(main)
+
+
+def test_an_address_has_a_bounded_number_of_connections_and_others_are_let_in() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(per_address=6))
+        nodes = [DealerChannel.connect(hub.address, peer=PeerId(f"pc#{number}")) for number in range(3)]
+        for one in nodes:
+            await meet(hub, one)
+        with closing(connect_raw(hub)) as more:
+            assert await asyncio.to_thread(is_shut, more)
+        assert hub.refusals["address"] == 1 and hub.connections == 6
+        with closing(connect_raw(hub, "127.0.0.9")) as other:
+            while hub.connections < 7:
+                await asyncio.sleep(0.01)
+            other.sendall(b"x")
+        await end(*nodes, hub)
+
+    run(main)
+
+
+def test_a_frame_larger_than_any_of_ours_ends_the_connection_before_it_is_taken(strangers: StrangeSockets) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        with closing(connect_raw(hub)) as liar:
+            liar.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+            liar.sendall(b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00")
+            liar.sendall(b"\x02" + (MAX_WIRE_FRAME_BYTES + 1).to_bytes(8, "big") + b"the first bytes of it")
+            assert await asyncio.to_thread(is_shut, liar)
+        assert hub.strangers == 0
+        await end(hub)
+
+    run(main)
+
+
+def test_refusals_are_said_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        hub = guarded(Admission(names(pc1=ONE)))
+        intruder = node(hub, B, TWO)
+        while hub.refusals["key"] < 4:
+            await asyncio.sleep(0.01)
+        assert len([one for one in caplog.records if "not authorised" in one.getMessage()]) == 1
+        await end(intruder, hub)
+
+    run(main)
+    counted = [one.getMessage() for one in caplog.records if "not authorised" in one.getMessage()]
+    assert len(counted) == 2 and "the last: 127.0.0.1" in counted[0]
+
+
+def test_a_port_takes_no_more_connections_than_the_process_may_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2048))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: asked.append(limits))
+    assert descriptor_room(4096) == 1024 - 128 and asked == []
+    assert descriptor_room(4096, grow=True) == 2048 - 128 and asked == [(2048, 2048)]
+    assert descriptor_room(100) == 100

@@ -1,0 +1,59 @@
+"""Who may come in, and who speaks as whom."""
+
+from __future__ import annotations
+
+from zmqtrain.transport.admission import Admission, Seats
+from zmqtrain.types import PeerId
+
+A, B = PeerId("a#1"), PeerId("b#2")
+
+
+def test_nobody_has_a_name_before_it_is_known_who_comes_in() -> None:
+    admission = Admission()
+    assert not admission.known and admission.name_of("key") is None
+    assert admission.change({"key": "pc1"}) == {}
+    assert admission.known and admission.name_of("key") == "pc1"
+
+
+def test_who_loses_a_name_or_gets_another_is_told_of() -> None:
+    admission = Admission({"1": "pc1", "2": "pc2", "3": "pc3"})
+    assert admission.change({"1": "pc1", "2": "other"}) == {"2": "pc2", "3": "pc3"}
+    assert (admission.name_of("2"), admission.name_of("3")) == ("other", None)
+
+
+def test_a_peer_id_that_one_name_opened_is_taken_by_no_other_even_when_it_has_left() -> None:
+    seats = Seats()
+    assert seats.hear(A, "pc1", "k1", b"1", 7, number=1) == ("", set())
+    assert seats.hear(A, "pc2", "k2", b"2", 8, number=2)[0] == "name"
+    seats.left(A, 7)
+    assert seats.hear(A, "pc2", "k2", b"3", 9, number=3)[0] == "name"
+    assert seats.hear(A, "pc1", "a new key of the same name", b"4", 10, number=4)[0] == ""
+
+
+def test_a_later_life_ends_the_connections_of_the_former_whose_last_words_are_not_heard() -> None:
+    seats = Seats()
+    for descriptor in (7, 8):
+        assert seats.hear(A, "pc1", "k1", b"1", descriptor, number=descriptor)[0] == ""
+    assert seats.hear(A, "pc1", "k1", b"2", 9, number=9) == ("", {7, 8})
+    assert seats.hear(A, "pc1", "k1", b"1", 7, number=7) == ("life", set())
+    assert seats.hear(A, "pc1", "k1", b"1", 8, number=-1) == ("life", set())  # its connection is gone already
+    seat = seats.get(A)
+    assert seat is not None and seat.life == b"2" and seat.descriptors == {9}
+
+
+def test_a_life_that_connects_anew_is_heard_again() -> None:
+    seats = Seats()
+    seats.hear(A, "pc1", "k1", b"1", 7, number=1)
+    seats.hear(A, "pc1", "k1", b"2", 8, number=2)
+    assert seats.hear(A, "pc1", "k1", b"1", 7, number=3) == ("", {8})
+
+
+def test_when_there_is_no_place_left_those_that_have_gone_are_forgotten_first() -> None:
+    seats = Seats(most=2)
+    seats.hear(A, "pc1", "k1", b"1", 7, number=1)
+    seats.hear(B, "pc2", "k2", b"1", 8, number=2)
+    seats.left(B, 8)
+    seats.hear(PeerId("c#3"), "pc3", "k3", b"1", 9, number=3)
+    assert len(seats) == 2 and seats.get(B) is None and seats.with_key("k1") == [A]
+    seats.left(A, 7)
+    assert seats.with_key("k1") == []

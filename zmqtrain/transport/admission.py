@@ -1,0 +1,112 @@
+"""Know who may come in: which public keys have which names, and which peer ids have been opened under which name.
+
+Rule 1: who is not named here stays out; who loses its name is out from that moment, also on a connection that lives.
+Rule 2: a peer id belongs to the name under which it was first heard; nobody else speaks as that peer.  Those who share
+a key share its name: nothing tells them apart.
+Rule 3: of two lives of a peer, the one whose connection was made last counts; what a former one sent is not heard.
+Rule 4: what is kept is bounded: of more peers than `MAX_SEATS`, those that have left first are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zmqtrain.types import PeerId
+
+__all__ = ["EVERYBODY", "MAX_SEATS", "Admission", "Seat", "Seats"]
+
+EVERYBODY = ""
+"""The name of all who come in where keys are not asked for."""
+
+MAX_SEATS = 16_384
+
+
+class Admission:
+    """The public keys (Z85) that come in, each with a name; None as long as it is not known: who asks then waits."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = None if names is None else dict(names)
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known who may come in."""
+        return self._names is not None
+
+    def name_of(self, key: str) -> str | None:
+        """Return the name of a key; None for one that does not come in."""
+        return None if self._names is None else self._names.get(key)
+
+    def change(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Let these in from now on, and nobody else; return those that were let in before and are not any more, or
+        under another name."""
+        gone = {key: name for key, name in (self._names or {}).items() if names.get(key) != name}
+        self._names = dict(names)
+        return gone
+
+
+@dataclass(slots=True)
+class Seat:
+    """A peer's place. name: under which it came.  key: its public key.  life: what tells its connections from those of
+    its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard."""
+
+    name: str
+    key: str
+    life: bytes
+    newest: int
+    descriptors: set[int] = field(default_factory=set)
+
+
+class Seats:
+    """The places of all peers that have been heard."""
+
+    def __init__(self, most: int = MAX_SEATS) -> None:
+        self._most = most
+        self._seats: dict[PeerId, Seat] = {}
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def get(self, peer: PeerId) -> Seat | None:
+        """Return the place of a peer; None for one that was never heard, or is forgotten."""
+        return self._seats.get(peer)
+
+    def hear(
+        self, peer: PeerId, name: str, key: str, life: bytes, descriptor: int, number: int
+    ) -> tuple[str, set[int]]:
+        """Take note that a message of `peer` came over a connection.
+
+        number: of the connection, higher for each that is made; -1 for one that has ended.
+        Return ("", the connections of the life that this one ends) if it counts, else why not: "name" (the peer is
+        another's) or "life" (another life of it has connected since).
+        """
+        seat = self._seats.get(peer)
+        if seat is None:
+            self._make_room()
+            self._seats[peer] = Seat(name, key, life, number, {descriptor})
+            return "", set()
+        if seat.name != name:
+            return "name", set()
+        ended: set[int] = set()
+        if seat.life != life:
+            if number <= seat.newest:
+                return "life", ended
+            ended, seat.life, seat.descriptors = seat.descriptors, life, set()
+        seat.key, seat.newest = key, max(seat.newest, number)
+        seat.descriptors.add(descriptor)
+        return "", ended
+
+    def left(self, peer: PeerId, descriptor: int) -> None:
+        """Take note that a connection of a peer is gone; its place stays its own."""
+        if (seat := self._seats.get(peer)) is not None:
+            seat.descriptors.discard(descriptor)
+
+    def with_key(self, key: str) -> list[PeerId]:
+        """Return the peers that are here, last heard with this key."""
+        return [peer for peer, seat in self._seats.items() if seat.key == key and seat.descriptors]
+
+    def _make_room(self) -> None:
+        if len(self._seats) < self._most:
+            return
+        empty = next((peer for peer, seat in self._seats.items() if not seat.descriptors), None)
+        self._seats.pop(next(iter(self._seats)) if empty is None else empty)
