@@ -1,25 +1,43 @@
-"""What holds for all tests: Ctrl-C arrives, and what opens sockets is not run beside itself.
+"""What holds for all tests: Ctrl-C arrives, what opens sockets is not run beside itself, and jax compiles a thing once.
 
 With several workers (`-n`), the tests of the folders in SERIAL are one after another in one worker, while the others
-run what computes only.
+run what computes only.  All of them, and the nodes that they start, keep what jax has compiled in one folder
+for as long as the tests last: most of a short run is compiling.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
 SERIAL = ("integration", "star")
 HERE = Path(__file__).parent
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+COMPILED_HERE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # who was started in the background has SIGINT ignored, and so have its children: tests that interrupt would hang
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if COMPILED not in os.environ:  # a worker has that of who started it
+        config.stash[COMPILED_HERE] = os.environ[COMPILED] = tempfile.mkdtemp(prefix="zmqtrain-compiled-")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # one process may read what another one is writing; it compiles for itself then
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
     config.addinivalue_line("markers", "xdist_group(name): of tests that one worker runs, one after another")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (folder := config.stash.get(COMPILED_HERE, None)) is not None:
+        del os.environ[COMPILED]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
