@@ -6,8 +6,8 @@ Rule: nothing here does anything; who fulfils an interface need not inherit from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from zmqtrain.errors import PeerLost
 from zmqtrain.settings import RunSettings
@@ -29,6 +29,8 @@ __all__ = [
     "Layout",
     "Clock",
     "Exchange",
+    "Keeping",
+    "Keeps",
     "GradientExchange",
     "Channel",
     "HubChannel",
@@ -180,6 +182,33 @@ class Exchange(Protocol):
 
     def statistics(self) -> ExchangeStatistics:
         """Return the running figures."""
+
+
+class Keeping(Protocol):
+    """Where a node keeps what it can go on from; its training thread asks, and gives what is its own.
+
+    state: what JSON can hold.  arrays: numpy's, by name, copies that nobody writes into again.
+    """
+
+    def take(self) -> tuple[dict[str, Any], Mapping[str, Array]] | None:
+        """Return, once, the state and the arrays that the training thread goes on from, as it has given them; None if
+        it begins anew. Asked when `join` has returned."""
+
+    def is_due(self) -> bool:
+        """Return whether it is time to save: at a step boundary, when what is due there has been applied."""
+
+    def save(self, state: dict[str, Any], arrays: Mapping[str, Array], wait: bool = False) -> None:
+        """Save this, with what the exchange has at this very step boundary; wait: until it is written. What cannot be
+        written is a warning, and training goes on."""
+
+
+@runtime_checkable
+class Keeps(Protocol):
+    """An exchange whose node keeps checkpoints, or could."""
+
+    @property
+    def checkpoint(self) -> Keeping | None:
+        """Where they are kept; None: nowhere."""
 
 
 class GradientExchange(Protocol):

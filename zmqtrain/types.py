@@ -29,6 +29,8 @@ __all__ = [
     "ModelSpec",
     "count_values",
     "describe_mismatch",
+    "spec_to_plain",
+    "spec_from_plain",
     "Offer",
     "Part",
     "Update",
@@ -113,6 +115,16 @@ def describe_mismatch(run: ModelSpec, node: ModelSpec) -> tuple[str, str] | None
     if run != node:
         return run[0].path, "the two models have the same leaves in different orders"
     return None
+
+
+def spec_to_plain(spec: ModelSpec) -> list[list[Any]]:
+    """Return a model's description as JSON can hold it."""
+    return [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in spec]
+
+
+def spec_from_plain(plain: Sequence[Sequence[Any]]) -> ModelSpec:
+    """Read what `spec_to_plain` wrote. Raises TypeError or ValueError for anything else."""
+    return tuple(LeafSpec(str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in plain)
 
 
 @dataclass(frozen=True, slots=True)

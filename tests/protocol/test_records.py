@@ -1,8 +1,61 @@
-"""What is remembered of peers, and of how many."""
+"""What is remembered of peers, however long ago, in a memory that does not grow."""
 
 from __future__ import annotations
 
-from zmqtrain.protocol.records import LANDED_KEPT, RECORDS_KEPT, Records
+import json
+from random import Random
+
+from zmqtrain.protocol.records import LANDED_KEPT, RANGES_KEPT, RECORDS_KEPT, Records
+
+
+def landed_of(records, peer="a"):
+    return [sequence for sequence, _ in records.landed(peer)]
+
+
+def test_what_landed_long_ago_is_said_to_who_asks_for_it():
+    records = Records()
+    for sequence in range(300):
+        if sequence not in (7, 8, 100):
+            records.land("a", sequence, sequence + 1)
+    assert len(landed_of(records)) == LANDED_KEPT and 6 not in landed_of(records)
+    records.recall("a", (6, 7, 8, 9, 100, 101, 999))
+    assert landed_of(records)[:3] == [6, 9, 101] and len(landed_of(records)) == LANDED_KEPT + 3
+    records.recall("a", ())
+    assert len(landed_of(records)) == LANDED_KEPT
+
+
+def test_a_checkpoint_keeps_all_of_it():
+    records, again, random = Records(), Records(), Random(1)
+    order = [*range(400)]
+    for start in range(0, 400, 4):  # nearly in order, as they come
+        part = order[start : start + 4]
+        random.shuffle(part)
+        order[start : start + 4] = part
+    for sequence in order:
+        if sequence % 50:
+            records.land("a", sequence, 1)
+    again.restore(json.loads(json.dumps(records.state())))
+    for one in (records, again):
+        one.recall("a", range(400))
+        assert sorted(landed_of(one)) == [sequence for sequence in range(400) if sequence % 50]
+
+
+def test_however_many_are_left_out_between_the_ranges_stay_few():
+    records = Records()
+    for sequence in range(0, 4000, 2):
+        records.land("a", sequence, 1)
+    assert len(records.state()["a"][3]) == RANGES_KEPT
+
+
+def test_who_has_gone_back_may_send_again_what_had_not_landed():
+    records = Records()
+    records.greet("a", 5)
+    records.land("a", 3, 1)
+    records.hear("a", 6)
+    records.forget_unlanded()
+    assert (records.heard("a"), records.incarnation("a")) == (3, 5)
+    records.clear()
+    assert (records.heard("a"), records.landed("a"), records.incarnation("a")) == (-1, (), 5)
 
 
 def test_who_only_says_hello_takes_no_place_of_those_who_have_published():

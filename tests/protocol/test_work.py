@@ -86,3 +86,31 @@ def test_nobody_takes_all_the_data_of_a_run_and_what_comes_back_goes_out_in_orde
     assert ledger.deal("a", 64) == (MOST_IN_HAND + 2, MOST_IN_HAND + 3)
     ledger.lost("a")
     assert ledger.deal("b", 12) == (*range(10), 12, 13)
+
+
+def test_who_comes_back_has_again_what_it_had_in_hand_and_nobody_else_has():
+    ledger = WorkLedger(20)
+    assert ledger.deal("a", 3) == (0, 1, 2) and ledger.deal("b", 1) == (3,)
+    ledger.lost("a")
+    assert ledger.deal("b", 1) == (0,)
+    assert ledger.claim("a", (0, 1, 2, 3)) == (1, 2)
+    assert ledger.claim("a", (1, 2)) == (1, 2), "asked again, it is answered again"
+    assert ledger.done("a", (1, 2)) == 2 and ledger.claim("a", (1,)) == ()
+
+
+def test_a_hub_that_knows_less_than_its_nodes_deals_nothing_twice_that_one_claims():
+    ledger = WorkLedger(20)
+    assert ledger.claim("a", (5, 6)) == (5, 6)
+    assert ledger.deal("b", 9) == (0, 1, 2, 3, 4, 7, 8, 9, 10)
+    assert ledger.claim("c", (10**9, 19, 20)) == (19,), "no node claims what there cannot be"
+
+
+def test_in_a_run_that_has_gone_back_a_lane_stands_where_its_node_stood():
+    ledger = WorkLedger(12, lanes=2)
+    assert ledger.deal("a", 2, lane=0) == (0, 2) and ledger.deal("b", 1, lane=1) == (1,)
+    again = WorkLedger.from_state(ledger.state())
+    again.reach(0, 4)
+    assert again.claim("a", (4, 6)) == (4, 6) and again.done_count == 2
+    assert again.deal("a", 2, lane=0) == (8, 10) and again.deal("b", 2, lane=1) == (1, 3)
+    again.reach(1, 100)
+    assert again.done_count == 2 + 4 and again.deal("b", 1, lane=1) == ()

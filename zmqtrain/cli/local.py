@@ -116,10 +116,10 @@ class Federation:
             self._stop_brokers()
 
     def _checkpoint_of(self, shard: int) -> Path | None:
-        """Return the folder of one master: of several, each has one in that of the run."""
-        if self._checkpoint is None or self.settings.masters == 1:
-            return self._checkpoint
-        return self._checkpoint / f"shard-{shard}"
+        """Return the folder of one master: each has one in that of the run."""
+        if self._checkpoint is None:
+            return None
+        return self._checkpoint / ("broker" if self.settings.masters == 1 else f"shard-{shard}")
 
     def _start_master(self, shard: int) -> BrokerThread:
         return BrokerThread(
@@ -192,6 +192,9 @@ class Federation:
         name = f"node-{index + 1}"
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "zmqtrain.cli.node", self.broker.address, "--name", name, "--follow-stdin"]
+        if self._checkpoint is not None and self.settings.masters == 1 and self.exchange == "hub":
+            keep = ["--checkpoint-every", self._checkpoint_every, "--checkpoint-keep", str(self._checkpoint_keep)]
+            command += ["--checkpoint", str(self._checkpoint / name), "--new-run", *keep]
         process = subprocess.Popen(
             [*command, "--pace-seconds", str(self.pace_seconds), "--exchange", self.exchange],
             stdin=subprocess.PIPE,

@@ -80,6 +80,10 @@ def _run(config: NodeConfig) -> int:
             link=config.link,
             share=config.share,
             exchange="" if config.lockstep is None else config.lockstep.name,
+            checkpoint=config.checkpoint,
+            checkpoint_every=config.checkpoint_every,
+            checkpoint_keep=config.checkpoint_keep,
+            new_run=config.new_run,
         ) as node:
             check_masters(config.lockstep, node.settings)  # before it waits for others
             program = load_run_program(node.settings, config.data, config.hub)

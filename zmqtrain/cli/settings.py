@@ -26,6 +26,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
+from zmqtrain.runtime.node.node import NO_CHECKPOINT_IN_LOCKSTEP
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps
@@ -83,7 +84,7 @@ def _require(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
 
 
-def _check_checkpoints(config: BrokerConfig | LocalConfig, strict: bool) -> None:
+def _check_checkpoints(config: BrokerConfig | NodeConfig | LocalConfig, strict: bool) -> None:
     every_from_text(config.checkpoint_every, strict)
     _require("checkpoint_keep", config.checkpoint_keep, 2 if strict else 1)
 
@@ -299,6 +300,15 @@ class NodeConfig:
     card_memory: str = ""
     """What each device has, as 6GB: a plan that cannot fit is refused before it begins; empty: what the device says
     it has, if it does."""
+    checkpoint: Folder = None
+    """A folder of this node's own: save here what it can go on from, and go on from that if there is something. It is
+    then the node that it was; what it had computed and not sent is not lost. It needs no broker to begin."""
+    checkpoint_every: str = ""
+    """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
+    checkpoint_keep: int = 3
+    """How many checkpoints stay."""
+    new_run: bool = False
+    """If the broker's run is another than the checkpoint's, set that aside and join the new run."""
     log_file: File = None
     """Write the log to this file as well."""
     record: File = None
@@ -316,6 +326,18 @@ class NodeConfig:
         _require("wait_seconds", self.wait_seconds, 0)
         _require("pace_seconds", self.pace_seconds, 0)
         self._check_exchange()
+        _check_checkpoints(self, False)
+        if self.new_run and self.checkpoint is None:
+            raise ConfigError(
+                "new_run is for a node with a --checkpoint folder; without one it joins whatever run there is"
+            )
+        if self.checkpoint is not None and self.lockstep is not None:
+            raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP)
+        if self.checkpoint is not None and self.record is not None:
+            raise ConfigError(
+                "a node that goes on from a checkpoint cannot be lived again from its record: leave --record or "
+                "--checkpoint out"
+            )
         if self.card_memory:
             parse_bytes(self.card_memory, "card_memory")
         if self.induce:

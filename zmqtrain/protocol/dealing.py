@@ -44,6 +44,10 @@ class Dealing:
 
     def asked(self, member: Member, request: WorkRequest) -> list[HubEffect]:
         """Take a node's word on what it has done, and deal what it wants, if there is any."""
+        lane = self._lane(member.peer)
+        if lane is not None and request.reached >= 0:
+            self.ledger.reach(lane, request.reached)
+        own = () if self._shard else self.ledger.claim(member.peer, request.held[:MOST_UNITS])
         self.ledger.done(member.peer, request.done)
         member.idle = False
         if self._shard:
@@ -53,9 +57,9 @@ class Dealing:
         elif self.ledger.finished:
             self._data_ended()
             return [*self._feed_idle(), SendTo(member.peer, WorkUnit((), finished=True))]
-        elif numbers := self.ledger.deal(
-            member.peer, max(0, min(request.want, MOST_UNITS)), lane := self._lane(member.peer)
-        ):
+        elif (
+            numbers := own + self.ledger.deal(member.peer, max(0, min(request.want, MOST_UNITS)), lane)
+        ) or request.held:
             return [SendTo(member.peer, WorkUnit(numbers))]
         else:
             # in strict mode the others' rounds still wait for a node at the end of its share: it has as many offers

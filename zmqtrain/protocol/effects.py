@@ -20,7 +20,7 @@ from zmqtrain.protocol.messages import (
     Replica,
     Snapshot,
 )
-from zmqtrain.types import ModelSpec, PeerId
+from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = [
     "SendTo",
@@ -36,6 +36,7 @@ __all__ = [
     "Serve",
     "Replicate",
     "Hear",
+    "Rewind",
     "Consult",
     "Accumulate",
     "Contribution",
@@ -108,7 +109,8 @@ class Lend:
 class Serve:
     """Send `peer` a snapshot, and from then on every aggregate. At a node: send the hub this node's parameters.
 
-    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed, reset: as in Snapshot.
+    known_version: what the peer holds (it gets an empty snapshot if that is current).  landed, reset, rewound: as in
+    Snapshot.
     moments: add the founder's optimizer state, if it came with its parameters.
     """
 
@@ -117,6 +119,15 @@ class Serve:
     landed: tuple[tuple[int, int], ...] = ()
     moments: bool = False
     reset: bool = False
+    rewound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """In strict mode, after a restart, all nodes are here: go back to this version, which all have kept, and say so by
+    `Hub.rewound`. -1: there is none; the run goes on from where it is, and not to the same bits."""
+
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +289,7 @@ HubEffect = (
     | Serve
     | Replicate
     | Hear
+    | Rewind
     | Answer
     | Forward
     | Consult

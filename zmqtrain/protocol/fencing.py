@@ -42,8 +42,9 @@ SUPERSEDED = (
 GAP = "messages of it were lost on their way"
 """Why a hub, or a node, begins a connection anew."""
 
-LIFE = 1 << 32
-"""A new process begins so far above what the one before it had saved: that one may have said Hello since."""
+LIFE = 1 << 20
+"""A new process begins so far above what the one before it had saved: that one may have said Hello since. In time it is
+a millisecond: of two that begin one after the other from one checkpoint, the clock says which is the later."""
 
 
 class Stamp(NamedTuple):

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from math import isnan
 from typing import Protocol
 
-from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, SendTo, Serve
+from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Rewind, SendTo, Serve
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, Score, describe_mismatch
+from zmqtrain.types import ModelSpec, PeerId, Score, Version, describe_mismatch
 
 __all__ = ["takes_moments", "Preemption", "Founding"]
 
@@ -76,10 +76,23 @@ class Founding:
         self._averaging: tuple[tuple[PeerId, Snapshot], ...] = ()
         self._borrowers: tuple[PeerId, ...] = ()  # of the member that is lending; nobody: it founds the run
         self._laggards: set[PeerId] = set()
+        self._kept: tuple[Version, ...] | None = None  # in strict mode after a restart: where the hub could go back to
+        self._at: Version | None = None  # where it has gone back to
+        self._rewinding = False
 
     def resume(self, model: ModelSpec) -> None:
         """Take note that the run was founded before this hub began."""
         self.model, self.founded, self.started = model, True, True
+
+    def await_all(self, versions: tuple[Version, ...]) -> None:
+        """Serve nobody before start_nodes wait, and then from the newest of these versions that all of them kept."""
+        self.started, self._kept = False, versions
+
+    def rewound(self, version: Version) -> list[HubEffect]:
+        """The hub has gone back to this version."""
+        self.started, self._rewinding, self._at = False, False, version
+        self._kept = tuple(one for one in self._kept or () if one <= version)
+        return self.serve_waiting()
 
     # ------------------------------------------------------------------ what the hub hears
 
@@ -246,6 +259,18 @@ class Founding:
         waiting = self._in(MemberState.WAITING)
         if not (self.started or self._population or len(waiting) >= self._start_nodes):
             return effects
+        rewound = False
+        if self._kept is not None:
+            common = set(self._kept).intersection(*(member.checkpoints for member in waiting))
+            target = max(common, default=-1)
+            rewound = target == self._at
+            if self._rewinding or not (rewound or target < 0):
+                ask: list[HubEffect] = [] if self._rewinding else [Rewind(target)]
+                self._rewinding = True
+                return effects + ask
+            if target < 0:
+                effects.append(Rewind(target))
+            self._kept = None
         first, self.started = not self.started, True
         for member in waiting:
             member.state, member.idle = MemberState.LIVE, False
@@ -253,7 +278,8 @@ class Founding:
             moments = first and takes_moments(self.settings) and (reset or self.settings.initial == "best")
             member.newcomer = False
             landed = self._landed(member.peer)
-            effects.append(Serve(member.peer, member.known_version, landed, moments=moments, reset=reset))
+            known = self._at if rewound and self._at is not None else member.known_version
+            effects.append(Serve(member.peer, known, landed, moments=moments, reset=reset, rewound=rewound))
         return effects
 
     def _send_others_away(self, state: MemberState, model: ModelSpec = ()) -> list[HubEffect]:

@@ -33,7 +33,7 @@ from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
 from zmqtrain.protocol.masters import ADDRESS, Claim, Masters
-from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
+from zmqtrain.protocol.members import ALLOWED, MOST_CHECKPOINTS, MOST_WAITING, Member, MemberState, training
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     Books,
@@ -85,9 +85,6 @@ LEAST_LINK, LEAST_SHARE = 1.0, 1e-6
 """And at least, of what it gives of it: what follows from it is no rate else."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
-MOST_WAITING = 64
-"""So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
-in memory."""
 
 
 class Hub:
@@ -320,6 +317,8 @@ class Hub:
             raise RemoteProtocolError(sender, "joining", "a Hello with an exchange of that length")
         if not 0 <= hello.incarnation < MAX_INCARNATION:
             raise RemoteProtocolError(sender, "joining", f"a Hello with the incarnation {hello.incarnation}")
+        if len(hello.in_flight) > MOST_WAITING or len(hello.checkpoints) > MOST_CHECKPOINTS:
+            raise RemoteProtocolError(sender, "joining", "a Hello that names too many deltas or checkpoints")
         known, answer = self._records.incarnation(sender), Stamp(hello.incarnation)
         if known and hello.incarnation <= known:
             if hello.incarnation == known:
@@ -352,6 +351,7 @@ class Hub:
             return [SendTo(sender, Refused("exchange", why), answer)]
         before = self.members.pop(sender, None)
         self._records.greet(sender, hello.incarnation)
+        self._records.recall(sender, hello.in_flight)
         self.fence.open(sender, hello.incarnation)
         effects: list[HubEffect] = []
         if succeeds is not None and succeeds in self.members:
@@ -363,7 +363,7 @@ class Hub:
         roles["standby"] = MemberState.STANDBY
         state = roles.get(hello.role, MemberState.WELCOMED)
         member = Member(sender, name, state, now, now, hello.version, hello.version < 0)
-        member.link, member.share = hello.link, hello.share
+        member.link, member.share, member.checkpoints = hello.link, hello.share, hello.checkpoints
         if before is not None:
             member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
             member.dropped = before.dropped
@@ -716,6 +716,20 @@ class Hub:
         if self.version >= 0:
             self._founding.resume(model)
         self._complete |= self.version > 0
+
+    def await_all(self, versions: tuple[int, ...]) -> None:
+        """In strict mode, after a restart: wait for all nodes, and go back with them to the newest of these versions
+        that all of them have kept."""
+        if self.version >= 0:
+            self._founding.await_all(versions)
+
+    def rewound(self, state: dict[str, Any]) -> list[HubEffect]:
+        """All have kept this state's version, as a Rewind asked for: be there, and begin if they are all still here."""
+        self._records.clear()
+        self.restore(state)
+        self._records.forget_unlanded()  # those will be sent again
+        self.rounds = FragmentRounds(self.rounds.rule, self.settings.fragments)
+        return self._begun(self._founding.rewound(self.version))
 
     def replay(self, version: int, landed: tuple[tuple[str, int], ...], samples: int) -> None:
         """Take note of a release that is in the journal but not in the checkpoint."""

@@ -35,7 +35,13 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.words import words
 from zmqtrain.types import ModelSpec, PeerId
 
-__all__ = ["MemberState", "ALLOWED", "Member", "training"]
+__all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training"]
+
+MOST_WAITING = 64
+"""So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
+in memory at the hub."""
+MOST_CHECKPOINTS = 1024
+"""Of one node, as its Hello names them."""
 
 
 class MemberState(Enum):
@@ -84,7 +90,7 @@ class Member:
     it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
-    were not of now.  address: where nodes reach a standby.
+    were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
     """
 
     peer: PeerId
@@ -110,6 +116,7 @@ class Member:
     measured: float = 0.0
     dropped: int = 0
     address: str = ""
+    checkpoints: tuple[int, ...] = ()
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property

@@ -106,6 +106,8 @@ class Hello:
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
     use of it.  exchange: how this node exchanges gradients in every step, past the hub ("": it does not; it publishes).
     incarnation: as in `fencing`; 0: not fenced.  term: the highest that this node knows a hub of.
+    in_flight: of a node that goes on from a checkpoint, the sequences that were on their way then: Welcome says which
+    of them have landed, however long ago.  checkpoints: in strict mode, the versions that it could go back to.
     """
 
     name: str
@@ -119,6 +121,8 @@ class Hello:
     exchange: str = ""
     incarnation: int = 0
     term: int = 0
+    in_flight: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +258,8 @@ class Snapshot:
 
     version -1: not the run's parameters, but another node's, lent while the run has none.  landed: as in Welcome.
     moments: how many of the last frames are the state of the sender's optimizer.  reset: start again from these
-    parameters, and drop what is your own.
+    parameters, and drop what is your own.  rewound: all have gone back to this version: go on from your checkpoint of
+    it.
     """
 
     transfer: int
@@ -263,6 +268,7 @@ class Snapshot:
     landed: tuple[tuple[int, int], ...] = ()
     moments: int = 0
     reset: bool = False
+    rewound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,11 +339,15 @@ class WorkRequest:
     """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer.
 
     After the last unit, idle and wanting nothing says: all that I had pending has landed.
+    held: these I had in hand when I was lost; the answer, which then always comes, has those that are mine again.
+    reached: in a run that has gone back, the units of my share before this one are done (-1: not said).
     """
 
     done: tuple[int, ...]
     want: int
     idle: bool
+    held: tuple[int, ...] = ()
+    reached: int = -1
 
 
 @dataclass(frozen=True, slots=True)

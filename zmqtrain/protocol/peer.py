@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -18,6 +19,7 @@ from zmqtrain.protocol.backoff import Backoff
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Connection, Stamp, Verdict
 from zmqtrain.protocol.masters import RUN_OVER, Claim
+from zmqtrain.protocol.members import MOST_WAITING
 from zmqtrain.protocol.messages import (
     Aggregate,
     Fetch,
@@ -134,6 +136,10 @@ class Peer:
         self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
         self._reset = self._missing = False  # until a whole snapshot is here
         self._open: dict[int, Aggregate | Snapshot] = {}
+        self.checkpoints: tuple[int, ...] = ()
+        self._asks_of: tuple[int, ...] = ()
+        self.rewound = -1
+        """The version to which all have gone back, -1 if they have not."""
         self._hello_at = 0.0
         self._beat_at = 0.0
         self._heard = 0.0
@@ -143,6 +149,21 @@ class Peer:
     def start(self, now: float) -> list[PeerEffect]:
         """Say Hello for the first time."""
         return self._hello(now)
+
+    def resume(
+        self,
+        run: str,
+        version: int,
+        settings: RunSettings,
+        model: ModelSpec,
+        in_flight: Sequence[int],
+        checkpoints: tuple[int, ...] = (),
+    ) -> None:
+        """Be a node of this run, as it was at this version: before `start`. checkpoints: as in Hello."""
+        self.run, self.version, self.settings, self.run_model = run, version, settings, model
+        self.timetable, self.run_version = Timetable(settings), version
+        self.in_flight, self.checkpoints = set(in_flight), checkpoints
+        self._asks_of = tuple(sorted(self.in_flight))[:MOST_WAITING]
 
     def join(self, model: ModelSpec, now: float, score: float = math.nan) -> list[PeerEffect]:
         """Describe this node's model; from Welcome on the machine asks for the run's parameters by itself.
@@ -345,7 +366,8 @@ class Peer:
         if (claim := self.claim) is not None:
             return Hello(self.name, "master", self.run, self.version, shard=claim.shard, address=claim.address)
         role = "observer" if self.observer else "node"
-        return Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
+        hello = Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
+        return replace(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
         if self.run and welcome.run != self.run and not self._may_begin_anew(welcome):
@@ -413,7 +435,10 @@ class Peer:
         self._behind_since = None
         if isinstance(announcement, Snapshot) and announcement.version >= 0:
             self._announced = self.run_version = announcement.version
-            self.state = PeerState.LIVE
+            self.state, self.checkpoints, self._asks_of = PeerState.LIVE, (), ()
+            if announcement.rewound:
+                self.rewound, self.heard = announcement.version, -1
+                self.in_flight.clear()
             if not announcement.sizes:
                 self.version, self.confirmed = announcement.version, True
                 return []

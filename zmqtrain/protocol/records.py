@@ -6,7 +6,9 @@ however many names, takes no place of those who have published.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,8 @@ __all__ = ["Records"]
 
 LANDED_KEPT = 64
 RECORDS_KEPT = 1024
+RANGES_KEPT = 64
+"""Of what has landed before: hardly anything is left out between two that landed."""
 
 
 @dataclass
@@ -23,6 +27,20 @@ class _Record:
     landed: deque[tuple[int, Version]] = field(default_factory=lambda: deque(maxlen=LANDED_KEPT))
     heard: int = -1
     incarnation: int = 0
+    older: list[list[int]] = field(default_factory=list)
+    recalled: tuple[tuple[int, Version], ...] = ()
+
+    def age(self, sequence: int) -> None:
+        """Take a landing among the older ones: ranges of sequences, rising, the newest of them."""
+        at = bisect([one[0] for one in self.older], sequence)
+        if at and sequence <= self.older[at - 1][1] + 1:
+            self.older[at - 1][1] = max(self.older[at - 1][1], sequence)
+            at -= 1
+        else:
+            self.older.insert(at, [sequence, sequence])
+        if at + 1 < len(self.older) and self.older[at + 1][0] <= self.older[at][1] + 1:
+            self.older[at][1] = max(self.older[at][1], self.older.pop(at + 1)[1])
+        del self.older[:-RANGES_KEPT]
 
 
 class Records:
@@ -41,8 +59,15 @@ class Records:
         return -1 if (record := self._of(peer)) is None else record.heard
 
     def landed(self, peer: PeerId) -> tuple[tuple[int, Version], ...]:
-        """Return the (sequence, version) of a peer's newest landings, oldest first."""
-        return () if (record := self._of(peer)) is None else tuple(record.landed)
+        """Return the (sequence, version) of a peer's newest landings, oldest first; before them those recalled."""
+        return () if (record := self._of(peer)) is None else (*record.recalled, *record.landed)
+
+    def recall(self, peer: PeerId, sequences: Sequence[int]) -> None:
+        """Say of these too, from now on, whether they have landed long ago (as of version 0): a life of the peer that
+        has gone back does not know."""
+        if (record := self._records.get(peer)) is not None:
+            old = (s for s in sequences if any(first <= s <= last for first, last in record.older))
+            record.recalled = tuple((sequence, 0) for sequence in sorted(old))
 
     def incarnation(self, peer: PeerId) -> int:
         """Return the highest incarnation of a peer id that has said Hello; 0: none that is fenced."""
@@ -64,9 +89,22 @@ class Records:
     def land(self, peer: PeerId, sequence: int, version: Version) -> None:
         """Take note that a publish is in the parameters from `version` on."""
         record = self._take(peer)
+        if len(record.landed) == LANDED_KEPT:
+            record.age(record.landed[0][0])
         record.landed.append((sequence, version))
         record.heard = max(record.heard, sequence)
         self._put(peer, record)
+
+    def clear(self) -> None:
+        """Forget all publishes, and no life."""
+        for record in self._records.values():
+            record.landed.clear()
+            record.older, record.recalled, record.heard = [], (), -1
+
+    def forget_unlanded(self) -> None:
+        """Forget which publishes were heard of and have not landed."""
+        for record in self._records.values():
+            record.heard = max((sequence for sequence, _ in record.landed), default=-1)
 
     def _take(self, peer: PeerId) -> _Record:
         return self._records.pop(peer, None) or self._greeted.pop(peer, None) or _Record()
@@ -80,14 +118,15 @@ class Records:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
         return {
-            peer: [record.heard, [list(one) for one in record.landed], record.incarnation]
+            peer: [record.heard, [list(one) for one in record.landed], record.incarnation, record.older]
             for peer, record in [*self._greeted.items(), *self._records.items()]
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` wrote. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
-        for peer, (heard, landed, incarnation) in state.items():
-            self.hear(PeerId(peer), int(heard))
-            self.greet(PeerId(peer), int(incarnation))
+        for peer, (heard, landed, incarnation, older) in state.items():
+            record = _Record(heard=int(heard), incarnation=int(incarnation))
+            record.older = [[int(first), int(last)] for first, last in older]
+            self._put(PeerId(peer), record)
             for sequence, version in landed:
                 self.land(PeerId(peer), int(sequence), int(version))

@@ -19,6 +19,9 @@ __all__ = ["MOST_IN_HAND", "WorkLedger"]
 MOST_IN_HAND = 256
 """So many units are dealt to one node at most that it has not done: nodes keep two; nobody takes a run's data."""
 
+CLAIMED_AHEAD = 4096
+"""A node that comes back may claim units so far beyond those that this hub knows of."""
+
 
 class WorkLedger:
     """Which data units are dealt to whom, which are done, and which are next.
@@ -54,6 +57,33 @@ class WorkLedger:
             self._in_hand[peer] += 1
             numbers.append(number)
         return tuple(numbers)
+
+    def claim(self, peer: PeerId, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Give a node that comes back what it had in hand; return what of it is its own again.
+
+        What others have by now, or is done, is not; what a restarted hub had not dealt yet, as far as it knows, is.
+        """
+        own: list[int] = []
+        for number in dict.fromkeys(numbers):
+            lane = number % self.lanes
+            if self._next[lane] <= number < self._next[lane] + CLAIMED_AHEAD * self.lanes and self._left(number):
+                self._returned += range(self._next[lane], number + 1, self.lanes)
+                self._next[lane] = number + self.lanes
+            if number in self._returned:
+                self._returned.remove(number)
+                self._dealt[number] = peer
+            if self._dealt.get(number) == peer:
+                own.append(number)
+        return tuple(own)
+
+    def reach(self, lane: int, number: int) -> None:
+        """Take the units of a lane before this one as done: its node says so, after all have gone back to one state."""
+        number = min(number, self.total) if self.total else number
+        done = [one for one in self._returned if one % self.lanes == lane and one < number]
+        self._returned = [one for one in self._returned if one not in done]
+        ahead = max(0, -(-(number - self._next[lane]) // self.lanes))
+        self._next[lane] += ahead * self.lanes
+        self.done_count += len(done) + ahead
 
     def done(self, peer: PeerId, numbers: Iterable[int]) -> int:
         """Mark units as done by the node that has them; return how many were. Others' and unknown ones are ignored."""

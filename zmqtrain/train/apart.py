@@ -136,10 +136,10 @@ def begin(
         score = score_of(program, state.params)
         logger.info("%s trained apart for %d steps, and scores %.4g", exchange.name, alone, score)
     moments = pack_moments(state.opt_state) if compared and not settings.fresh_moments else ()
-    sync = make_sync(exchange, state.params, donate=True, score=score, moments=moments)
+    sync = make_sync(exchange, state.params, donate=True, score=score, moments=moments, state=state.opt_state)
     adoption = sync.take_adoption()
     if adoption is None:
-        return sync, TrainState(sync.start, state.opt_state)
+        return sync, TrainState(sync.start, sync.state)
     own = score_of(program, state.params) if settings.initial == "mean" else float("nan")
     del state  # or a card would hold both
     state = _adopt(program, settings, sync.start, adoption)

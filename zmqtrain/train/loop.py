@@ -66,12 +66,14 @@ class TrainingLoop:
             before_part=self.before_part,
         )
         sync, state = begin(program, self.exchange, local, self.stop, self.make_sync)
+        if settings.mode == "strict" and not sync.resumed:
+            sync.save(state.params, state.opt_state, wait=True)
         coming, number, trained, evaluated = self._until_stopped(batches), 0, 0, -1.0
         while (result := local.step(state, coming)) is not None:
             state, loss, samples = result
             number, trained = number + 1, trained + samples
             moments = partial(pack_moments, state.opt_state) if not settings.fresh_moments else tuple
-            params = sync.step(state.params, score=loss, samples=samples, moments=moments)
+            params = sync.step(state.params, score=loss, samples=samples, moments=moments, state=state.opt_state)
             state = follow(program, sync, TrainState(params, state.opt_state))
             if self.watch is not None:
                 self.watch(number, loss)
@@ -79,6 +81,7 @@ class TrainingLoop:
                 self.exchange.report_scores(self.program.evaluate(sync.params), sync.version)
                 evaluated = self.exchange.clock.monotonic()
         params = sync.finish(state.params)
+        sync.save(params, state.opt_state, wait=True)
         scores = self.program.evaluate(params)
         self.exchange.report_scores(scores, sync.version)
         figures = sync.statistics()

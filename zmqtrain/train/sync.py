@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,12 +18,13 @@ import jax
 import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, ModelMismatch
-from zmqtrain.interfaces import Exchange
+from zmqtrain.interfaces import Exchange, Keeps
 from zmqtrain.train.anchor import AnchorOn, moves_of
+from zmqtrain.train.keeping import describe_tree, named, pack_tree, unpack_tree
 from zmqtrain.train.minibatch import dynamic_every
 from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.step import describe_model
-from zmqtrain.types import Array, Update, Version
+from zmqtrain.types import Array, Update, Version, spec_from_plain, spec_to_plain
 
 __all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 
@@ -89,6 +90,18 @@ class _Unsaid:
         self.scores: list[Any] = []
         self.said: tuple[Any, ...] = ()
 
+    def to_plain(self) -> list[Any]:
+        """Return it as JSON can hold it; waits for scores that a device still computes."""
+        return [self.samples, self.steps, [float(one) for one in self.scores], [float(one) for one in self.said]]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> _Unsaid:
+        """Read what `to_plain` wrote."""
+        unsaid = cls()
+        unsaid.samples, unsaid.steps, unsaid.scores, said = plain
+        unsaid.said = tuple(said)
+        return unsaid
+
 
 class DelayedSync:
     """Keep a training loop's parameters in step with the run: offer every k steps, apply d steps later.
@@ -104,6 +117,9 @@ class DelayedSync:
     buffers it is given.  anchor: where the shared parameters are kept: "device" (where `params` are) or "host".
     score: of `params` on training data that was held out, where the run begins with the best (NaN: not known).
     moments: the optimizer's state as float32 arrays, for who adopts these parameters.
+    state: whatever else of the loop belongs in a checkpoint, where the node keeps one (`connect(..., checkpoint=...)`):
+    any pytree of arrays and numbers, as the optimizer's state and random keys. If the node goes on from a checkpoint,
+    `start` and `state` are what it held.
     Raises ModelMismatch when the run has another model.  k, d and the rest are `exchange.settings`: the broker's.
     """
 
@@ -116,7 +132,11 @@ class DelayedSync:
         score: float = float("nan"),
         moments: Sequence[Array] = (),
         anchor: AnchorOn = "device",
+        state: Any = (),
     ) -> None:
+        self.state = state
+        """As it was given, or as the checkpoint had it that this node goes on from."""
+        self._keeping = exchange.checkpoint if isinstance(exchange, Keeps) else None
         self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
         self._tree: Any
         leaves, self._tree = jax.tree.flatten(params)
@@ -147,8 +167,14 @@ class DelayedSync:
         self._held_seconds = 0.0
         self._score_before: Any = None
         self._planned_at = 0
+        self._resumed = self._untaken = False
         self._schedule = self._every, self._delay = self._read_schedule()
         self._offer_at = self._every
+        if self._keeping is not None and (saved := self._keeping.take()) is not None:
+            self._go_on_from(leaves, *saved)
+        elif self._keeping is not None and self.settings.mode == "strict":
+            begun = self._own or self._moves.parameters(self._anchor)  # or there might be none that all can go back to
+            self.save(jax.tree.unflatten(self._tree, begun), state, wait=True)
 
     @property
     def params(self) -> Any:
@@ -158,7 +184,9 @@ class DelayedSync:
 
     @property
     def start(self) -> Any:
-        """A copy of the parameters to begin with: the shared ones, or the node's own where each node keeps its own."""
+        """A copy of the parameters to begin with: the shared ones, or the node's own where each node keeps its own, or
+        goes on from a checkpoint."""
+        self._untaken = False
         if self._own is None:
             return self.params
         return jax.tree.unflatten(self._tree, [jax.numpy.array(leaf) for leaf in self._own])
@@ -170,6 +198,11 @@ class DelayedSync:
         """
         adoption, self._adoption = self._adoption, None
         return adoption
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this node goes on from a checkpoint."""
+        return self._resumed
 
     @property
     def steps(self) -> int:
@@ -187,13 +220,16 @@ class DelayedSync:
         score: Any = None,
         samples: int = 1,
         moments: Callable[[], Sequence[Array]] = tuple,
+        state: Any = (),
     ) -> Params:
-        """Mark a step boundary: apply what is due, offer when k steps are over, return the parameters to go on with.
+        """Mark a step boundary: apply what is due, offer when k steps are over, save when that is due; return the
+        parameters to go on with.
 
         score: the loss of this step, lower is better; an offer's score is the mean of those since the last offer.
         A device scalar is not waited for; the one of the step before is: a loop that ran a hundred steps ahead of its
         device would apply everything a hundred steps late.
         samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
+        state: what else a checkpoint holds, should one be due; it is copied.
         Raises NonFiniteDelta when training has diverged here, AggregateTimeout in strict mode.
         """
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
@@ -203,6 +239,8 @@ class DelayedSync:
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             params, self._unsaid = self.params, [_Unsaid() for _ in self._unsaid]
+        if self._untaken:  # likewise, before it had those of its checkpoint
+            params = self.start
         self._own = None
         leaves = self._apply_due(self._flatten(params))
         if self.settings.is_planned and self._read_schedule() != self._schedule:
@@ -222,9 +260,58 @@ class DelayedSync:
             age_steps=float(self._ages[-1]) if self._ages else float("nan"),
             offers_refused=self._refused,
         )
-        self._held_seconds += time.perf_counter() - began
         result: Params = jax.tree.unflatten(self._tree, leaves)
+        if self._keeping is not None and self._keeping.is_due():
+            self.save(result, state)
+        self._held_seconds += time.perf_counter() - began
         return result
+
+    def save(self, params: Any, state: Any = (), wait: bool = False) -> None:
+        """Save a checkpoint now, where the node keeps one; holds the loop for the copy of all to the host.
+
+        params, state: as for `step`.  wait: until it is written.  Raises ModelMismatch for what is no array.
+        """
+        if self._keeping is None or not self.exchange.founded:
+            return
+        self._take_back_withdrawn()
+        kept = {"params": params, "anchor": jax.tree.unflatten(self._tree, self._anchor), "state": state}
+        specs = {name: describe_tree(tree) for name, tree in kept.items()}
+        arrays: dict[str, Array] = {}
+        for name, tree in kept.items():
+            arrays |= named(name, specs[name], pack_tree(tree))
+        facts = {
+            "trees": {name: spec_to_plain(spec) for name, spec in specs.items()},
+            "step": self._step,
+            "samples": self._samples,
+            "unsaid": [one.to_plain() for one in self._unsaid],
+            "counts": [self._offers, self._refused, self._applied],
+            "offered": [[sequence, *one] for sequence, one in self._offered.items()],
+            "ages": self._ages,
+            "plan": [self._planned_at, self._offer_at, self._every, self._delay],
+            "schedule": list(self._schedule),
+        }
+        self._keeping.save(facts, arrays, wait)
+
+    def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
+        """Be where `save` was."""
+        trees = {}
+        for name, like in (("params", leaves), ("anchor", self._anchor), ("state", self.state)):
+            spec = spec_from_plain(facts["trees"][name])
+            trees[name] = (spec, [arrays[f"{name}/{leaf.path}"] for leaf in spec], like)
+        spec, values, _ = trees["params"]
+        self._own = jax.tree.leaves(unpack_tree(jax.tree.unflatten(self._tree, leaves), spec, values, "parameters"))
+        self._anchor = self._moves.place(trees["anchor"][1])
+        spec, values, like = trees["state"]
+        self.state = unpack_tree(like, spec, values, "loop's state (its optimizer's, for one)")
+        self._adopted, self._adoption = False, None
+        self._step, self._samples = int(facts["step"]), int(facts["samples"])
+        self._unsaid = [_Unsaid.from_plain(one) for one in facts["unsaid"]]
+        self._offers, self._refused, self._applied = facts["counts"]
+        self._offered = {sequence: _Offered(*one) for sequence, *one in facts["offered"]}
+        self._ages = list(facts["ages"])
+        self._planned_at, self._offer_at, self._every, self._delay = facts["plan"]
+        self._schedule = (facts["schedule"][0], facts["schedule"][1])
+        self._resumed = self._untaken = True
 
     def take_note(self, steps: int, samples: int) -> None:
         """Take note of steps that were made without an exchange: what they have moved is pending."""

@@ -93,7 +93,8 @@ def test_files_that_are_no_parts_are_refused(folders, tmp_path):
 def test_a_shard_saves_and_resumes_what_it_has_and_no_more():
     made = aggregator_of(1, 3, outer="nesterov:rate=0.8,momentum=0.5", fragments=1)
     arrays = made.arrays()
-    assert all(array.size in (0, 4096) for array in arrays.values()), "a shard of three has a block here"
+    of_leaves = [array for name, array in arrays.items() if "/" in name]
+    assert all(array.size in (0, 4096) for array in of_leaves), "a shard of three has a block here"
     again = Aggregator(made.settings, 1)
     again.plan(MODEL)
     again.restore(4, arrays)

@@ -17,8 +17,8 @@ def test_a_time_or_a_count_of_versions_is_read(text, every):
 
 
 def test_in_strict_mode_it_is_a_count():
-    assert every_from_text("", strict=True) == Every(versions=64)
-    assert every_from_text("7", strict=True) == Every(versions=7)
+    assert every_from_text("", strict=True) == Every(versions=64, together=True)
+    assert every_from_text("7", strict=True) == Every(versions=7, together=True)
     with pytest.raises(ConfigError, match="save at the same versions"):
         every_from_text("60s", strict=True)
 
@@ -32,4 +32,5 @@ def test_what_cannot_be_read_is_said_with_an_example(text):
 def test_it_is_due_after_that_time_or_that_many_versions():
     assert Every(10.0).is_due(5, 5, 10.0) and not Every(10.0).is_due(99, 0, 9.9)
     assert Every(versions=4).is_due(12, 8, 0.0) and not Every(versions=4).is_due(11, 8, 99.0)
-    assert [v for v in range(13) if Every(versions=4).marks(v)] == [0, 4, 8, 12] and not Every(10.0).marks(0)
+    together = Every(versions=4, together=True)
+    assert [v for v in range(13) if together.is_due(v, -1, 99.0)] == [0, 4, 8, 12] and not together.is_due(8, 8, 99.0)

@@ -220,7 +220,7 @@ def test_arrays_are_named_by_leaf_in_its_shape_and_are_copies():
     aggregator = founded(outer="nesterov:rate=0.8,momentum=0.5")
     arrays = aggregator.arrays()
     kinds = ("parameters", "published", "outer.momentum")
-    assert {name: array.shape for name, array in arrays.items()} == {
+    assert {name: array.shape for name, array in arrays.items() if "/" in name} == {
         f"{kind}/{leaf.path}": leaf.shape for kind in kinds for leaf in MODEL
     }
     arrays["parameters/layer/w"][:] = 0

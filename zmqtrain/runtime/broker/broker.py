@@ -46,6 +46,7 @@ from zmqtrain.protocol.effects import (
     Lend,
     Reduce,
     Replicate,
+    Rewind,
     SendTo,
     Serve,
 )
@@ -183,8 +184,10 @@ class Broker:
         self._jobs = Jobs("zmqtrain-aggregate", self.stop)
         every = every_from_text(checkpoint_every, settings.mode == "strict")
         self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep)
+        self._moments: Sequence[Buffer] = ()
+        """The founder's optimizer state, until training has begun."""
         if inheritance is None:
-            self.keeper.resume(self.hub, self.aggregator)
+            self._moments = self.keeper.resume(self.hub, self.aggregator)
         else:
             self.hub.restore(inheritance.state)
             self.keeper.inherit(self.hub, self.aggregator)
@@ -207,7 +210,6 @@ class Broker:
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
-        self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
         self._bytes_received = self._snapshots_served = 0
         self._contributions_before = self.hub.contributions
         self._measured_from: tuple[int, float] | None = None
@@ -441,7 +443,7 @@ class Broker:
                 logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
                 frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
                 self._whole.clear()  # what was pending in a run that is founded anew
-                self._jobs.do(partial(self._found, frames, self.hub.state(), peer))
+                self._jobs.do(partial(self._found, frames, self.hub.state(), peer, self._moments))
                 if (standby := self.hub.standby) is not None:
                     self._replicate(standby.peer)
             case Average(snapshots):
@@ -457,12 +459,22 @@ class Broker:
                 self._jobs.do(partial(self.aggregator.accumulate, peer, publish, self._whole.pop(_key(peer, publish))))
             case Reduce():
                 self._jobs.do(partial(self._release, effect, len(self.hub.live)), self._released, effect)
+                if self.hub.version == effect.version and self.keeper.is_due(effect.version, together=True):
+                    self._jobs.do(partial(self.keeper.save, self.hub.state(), self.aggregator))
             case Serve(peer):
                 self._jobs.do(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
             case Replicate(peer):
                 self._replicate(peer)
             case Hear(version):
                 self._replicas.holds(version, time.monotonic())
+            case Rewind(version) if version < 0:
+                if self.hub.version > 0:
+                    text = (
+                        "no version is kept by all %d nodes and here: the run goes on from version %d, not to the bits "
+                    )
+                    logger.warning(text + "that it would have had", self.hub.settings.start_nodes, self.hub.version)
+            case Rewind(version):
+                self._jobs.do(partial(self.keeper.rewind, version, self.aggregator), self._rewound)
             case Answer(peer, probe):
                 self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
             case Forward(peer, message):
@@ -560,11 +572,12 @@ class Broker:
 
     # ------------------------------------------------------------------ the codec thread
 
-    def _found(self, frames: Sequence[Buffer], state: dict[str, Any], peer: PeerId) -> None:
+    def _found(self, frames: Sequence[Buffer], state: dict[str, Any], peer: PeerId, moments: Sequence[Buffer]) -> None:
         self.aggregator.found(frames)
         if self._events is not None:
             self._events.founded(peer)
-        self.keeper.save(state, self.aggregator, wait=True)  # before the founder, or anybody, hears of the run
+        # before the founder, or anybody, hears of the run
+        self.keeper.save(state, self.aggregator, wait=True, moments=moments)
 
     def _release(self, reduce: Reduce, nodes: int) -> Released:
         released = self.aggregator.release(reduce)
@@ -615,11 +628,17 @@ class Broker:
             if self._events is not None:
                 self._events.member(peer, "joined", f"at version {version}")
         self.traffic.drop_aggregates(peer)
-        following = self.traffic.send_snapshot(peer, version, frames, moments, serve.landed, serve.reset)
+        following = self.traffic.send_snapshot(peer, version, frames, moments, serve.landed, serve.reset, serve.rewound)
         self.traffic.follow(peer, following)
         self._snapshots_served += following and bool(frames)
         if not following:
             self._expel_deaf(peer)
+
+    def _rewound(self, result: tuple[dict[str, Any], Sequence[Buffer]] | CodecError) -> None:
+        assert not isinstance(result, CodecError)
+        state, self._moments = result
+        logger.info("all %d nodes are back: the run goes on from version %d", self.hub.nodes, state["version"])
+        self._carry_out(self.hub.rewound(state))
 
     def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""

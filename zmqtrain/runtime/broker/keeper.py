@@ -11,9 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.protocol.effects import Reduce
@@ -23,6 +26,7 @@ from zmqtrain.runtime.broker.parts import export_part
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.checkpoints.files import describe_difference
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.types import Buffer, Version
 
 __all__ = ["FREE_SETTINGS", "AGAIN_SECONDS", "Keeper"]
 
@@ -51,17 +55,19 @@ class Keeper:
         self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
         self._kept_version = -1
 
-    def resume(self, hub: Hub, aggregator: Aggregator) -> None:
+    def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
         """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
 
+        Returns the optimizer's state of the founder, if nobody has trained on its parameters yet. In strict mode the
+        hub then waits for all nodes, to go back with them to a version that all have kept.
         Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read, or
         another process has it.
         """
         if self._folder is None:
-            return
+            return ()
         self._folder.lock()
         try:
-            self._resume(self._folder, hub, aggregator)
+            return self._resume(self._folder, hub, aggregator)
         except BaseException:
             self._folder.close()
             raise
@@ -82,9 +88,9 @@ class Keeper:
         if aggregator.version >= 0:
             self.save(hub.state(), aggregator)
 
-    def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> None:
+    def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
         if (loaded := folder.load()) is None:
-            return
+            return ()
         state, arrays = loaded
         if state.get("shard", 0) != hub.shard:
             raise ConfigError(
@@ -94,7 +100,7 @@ class Keeper:
         if hub.shard and state["run"] != hub.run:
             if state["version"] <= 0 and not any(folder.replay(0)):
                 logger.warning("%s was founded, and never begun: its checkpoint is of no use any more", state["run"])
-                return
+                return ()
             raise ConfigError(
                 f"the checkpoint in {folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
                 "that with its own checkpoint of this run, or give another --checkpoint folder"
@@ -117,7 +123,10 @@ class Keeper:
         if folder.skipped > hub.version:
             text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
             logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
-        folder.save(hub.version, hub.state(), aggregator.arrays())
+        if self._every.together:  # what the journal holds is not exact: it is no version to go back to
+            hub.await_all(folder.good_versions())
+        else:
+            folder.save(hub.version, hub.state(), aggregator.arrays())
         folder.begin_journal(hub.version)
         self._saved_version = self._kept_version = hub.version
         logger.info(
@@ -127,6 +136,20 @@ class Keeper:
             hub.version - saved,
             hub.samples,
         )
+        return _moments(arrays) if hub.version == 0 else ()
+
+    def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
+        """Go back to a checkpoint, and forget what came after it; return the hub's state there, and what `resume` does.
+
+        Raises CheckpointError.
+        """
+        assert self._folder is not None, "without a folder there is nowhere to go back to"
+        state, arrays = self._folder.load_version(version)
+        self._folder.forget_after(version)
+        aggregator.restore(version, arrays)
+        self._folder.begin_journal(version)
+        self._saved_version = self._kept_version = version
+        return state, _moments(arrays) if version == 0 else ()
 
     def released(self, released: Released, reduce: Reduce) -> None:
         """Write a release to the journal; call it before anybody hears of the release.
@@ -155,10 +178,13 @@ class Keeper:
         """Wait for no room any more: the broker ends. From any thread."""
         self._ending.set()
 
-    def is_due(self, version: int) -> bool:
-        """Return whether it is time to save this version: in the broker's loop. It is then taken to be saved."""
+    def is_due(self, version: int, together: bool = False) -> bool:
+        """Return whether it is time to save this version: in the broker's loop. It is then taken to be saved.
+
+        together: this is the moment of its release, at which it is saved where all save at the same versions.
+        """
         now = time.monotonic()
-        if self._folder is None or version <= self._saved_version:
+        if self._folder is None or version <= self._saved_version or together != self._every.together:
             return False
         again = now >= self._again_at
         if not (again or self._every.is_due(version, self._saved_version, now - self._saved_at)):
@@ -166,16 +192,24 @@ class Keeper:
         self._saved_version, self._saved_at, self._again_at = version, now, float("inf")
         return True
 
-    def save(self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False) -> None:
+    def save(
+        self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False, moments: Sequence[Buffer] = ()
+    ) -> None:
         """Copy the run as it stands, begin a new journal, and write the copy in the background.
 
         state: of the hub, at the aggregator's version.  wait: until it is written; else nothing happens while the last
-        one is still being written, and what cannot be written is a warning, and is tried again.
+        one is still being written (where all save at the same versions, that is waited for), and what cannot be written
+        is a warning, and is tried again.  moments: the founder's optimizer state, to be kept with its parameters.
         Raises CheckpointError if it waits, and it cannot be written.
         """
-        if self._folder is None or (self._writer is not None and self._writer.is_alive()):
+        if self._folder is None:
             return
+        if self._writer is not None and self._writer.is_alive():
+            if not self._every.together:
+                return
+            self._writer.join()
         folder, version, arrays = self._folder, aggregator.version, aggregator.arrays()
+        arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in enumerate(moments)}
         if wait:
             folder.begin_journal(version)
             folder.save(version, state, arrays)
@@ -223,3 +257,8 @@ class Keeper:
                 logger.info("saved %s, and the model alone as %s", path, model)
         finally:
             self._folder.close()
+
+
+def _moments(arrays: Mapping[str, NDArray[Any]]) -> tuple[Buffer, ...]:
+    count = sum(name.startswith("moments/") for name in arrays)
+    return tuple(arrays[f"moments/{number}"].tobytes() for number in range(count))

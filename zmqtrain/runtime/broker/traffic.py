@@ -183,13 +183,15 @@ class Traffic:
         moments: Sequence[Buffer] = (),
         landed: tuple[tuple[int, int], ...] = (),
         reset: bool = False,
+        rewound: bool = False,
     ) -> bool:
         """Send a snapshot as the peer's window lets it through; False if more than may waits for it already.
 
         moments: frames of optimizer state that go behind those of the parameters.  The rest: as in `Snapshot`.
         """
         transfer, frames = self._next_transfer(), [*frames, *moments]
-        announcement = Snapshot(transfer, version, tuple(len(frame) for frame in frames), landed, len(moments), reset)
+        sizes = tuple(len(frame) for frame in frames)
+        announcement = Snapshot(transfer, version, sizes, landed, len(moments), reset, rewound)
         if not self._line(peer).outbox.push(
             transfer, _messages(announcement, frames, self._stamp(peer, False)), droppable=False
         ):

@@ -20,23 +20,25 @@ USUAL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """How often to save: every so many seconds, or, if that is not 0, every so many versions."""
+    """How often to save: every so many seconds, or, if that is not 0, every so many versions.
+
+    together: at the versions that are a multiple of that, as all others of the run do (strict mode).
+    """
 
     seconds: float = USUAL_SECONDS
     versions: int = 0
+    together: bool = False
 
     def is_due(self, version: int, saved_version: int, since_seconds: float) -> bool:
         """Return whether a checkpoint is due at `version`.
 
         saved_version: of the last one; since_seconds: since that was begun.
         """
+        if self.together:
+            return version != saved_version and version % self.versions == 0
         if self.versions:
             return version - saved_version >= self.versions
         return since_seconds >= self.seconds
-
-    def marks(self, version: int) -> bool:
-        """Return whether all who save every so many versions save at this one."""
-        return self.versions > 0 and version % self.versions == 0
 
 
 def every_from_text(text: str, strict: bool = False) -> Every:
@@ -45,11 +47,11 @@ def every_from_text(text: str, strict: bool = False) -> Every:
     Raises ConfigError, also for a time in strict mode, and for less than 0.1 s.
     """
     if not text:
-        return Every(versions=STRICT_VERSIONS) if strict else Every()
+        return Every(versions=STRICT_VERSIONS, together=True) if strict else Every()
     if text.isdecimal():
         if int(text) < 1:
             raise ConfigError(f"checkpoint_every must be at least 1 version, or 0.1s, got {text!r}")
-        return Every(versions=int(text))
+        return Every(versions=int(text), together=strict)
     seconds = parse_duration(text, "checkpoint_every")
     if seconds < LEAST_SECONDS:
         raise ConfigError(f"checkpoint_every must be at least {LEAST_SECONDS:g}s, or 1 version, got {text!r}")

@@ -133,6 +133,16 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointError(f"cannot drop what {self.folder} has after version {version}: {error}") from error
 
+    def set_all_aside(self) -> None:
+        """Take all checkpoints out of the way: another run begins in the folder. Raises CheckpointError."""
+        try:
+            for _, path in self._checkpoints():
+                path.replace(path.with_name(path.name + ".former"))
+            for _, journal in self._journals():
+                journal.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot set the checkpoints in {self.folder} aside: {error}") from error
+
     def begin_journal(self, version: int) -> None:
         """Start the journal of what comes after `version`. Raises CheckpointError; the one before then goes on."""
         journal = Journal(self.folder / f"journal-{version:012d}.log")

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from zmqtrain.codecs.payload import (
     initial_states,
     payload_size,
 )
+from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish, Snapshot
@@ -342,22 +344,31 @@ class Aggregator:
             step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts, checked=True)
             self.published[fragment] += step
             self.parameters[fragment][:] = self.published[fragment]
+            self._states[fragment] = initial_states(
+                self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
+            )
         self.version = released.version
         self._keep_history(released.fragments)
 
-    def arrays(self) -> dict[str, NDArray[np.float32]]:
+    def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
         "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
-        nothing of, nothing."""
+        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "history/<fragment>/
+        <version>" what was published then, flat, "shares" (float64, per fragment) and "scores" (float64)."""
         named = {"parameters": self.parameters, "published": self.published}
         for key in self._outer_state[0]:
             named[f"outer.{key}"] = [state[key] for state in self._outer_state]
-        return {
+        arrays: dict[str, NDArray[Any]] = {
             f"{name}/{leaf.path}": array
             for name, flats in named.items()
             for leaf, array in zip(self.layout.spec, self.layout.join(flats), strict=True)
             if array.size or not leaf.values
         }
+        for fragment, states in enumerate(self._states):
+            arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}
+        for fragment, history in enumerate(self._history):
+            arrays |= {f"history/{fragment}/{version}": flat.copy() for version, flat in history}
+        return arrays | {"shares": np.array(self._shares), "scores": np.array(self._scores, np.float64)}
 
     def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
         """Take over what `arrays` returned. Raises CheckpointError."""
@@ -380,6 +391,26 @@ class Aggregator:
         for key in self._outer_state[0]:
             for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
                 state[key][:] = flat
+        self._restore_rest(arrays)
+
+    def _restore_rest(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what is not of the form of the model. Raises CheckpointError."""
+        try:
+            self._shares = [float(share) for share in arrays["shares"]]
+            self._scores = deque((float(score) for score in arrays["scores"]), maxlen=SCORES_KEPT)
+            for fragment, fresh in enumerate(self._states):
+                numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))
+                self._states[fragment] = fill_states(fresh, [arrays[f"codec/{fragment}/{n}"] for n in numbers])
+        except (CodecError, KeyError) as error:
+            raise CheckpointError(f"the checkpoint lacks what the aggregation had in hand: {error}") from None
+        for name in arrays:
+            kind, _, place = name.partition("/")
+            if kind == "history":
+                fragment, version = (int(part) for part in place.split("/"))
+                self._history[fragment].append((version, arrays[name].copy()))
+        for fragment, history in enumerate(self._history):
+            latest = dict(history)  # what `_begin` put there is the newest
+            self._history[fragment] = deque(sorted(latest.items()), maxlen=history.maxlen)
 
 
 def _can_be_stepped(flat: Vector) -> bool:

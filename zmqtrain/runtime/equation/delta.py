@@ -9,6 +9,7 @@ decoded there, to the same bits; what is sent as it is (DENSE) goes by the host,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -22,6 +23,7 @@ from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spe
 from zmqtrain.codecs.codec import State
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
+from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.moments import decode_moments, split_snapshot
@@ -46,6 +48,7 @@ DENSE = "float32"
 """The codec of snapshots, and of the exchanges that drain what is pending."""
 
 Vector = NDArray[np.float32]
+logger = logging.getLogger(__name__)
 
 
 def cut(flat: Vector, counts: Sequence[int]) -> list[Vector]:
@@ -135,7 +138,54 @@ class DeltaCoder:
         self.device = device
         self.unacked: dict[int, Encoded] = {}
         self._states: dict[int, list[State]] = {}
+        self._kept_states: dict[int, list[NDArray[Any]]] = {}
+        self._kept_on_device = False
         self._vectors = Vectors()
+
+    def kept(self, sequences: Sequence[int]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return what a checkpoint must hold: the u of these offers, as they were sent, and the codecs' states."""
+        arrays: dict[str, NDArray[Any]] = {}
+        unacked = [(s, self.unacked[s]) for s in sequences if s in self.unacked]
+        for sequence, u in unacked:
+            for number, frame in enumerate(u.frames):
+                arrays[f"unacked/{sequence}/{number}"] = np.frombuffer(frame, np.uint8)
+        states = self._kept_states | {fragment: pack_states(states) for fragment, states in self._states.items()}
+        for fragment, packed in states.items():
+            arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(packed)}
+        facts = {
+            "unacked": [[sequence, u.fragment, u.codec, len(u.frames)] for sequence, u in unacked],
+            "states": [[fragment, len(packed)] for fragment, packed in states.items()],
+            "on_device": self.device is not None,
+        }
+        return facts, arrays
+
+    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what `kept` gave. States of a codec on a device, where there is none now, begin anew."""
+        self.unacked = {
+            int(sequence): Encoded(
+                int(fragment), str(codec), tuple(arrays[f"unacked/{sequence}/{n}"].tobytes() for n in range(count))
+            )
+            for sequence, fragment, codec, count in facts["unacked"]
+        }
+        self._states.clear()
+        self._kept_on_device = bool(facts["on_device"])
+        self._kept_states = {
+            int(fragment): [arrays[f"codec/{fragment}/{n}"] for n in range(count)]
+            for fragment, count in facts["states"]
+        }
+
+    def _begin_states(self, fragment: int, fresh: list[State]) -> list[State]:
+        """Return the states with which a fragment is coded first: those of a checkpoint, if there is one."""
+        kept = self._kept_states.pop(fragment, None)
+        if kept is None:
+            return fresh
+        try:
+            if self._kept_on_device == (self.device is not None):
+                return fill_states(fresh, kept)
+        except CodecError:
+            pass
+        logger.warning("what the codec had kept is of another place, or another codec: it begins anew")
+        return fresh
 
     def warm_up(self, fragment: int) -> None:
         """Have all that the exchanges of one fragment need compiled, where there is something to compile."""
@@ -181,14 +231,15 @@ class DeltaCoder:
         if offer.dense:
             return encode_payload(codecs, segments, less=less)
         if offer.fragment not in self._states:
-            self._states[offer.fragment] = initial_states(codecs, counts)
+            self._states[offer.fragment] = self._begin_states(offer.fragment, initial_states(codecs, counts))
         return encode_payload(codecs, segments, self._states[offer.fragment], less)
 
     def _encode_on_device(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
         assert self.device is not None
         codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
         if offer.fragment not in self._states:
-            self._states[offer.fragment] = self.device.initial_states(codecs, counts)
+            fresh = self.device.initial_states(codecs, counts)
+            self._states[offer.fragment] = self._begin_states(offer.fragment, fresh)
         sent = [(self._codecs(u), u.frames) for u in on_the_way]
         return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
 

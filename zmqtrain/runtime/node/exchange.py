@@ -13,25 +13,28 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from zmqtrain.errors import LocalProtocolError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.effects import Deliver, PeerEffect
-from zmqtrain.protocol.messages import Aggregate, Message, WorkRequest, WorkUnit
+from zmqtrain.protocol.messages import Aggregate, Message, Schedule, WorkRequest, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.checkpoints.every import Every, every_from_text
+from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot, mean_score
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.mailbox import Mailbox
 from zmqtrain.runtime.node.inbox import Inbox
+from zmqtrain.runtime.node.keeper import NodeKeeper, SavedNode, read_saved
 from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.runtime.node.progress import Progress, paces
 from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update, Version
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update, Version, spec_to_plain
 
 __all__ = ["UnitSource", "PeerLink", "PeerExchange"]
 
@@ -86,6 +89,9 @@ class PeerExchange(ABC):
         self._progress = Progress()
         self._failure: ZmqTrainError | None = None
         self._coder: DeltaCoder | None = None
+        self._resuming: SavedNode | None = None
+        self._keeper: NodeKeeper | None = None
+        self._sent: dict[int, tuple[Offer, Version, float]] = {}  # by sequence, of what is on its way: as published
         self._founding: tuple[Sequence[Any], Sequence[Any]] = ((), ())
         self._asked = False
         self.answers_later = False
@@ -157,18 +163,27 @@ class PeerExchange(ABC):
     ) -> None:
         """Ask to join, without waiting: the first third of `join`."""
         self._coder, self._founding = self._make_coder(model), (leaves, moments)
+        if self._resuming is not None:
+            assert self._keeper is not None
+            self._resuming.check_model(model, self._keeper.folder.folder)
+            self._restore_coder(self._resuming)
         if self._events is not None:
             self._events.joining(self._peer.peer, self._peer.run, self.settings, self.founded)
         self._in_network(lambda: self._link.carry_out(self._peer.join(model, self.clock.monotonic(), score)))
 
     def has_joined(self) -> bool:
-        """Return whether the hub's answer is here."""
+        """Return whether the hub's answer is here; of a node that goes on from a checkpoint, whether it may."""
+        if self._resuming is not None:
+            return self._link.live or self.settings.mode != "strict"
         apart = self._peer.state is PeerState.APART
         return apart or (self._link.live and (len(self._inbox) > 0 or self._peer.confirmed))
 
     def end_join(self) -> Update | None:
         """Return what `join` does; once `has_joined`."""
         self._founding = ((), ())
+        if self._resuming is not None:
+            self._go_on_from(self._resuming)
+            return None
         if self._peer.state is PeerState.APART:
             return None
         first = self._inbox.peek()
@@ -176,6 +191,99 @@ class PeerExchange(ABC):
             self._offers.version = 0
             return None
         return self.poll()
+
+    # ------------------------------------------------------------------ going on from a checkpoint
+
+    @property
+    def checkpoint(self) -> NodeKeeper | None:
+        """See Keeps."""
+        return self._keeper
+
+    def _keep_in(self, folder: CheckpointFolder, every: str, saved: SavedNode | None) -> None:
+        """Keep checkpoints in this folder, and go on from this one: before anything is said to the hub."""
+
+        def how_often() -> Every:
+            return every_from_text(every, self.settings.mode == "strict")
+
+        self._resuming = saved
+        self._keeper = NodeKeeper(
+            folder, how_often, lambda: self._offers.version, self._facts, self._coded, self._in_codec
+        )
+        if saved is not None:
+            in_flight = [sequence for sequence, *_ in saved.facts["coder"]["unacked"]]
+            self._peer.term = int(saved.facts["node"]["term"])
+            self._peer.resume(saved.run, saved.version, saved.settings, saved.model, in_flight, saved.versions)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what this exchange has to know, in the training thread."""
+        peer = self._peer
+        self._hear_withdrawn()
+        timetable = [] if peer.timetable is None else [list(one) for one in peer.timetable.since(self._offers.version)]
+        node = {
+            "peer": peer.peer,
+            "name": self.name,
+            "run": peer.run,
+            "version": self._offers.version,
+            "incarnation": peer.incarnation,
+            "term": peer.term,
+            "settings": self.settings.to_dict(),
+            "model": spec_to_plain(self._joined_coder.model),
+            "schedules": timetable,
+        }
+        return {"node": node, "offers": self._offers.to_plain(), "units": self._units.to_plain()}
+
+    def _coded(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return what the codec has to know: what is on its way, as it was sent, and what it keeps (codec thread)."""
+        coder = self._joined_coder
+        self._sent = {sequence: sent for sequence, sent in self._sent.items() if sequence in coder.unacked}
+        facts, arrays = coder.kept(sorted(self._sent))
+        sent = [
+            [sequence, offer.samples, offer.steps, offer.dense, base, score]
+            for sequence, (offer, base, score) in self._sent.items()
+        ]
+        return {"coder": facts, "sent": sent}, arrays
+
+    def _restore_coder(self, saved: SavedNode) -> None:
+        coder = self._joined_coder
+        coder.restore(saved.facts["coder"], saved.arrays)
+        self._sent = {}
+        for sequence, samples, steps, dense, base, score in saved.facts["sent"]:
+            if sequence in coder.unacked:
+                offer = Offer(sequence, coder.unacked[sequence].fragment, (), samples, steps, dense=dense)
+                self._sent[sequence] = (offer, base, score)
+
+    def _go_on_from(self, saved: SavedNode) -> None:
+        """Be where the checkpoint was, that of the version to which all have gone back, if they have."""
+        assert self._keeper is not None
+        folder, rewound = self._keeper.folder, self._peer.rewound
+        if rewound >= 0 and rewound != saved.version:
+            earlier = read_saved(folder, rewound)
+            assert earlier is not None, "a version that was named is in the folder"
+            saved = earlier
+        self._resuming = None
+        self._offers.restore(saved.facts["offers"])
+        self._units.restore(saved.facts["units"], exactly=rewound >= 0)
+        for schedule in saved.facts["node"]["schedules"]:
+            if self._peer.timetable is not None and not self._link.live:
+                from_version, every, delay = schedule
+                self._peer.timetable.add(Schedule(every, delay, from_version))
+        unacked = {sequence for sequence, *_ in saved.facts["coder"]["unacked"]}
+        for sequence in set(self._offers.in_flight()) - unacked:
+            self._offers.withdrawn(sequence)  # it was just being withdrawn
+        if rewound >= 0:
+            folder.forget_after(rewound)
+            while self._withdrawn.get_nowait() is not None:  # as the hub was before it went back
+                pass
+            self._in_codec(lambda: self._send_again(saved), None)
+        self._keeper.saved = saved
+        where = "where all have gone back to" if rewound >= 0 else f"with {len(unacked)} deltas on their way"
+        logger.info("%s goes on from version %d of %s, %s", self.name, saved.version, saved.run, where)
+
+    def _send_again(self, saved: SavedNode) -> None:
+        """Publish what was on its way, to the same bits: the hub has gone back to before it came (codec thread)."""
+        self._restore_coder(saved)
+        for sequence, (offer, base, score) in sorted(self._sent.items()):
+            self._publish(offer, base, self._joined_coder.unacked[sequence], score)
 
     @property
     def founded(self) -> bool:
@@ -233,6 +341,7 @@ class PeerExchange(ABC):
         self._raise_failure()
         if not self.next_fragments():
             return None
+        self._offers.skip_to(self._peer.heard + 1)  # of a former life, too
         offer = self._offers.draft(fragment, segments, samples=samples, steps=steps, scores=scores, dense=dense)
         base = self._offers.version
         taken = [offer]  # from there: the segments need not stay until the next job
@@ -289,7 +398,11 @@ class PeerExchange(ABC):
         if self._events is not None:
             self._events.began(unit)
         batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
-        yield from batches_of(unit)
+        passed = self._units.begin(unit)
+        for number, batch in enumerate(batches_of(unit)):
+            if number >= passed:  # those before it were trained on before the checkpoint
+                self._units.given()
+                yield batch
         self._units.done(unit)
 
     @property
@@ -443,7 +556,11 @@ class PeerExchange(ABC):
         if self._events is not None:
             self._events.encoded(offer.sequence)
         score = mean_score(offer)
-        self._publish(replace(offer, segments=()), base, encoded, score)  # their memory is the device's, and free now
+        offer = replace(offer, segments=(), scores=())  # their memory is the device's, and free now
+        if self._keeper is not None:
+            self._sent = {s: sent for s, sent in self._sent.items() if s in self._joined_coder.unacked}
+            self._sent[offer.sequence] = (offer, base, score)
+        self._publish(offer, base, encoded, score)
 
     def _withdraw(self, coder: DeltaCoder, sequence: int, reason: str) -> None:
         coder.withdraw(sequence)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
@@ -26,6 +27,7 @@ from zmqtrain.errors import (
     CodecError,
     ConfigError,
     HubUnreachable,
+    JoinRefused,
     NonFiniteDelta,
     ZmqTrainError,
 )
@@ -33,10 +35,13 @@ from zmqtrain.interfaces import Channel, Clock
 from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Message, Promote, Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.checkpoints.every import every_from_text
+from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.node.exchange import PeerExchange
+from zmqtrain.runtime.node.keeper import SavedNode, read_saved
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.planning.auto import link_share
@@ -53,6 +58,10 @@ logger = logging.getLogger(__name__)
 
 SAY_WAITING_SECONDS = 2.0
 SAY_AGAIN_SECONDS = 5.0
+NO_CHECKPOINT_IN_LOCKSTEP = (
+    "nodes in lockstep keep no checkpoints: all hold the same parameters, and one that is started again takes them "
+    "from the others; leave --checkpoint out here, or --exchange"
+)
 
 CodecOn = Literal["auto", "host", "device"]
 """Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
@@ -99,6 +108,7 @@ class Node(PeerExchange):
     nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
     of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
     incarnation: above which this process begins (`new_incarnation`); 0: the node is not fenced.
+    keep: the folder for its checkpoints, how often to save, and what it goes on from, None for nothing.
     """
 
     _link: HubLink
@@ -116,6 +126,7 @@ class Node(PeerExchange):
         first: Node | None = None,
         exchange: str = "",
         incarnation: int = 0,
+        keep: tuple[CheckpointFolder, str, SavedNode | None] | None = None,
     ) -> None:
         share = share or LinkShare()
         machine = Peer(
@@ -131,6 +142,8 @@ class Node(PeerExchange):
         self._closed = self._settled = False
         self._link = HubLink(open_channel, self._peer, address, self, share)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
+        if keep is not None:
+            self._keep_in(*keep)
         self._link.start()
         try:
             self._raise_failure()
@@ -174,6 +187,32 @@ class Node(PeerExchange):
             raise HubUnreachable(say_unreachable(self.address, timeout_seconds, self._link.obstacle), self.address)
         assert self._peer.settings is not None
         return self._peer.settings
+
+    def wait_hub_of_checkpoint(self, timeout_seconds: float, new_run: bool) -> bool:
+        """Wait for the broker, at a node that goes on from a checkpoint; without one it goes on alone, unless in strict
+        mode, where `join` waits for all.
+
+        Returns False if the broker's run is another, and `new_run` says that this one may be left.
+        Raises JoinRefused if it may not be.
+        """
+
+        def answered() -> bool:
+            return self._peer.state is not PeerState.CONNECTING or self._link.trouble[0] in ("run", "version")
+
+        if not self._wait(answered, timeout_seconds):
+            text = "nobody answers at %s: %s goes on from its checkpoint of version %d of %s, alone for now"
+            logger.warning(text, self.address, self.name, self._peer.version, self._peer.run)
+        elif self._link.trouble[0] == "run":
+            if new_run:
+                return False
+            assert self._keeper is not None
+            raise JoinRefused(
+                f"the checkpoint in {self._keeper.folder.folder} is not of the run at {self.address}: "
+                f"{self._link.trouble[1].rstrip('.')}. To leave the old run for the new one, say --new-run "
+                "(new_run=True); its checkpoints are then set aside",
+                "run",
+            )
+        return True
 
     def _welcomed(self, timeout_seconds: float) -> bool:
         """Wait for the broker's Welcome; say so when it takes long enough for somebody to wonder."""
@@ -317,6 +356,8 @@ class Node(PeerExchange):
             atexit.unregister(self.close)
             self._link.close(reason)
             self._worker.close()
+            if self._keeper is not None:
+                self._keeper.close()
             if self._events is not None:
                 self._events.closed()
 
@@ -438,6 +479,10 @@ def connect(
     link: str = "",
     share: float = 1.0,
     exchange: str = "",
+    checkpoint: str | Path | None = None,
+    checkpoint_every: str = "",
+    checkpoint_keep: int = 3,
+    new_run: bool = False,
 ) -> Node | MastersNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
@@ -454,8 +499,12 @@ def connect(
     each way; the rest is left to others. With no link and the whole share nothing is limited.
     exchange: what people call the way in which this node trains in step with the others, past the broker; all nodes of
     a run have the same.
+    checkpoint: a folder of this node's own, where it saves what it can go on from, and goes on from if there is
+    something: then it is the node that it was, and needs no hub to begin.  checkpoint_every: after so much time
+    ("60s") or so many versions ("64"); checkpoint_keep: how many stay.  new_run: if the hub's run is another than the
+    checkpoint's, set that aside and join; else that is a JoinRefused.
     Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
-    HubUnreachable when no broker answers, JoinRefused.
+    HubUnreachable when no broker answers, JoinRefused, CheckpointError.
     """
     if not isinstance(address, str) or not address:
         raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
@@ -466,27 +515,53 @@ def connect(
         raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
     given = link_share(link, share)
     hub_key, pair = read_credentials(server_key, keys)
-    peer = PeerId(f"{name}#{secrets.token_hex(4)}")
+    every_from_text(checkpoint_every)
+    if checkpoint is not None and (exchange or observer):
+        raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else "who only looks on has nothing to save")
+    folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
 
     def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
         return lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
 
-    incarnation = new_incarnation()
-    node = Node(
-        open_channel(address, peer),
-        peer,
-        name,
-        address,
-        observer,
-        codec_on,
-        events,
-        given,
-        exchange=exchange,
-        incarnation=incarnation,
-    )
-    atexit.register(node.close)
+    def open_node(saved: SavedNode | None) -> Node:
+        peer = PeerId(f"{name}#{secrets.token_hex(4)}") if saved is None else saved.peer
+        return Node(
+            open_channel(address, peer),
+            peer,
+            peer.rpartition("#")[0],
+            address,
+            observer,
+            codec_on,
+            events,
+            given,
+            exchange=exchange,
+            incarnation=new_incarnation(0 if saved is None else saved.incarnation),
+            keep=None if folder is None else (folder, checkpoint_every, saved),
+        )
+
+    saved = None
+    if folder is not None:
+        folder.lock()
+        try:
+            saved = read_saved(folder)
+        except BaseException:
+            folder.close()
+            raise
+    node = open_node(saved)
     try:
+        if saved is not None and not node.wait_hub_of_checkpoint(timeout_seconds, new_run):
+            assert folder is not None
+            node.close()
+            folder.lock()
+            folder.set_all_aside()
+            node = open_node(None)
+        atexit.register(node.close)
         settings = node.wait_welcome(timeout_seconds)
+        if settings.masters > 1 and checkpoint is not None:
+            raise ConfigError(
+                "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "
+                "version; leave --checkpoint out here, the masters may have theirs"
+            )
         if node.shard and not observer:
             raise ConfigError(
                 f"the broker at {address} has shard {node.shard} of {settings.masters} of its run's model: join at the "
@@ -518,7 +593,7 @@ def connect(
             codec_on=codec_on,
             first=node,
             exchange=exchange,
-            incarnation=incarnation,
+            incarnation=new_incarnation(),
         )
 
     several = MastersNode(node, open_line, timeout_seconds)

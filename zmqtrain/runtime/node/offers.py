@@ -78,6 +78,27 @@ class Offers:
         """Take note that an offer will not land; one that has, or is not known, changes nothing."""
         self._on_their_way.pop(sequence, None)
 
+    def skip_to(self, sequence: int) -> None:
+        """Give no number below this one any more: the hub has heard of those before, perhaps of a former life."""
+        self._sequence = max(self._sequence, sequence)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the book as JSON can hold it."""
+        return {
+            "version": self.version,
+            "sequence": self._sequence,
+            "applied": list(self._applied),
+            "on_their_way": [list(one) for one in self._on_their_way.items()],
+            "since": [list(one) for one in self._offers_since.items()],
+        }
+
+    def restore(self, plain: dict[str, Any]) -> None:
+        """Take over what `to_plain` wrote."""
+        self.version, self._sequence = int(plain["version"]), int(plain["sequence"])
+        self._applied = [int(sequence) for sequence in plain["applied"]]
+        self._on_their_way = {int(sequence): int(fragment) for sequence, fragment in plain["on_their_way"]}
+        self._offers_since = {int(fragment): int(since) for fragment, since in plain["since"]}
+
     def in_flight(self) -> tuple[int, ...]:
         """Return the sequences of the offers that have neither landed nor been withdrawn, in their order."""
         return tuple(sorted(self._on_their_way))

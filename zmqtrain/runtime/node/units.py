@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from zmqtrain.protocol.messages import WorkRequest, WorkUnit
 from zmqtrain.types import LOCAL_UNITS, PeerId, first_local_unit
@@ -17,6 +18,8 @@ __all__ = ["UnitQueue"]
 
 AHEAD = 2
 ASK_AGAIN_SECONDS = 1.0
+WHOLE_UNIT = 1 << 30
+"""More batches than a unit has: it was done, and the broker had not heard so."""
 
 
 class UnitQueue:
@@ -39,6 +42,10 @@ class UnitQueue:
         self._units: deque[int] = deque()
         self._done: list[int] = []
         self._finished = self._asked = self._idle = self._drained = False
+        self._begun: tuple[int, int] | None = None  # the unit in hand, and how many of its batches were given
+        self._passed: dict[int, int] = {}  # by unit of a checkpoint: so many of its batches were given before that
+        self._held: tuple[int, ...] = ()  # the units of a checkpoint, until the broker has said which are still ours
+        self._reached = -1
         self.end_version = -1
         """The last version of a run whose nodes have all drained, -1 until then."""
         self._changed = threading.Condition() if changed is None else changed
@@ -57,6 +64,9 @@ class UnitQueue:
         """Return the next unit to train on; None when the run has no more (`finished`), or none came in this time."""
         check()
         with self._changed:
+            if self._held and not self._live():  # as far as is known here they are ours
+                self._units.extend(self._held)
+                self._held = ()
             self._idle = not (self._units or self._finished)
         if self._idle:
             self._ask()
@@ -73,6 +83,42 @@ class UnitQueue:
                 return None
             self._next_local += 1
             return self._next_local
+
+    def begin(self, unit: int) -> int:
+        """Take note that training begins on a unit; return how many of its batches were given before (a checkpoint)."""
+        passed = self._passed.pop(unit, 0)
+        self._begun = (unit, passed)
+        return passed
+
+    def given(self) -> None:
+        """Take note that a further batch of the unit in hand is given."""
+        assert self._begun is not None
+        self._begun = (self._begun[0], self._begun[1] + 1)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON can: the units in hand, and those done and not told."""
+        with self._changed:
+            begun = [] if self._begun is None else [list(self._begun)]
+            passed = [*self._passed.items(), *((unit, WHOLE_UNIT) for unit in self._done)]
+            return {
+                "held": [*self._done, *(unit for unit, _ in begun), *self._units, *self._held],
+                "passed": [*(list(one) for one in passed), *begun],
+                "reached": begun[0][0] if begun else 0,
+                "next_local": self._next_local,
+            }
+
+    def restore(self, plain: dict[str, Any], exactly: bool) -> None:
+        """Take over what `to_plain` wrote: the broker is asked which of the units are still this node's.
+
+        exactly: it has gone back to just where this node was, and is told where that is.
+        """
+        held = dict.fromkeys(int(unit) for unit in plain["held"])
+        with self._changed:
+            self._next_local = max(self._next_local, int(plain["next_local"]))
+            self._passed = {int(unit): int(passed) for unit, passed in plain["passed"]}
+            self._held = tuple(unit for unit in held if unit < LOCAL_UNITS)
+            self._units = deque(unit for unit in held if unit >= LOCAL_UNITS)
+            self._reached = int(plain["reached"]) if exactly else -1
 
     def done(self, unit: int) -> None:
         """Take note that a unit is trained on."""
@@ -117,6 +163,10 @@ class UnitQueue:
             if self._asked and not (self._idle or self._done or self._drained):
                 return None
             done, self._done = tuple(self._done), []
+            if self._held:
+                self._asked = True
+                want = max(0, AHEAD - len(self._held))
+                return WorkRequest(done, want, self._idle and want > 0, self._held, self._reached)
             if self._drained:
                 return WorkRequest(done, 0, idle=True)
             want = 0 if self._finished else max(0, AHEAD - len(self._units))
@@ -128,6 +178,7 @@ class UnitQueue:
     def dealt(self, answer: WorkUnit) -> None:
         """Take the broker's answer."""
         with self._changed:
+            self._held, self._reached = (), -1
             self._units.extend(answer.numbers)
             self._finished, self.end_version = answer.finished, max(self.end_version, answer.end_version)
             self._asked = False

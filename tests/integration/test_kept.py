@@ -1,0 +1,159 @@
+"""Nodes that are killed and started again by the same line go on; a strict run ends with the bits it would have had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from kept_node import train, train_all
+from runs import BrokerProcess, broker
+
+from zmqtrain.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
+from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
+from zmqtrain.runtime.node.node import connect
+from zmqtrain.settings import RunSettings
+from zmqtrain.train.sync import DelayedSync
+
+PROGRAM = Path(__file__).with_name("kept_node.py")
+
+
+@contextlib.contextmanager
+def killed(address, folder, names, every, at_step):
+    """Run nodes in a process of their own up to a step of the first of them; it is killed at the end of the block."""
+    facts = json.dumps({"address": address, "folder": str(folder), "names": names, "every": every})
+    process = subprocess.Popen([sys.executable, str(PROGRAM), facts], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert any(line.split()[:2] == ["step", str(at_step)] for line in process.stdout), "it ended before"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+class Course:
+    """What a node has said; it stops when its steps, or what is asked of its `sync`, say so."""
+
+    def __init__(self, stop=lambda sync: False, steps=0):
+        self.said, self._stop, self._steps = [], stop, steps
+
+    def say(self, *words):
+        self.said.append(words)
+
+    def stop(self, sync):
+        return bool(self._steps and sync.steps >= self._steps) or self._stop(sync)
+
+    def run(self, address, folder, every="1", **options):
+        train(address, folder, "pc-1", every, self.say, self.stop, **options)
+        return self.said[0]
+
+
+def test_a_node_that_is_killed_goes_on_from_its_checkpoint_as_the_node_that_it_was(tmp_path):
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        with killed(hub.address, tmp_path, ["pc-1"], "0.1s", 60):
+            pass
+        kept = CheckpointFolder(tmp_path / "pc-1").load()[0]
+        before = kept["loop"]["step"]
+        again = Course(steps=before + 40)
+        assert again.run(hub.address, tmp_path) == ("began", before, kept["node"]["version"], kept["node"]["peer"])
+        assert before > 0 and again.said[-1][0] == "ended"
+        statistics = hub.broker.statistics()
+        assert statistics.refused == 0, "no number of its former life was used again"
+
+
+def test_a_node_needs_no_hub_to_go_on_and_federates_when_there_is_one(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    settings = RunSettings(every=2, delay=1, heartbeat_seconds=0.1, lost_seconds=0.5)
+    with BrokerProcess(settings, tmp_path / "hub", every="1") as hub:
+        version = Course(steps=20).run(hub.address, tmp_path)[2]
+        hub.kill()
+    ended = int(Course(steps=40).run(hub.address, tmp_path, timeout_seconds=0.1)[1])
+    assert "nobody answers" in caplog.text and ended == 20
+    with BrokerProcess(settings, tmp_path / "hub", hub.port, every="1"):
+        began = Course(lambda sync: sync.version > version + 14 and sync.steps > 60).run(hub.address, tmp_path)
+        assert began[1] == 40, "what was trained alone is not lost"
+
+
+def test_a_checkpoint_of_another_run_is_left_only_if_that_is_said(tmp_path):
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        Course(steps=20).run(hub.address, tmp_path)
+    with broker(RunSettings(every=2, delay=1)) as other:
+        with pytest.raises(JoinRefused, match=r"is not of the run at .*say --new-run"):
+            connect(other.address, "pc-1", checkpoint=tmp_path / "pc-1")
+        assert Course(steps=5).run(other.address, tmp_path, new_run=True)[1:3] == (0, 0)
+    assert list((tmp_path / "pc-1").glob("*.former"))
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_leaf(tmp_path):
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        Course(steps=20).run(hub.address, tmp_path)
+        other = {"w": jnp.zeros((40, 9)), "b": jnp.zeros(8)}
+        same = {"w": jnp.zeros((40, 8)), "b": jnp.zeros(8)}
+        for params, state, words in (
+            (other, (), r"is of another model: the leaf w is w float32\[40,8\] in the checkpoint"),
+            (same, (), "loop's state .* are not this program's: .*count"),
+        ):
+            node = connect(hub.address, "pc-1", checkpoint=tmp_path / "pc-1")
+            with node, pytest.raises(ModelMismatch, match=words):
+                DelayedSync(node, params, state=state)
+
+
+def test_a_folder_is_one_nodes_and_lockstep_has_none(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    folder = CheckpointFolder(tmp_path)
+    folder.lock()
+    with pytest.raises(CheckpointError, match="in use by the process"):
+        connect(address, "pc-1", checkpoint=tmp_path)
+    folder.save(3, {"run": "run-1"}, {"w": jnp.zeros(3)})
+    folder.close()
+    with pytest.raises(CheckpointError, match="holds no node's checkpoints"):
+        connect(address, "pc-1", checkpoint=tmp_path)
+    with pytest.raises(ConfigError, match="nodes in lockstep keep no checkpoints"):
+        connect(address, "pc-1", checkpoint=tmp_path, exchange="allreduce:ring")
+
+
+STRICT = RunSettings(
+    mode="strict",
+    release="all",
+    every=4,
+    delay=6,
+    fragments=2,
+    start_nodes=2,
+    units=36,
+    codec="randomk:density=0.5+int8",
+    broadcast_codec="lowrank:rank=2",
+    outer="nesterov:rate=0.8,momentum=0.5",
+)
+"""Codecs that keep a state on both sides, momentum at the hub, AdamW at the nodes; two offers of each are in flight."""
+
+
+def ends(said):
+    return sorted(words for words in said if words[1] == "ended")
+
+
+def test_a_strict_run_that_is_killed_and_started_again_by_the_same_lines_ends_with_the_same_bits(tmp_path):
+    chosen, names = random.Random(5), ["pc-1", "pc-2"]
+    with broker(STRICT) as hub:
+        quiet = train_all(hub.address, tmp_path / "quiet", names, "3")
+    with (
+        BrokerProcess(STRICT, tmp_path / "hub", every="3") as hub,
+        killed(hub.address, tmp_path, names, "3", chosen.randint(40, 120)),
+    ):
+        if chosen.random() < 0.5:
+            hub.kill()  # it dies first, else last
+    with BrokerProcess(STRICT, tmp_path / "hub", hub.port, every="3"):
+        again = train_all(hub.address, tmp_path, names, "3")
+    assert len(ends(quiet)) == 2 and ends(again) == ends(quiet)
+    began = {words[3] for words in again if words[1] == "began"}
+    assert len(began) == 1 and began.pop() > 0, "all went back to one version"

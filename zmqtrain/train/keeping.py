@@ -1,0 +1,97 @@
+"""Bring what a loop trains to the host and back, leaf by leaf under its path: what a node's checkpoint holds of it.
+
+Rule 1: a copy, made at once: the loop may use its own up in the next step.  Rule 2: back come the very bits, on the
+devices of a tree of the same form; another form is refused with the leaf's path.
+Rule 3: a dtype that numpy does not have goes as bytes; a typed random key as its data; a number of Python as an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.errors import ModelMismatch
+from zmqtrain.types import LeafSpec, ModelSpec, describe_mismatch
+
+__all__ = ["describe_tree", "pack_tree", "unpack_tree", "named"]
+
+NUMPY_KINDS = "biuf"
+"""The kinds of dtype that are written as they are."""
+
+
+def describe_tree(tree: Any) -> ModelSpec:
+    """Return path, shape and dtype of every leaf, of any kind; a path that comes twice is numbered."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    specs: list[LeafSpec] = []
+    seen: dict[str, int] = {}
+    for keys, leaf in leaves:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/") or "value"
+        seen[path] = seen.get(path, 0) + 1
+        if seen[path] > 1:
+            path = f"{path}#{seen[path]}"
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        specs.append(LeafSpec(path, tuple(np.shape(leaf)), str(dtype)))
+    return tuple(specs)
+
+
+def pack_tree(tree: Any) -> list[NDArray[Any]]:
+    """Return a copy of every leaf on the host, of a dtype that numpy has. All are on their way before one is awaited.
+
+    Raises ModelMismatch for a leaf that is no array.
+    """
+    leaves = [_data(leaf) for leaf in jax.tree.leaves(tree)]
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
+    return [_packed(leaf, spec) for leaf, spec in zip(leaves, describe_tree(tree), strict=True)]
+
+
+def unpack_tree(like: Any, saved: ModelSpec, arrays: Sequence[NDArray[Any]], what: str) -> Any:
+    """Return a tree of the form of `like`, and where that lies, with the values that `pack_tree` gave.
+
+    saved: as `describe_tree` described them.  what: they are, for people.  Raises ModelMismatch, naming the leaf.
+    """
+    if (difference := describe_mismatch(saved, describe_tree(like))) is not None:
+        raise ModelMismatch(f"the checkpoint's {what} are not this program's: {difference[1]}", difference[0])
+    leaves, tree = jax.tree.flatten(like)
+    return jax.tree.unflatten(tree, [_placed(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
+
+
+def named(prefix: str, spec: ModelSpec, arrays: Sequence[NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    """Return arrays by the names that they have in a file."""
+    return {f"{prefix}/{leaf.path}": array for leaf, array in zip(spec, arrays, strict=True)}
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _packed(leaf: Any, spec: LeafSpec) -> NDArray[Any]:
+    array = np.array(leaf)
+    if array.dtype.kind in NUMPY_KINDS:
+        return array
+    if array.dtype.kind in "OSU":
+        raise ModelMismatch(f"the leaf {spec} is no array and no number, and cannot be saved", spec.path)
+    return np.frombuffer(array.tobytes(), np.uint8).copy()
+
+
+def _placed(like: Any, array: NDArray[Any]) -> Any:
+    if isinstance(like, bool | int | float):
+        return type(like)(array.item())
+    if _is_key(like):
+        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=jax.random.key_impl(like))
+    dtype = np.dtype(like.dtype)
+    if array.dtype != dtype:
+        array = np.frombuffer(array.tobytes(), dtype).reshape(np.shape(like))
+    own = np.array(array)  # jax may keep this very memory
+    if not isinstance(like, jax.Array):
+        return own
+    return jax.device_put(own, like.sharding) if like.committed else jax.numpy.asarray(own)
