@@ -125,7 +125,8 @@ class Records:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` wrote. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
         for peer, (heard, landed, incarnation, older) in state.items():
-            record = _Record(heard=int(heard), incarnation=int(incarnation))
+            before = self._take(PeerId(peer))
+            record = _Record(heard=int(heard), incarnation=max(int(incarnation), before.incarnation))
             record.older = [[int(first), int(last)] for first, last in older]
             self._put(PeerId(peer), record)
             for sequence, version in landed:
