@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from kept_node import train, train_all
-from runs import BrokerProcess, broker
+from runs import BrokerProcess, batches, broker, parameters, sgd
 
 from zmqtrain.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
@@ -68,6 +69,34 @@ def test_a_node_that_is_killed_goes_on_from_its_checkpoint_as_the_node_that_it_w
         assert before > 0 and again.said[-1][0] == "ended"
         statistics = hub.broker.statistics()
         assert statistics.refused == 0, "no number of its former life was used again"
+
+
+@pytest.mark.parametrize("saved_when", ["it is on its way", "it has landed and is applied"])
+def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_path):
+    settings = RunSettings(every=4, delay=2, codec="int4", broadcast_codec="float32", outer="sgd:rate=1")
+    with broker(settings) as hub:
+        with connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_every="1000") as node:
+            params = parameters()
+            sync = DelayedSync(node, params)
+            for batch in (next(batches(unit)) for unit in range(99)):
+                params = sync.step(sgd(params, batch)[0], samples=16)
+                applied = sync.statistics().aggregates_applied
+                if node.in_flight() and applied >= 1 and saved_when == "it is on its way":
+                    sync.save(params, wait=True)
+                    node.wait_update(60, node.in_flight()[0])  # it has landed, and this life is over
+                    break
+                if applied >= 2 and not node.in_flight() and saved_when != "it is on its way":
+                    sync.save(params, wait=True)
+                    break
+                if node.in_flight() and node.peek() is None:
+                    assert node._wait(lambda: node.peek() is not None, 60)
+        with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:
+            again = DelayedSync(node, parameters())
+            assert again.steps == sync.steps
+            ended = again.finish(again.start)
+        assert hub.broker.hub.samples == 16 * sync.steps, "each sample counts once"
+    for name in params:  # of a single node all that it computed lands, and nothing else
+        np.testing.assert_allclose(ended[name], params[name], atol=1e-5)
 
 
 def test_a_node_needs_no_hub_to_go_on_and_federates_when_there_is_one(tmp_path, caplog):

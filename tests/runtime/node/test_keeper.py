@@ -27,7 +27,7 @@ class Kept:
         node = {"peer": "a#1", "run": "run-1", "version": self.version, "incarnation": 5, "term": 0}
         return {"node": node | {"settings": settings, "model": [["w", [3], "float32"]]}}
 
-    def coded(self):
+    def coded(self, facts):
         return {"coder": {"unacked": []}}, {"codec": np.zeros(2)}
 
     def submit(self, job):

@@ -232,15 +232,19 @@ class PeerExchange(ABC):
         }
         return {"node": node, "offers": self._offers.to_plain(), "units": self._units.to_plain()}
 
-    def _coded(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Return what the codec has to know: what is on its way, as it was sent, and what it keeps (codec thread)."""
+    def _coded(self, facts: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return what the codec has to know: what is on its way by these facts, as it was sent, and what it keeps.
+
+        In the codec thread, which may not have heard yet what of it has landed and is applied.
+        """
         coder = self._joined_coder
         self._sent = {sequence: sent for sequence, sent in self._sent.items() if sequence in coder.unacked}
-        facts, arrays = coder.kept(sorted(self._sent))
-        sent = [
-            [sequence, offer.samples, offer.steps, offer.dense, base, score]
-            for sequence, (offer, base, score) in self._sent.items()
-        ]
+        in_flight = sorted(sequence for sequence, _ in facts["offers"]["on_their_way"] if sequence in self._sent)
+        facts, arrays = coder.kept(in_flight)
+        sent = []
+        for sequence in in_flight:
+            offer, base, score = self._sent[sequence]
+            sent.append([sequence, offer.samples, offer.steps, offer.dense, base, score])
         return {"coder": facts, "sent": sent}, arrays
 
     def _restore_coder(self, saved: SavedNode) -> None:

@@ -93,8 +93,8 @@ class NodeKeeper:
     """The checkpoints of one living node: a `Keeping`.
 
     every: how often.  version: of the parameters that the training thread has.  facts: what the exchange has to know,
-    in the training thread.  coded: what the codec has to know, in the codec thread.  submit: has that thread do
-    something, after all that it was given before; False if it has too much to do.
+    in the training thread.  coded: what the codec has to know besides these facts, in the codec thread.  submit: has
+    that thread do something, after all that it was given before; False if it has too much to do.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NodeKeeper:
         every: Callable[[], Every],
         version: Callable[[], int],
         facts: Callable[[], Facts],
-        coded: Callable[[], tuple[Facts, Arrays]],
+        coded: Callable[[Facts], tuple[Facts, Arrays]],
         submit: Callable[[Callable[[], None]], bool],
     ) -> None:
         self.folder = folder
@@ -137,7 +137,7 @@ class NodeKeeper:
         known = {"format": FORMAT, "loop": state, **self._facts()}
 
         def code() -> None:
-            facts, more = self._coded()
+            facts, more = self._coded(known)
             whole = {**arrays, **more}
             threading.Thread(
                 target=self._write, args=(version, known | facts, whole), name="zmqtrain-checkpoint"
