@@ -14,6 +14,7 @@ __all__ = [
     "DataError",
     "CodecError",
     "NonFiniteDelta",
+    "OutlyingDelta",
     "FramingError",
     "ProtocolError",
     "LocalProtocolError",
@@ -65,6 +66,10 @@ class NonFiniteDelta(CodecError):
     def __init__(self, message: str, leaf: str = "") -> None:
         super().__init__(message)
         self.leaf = leaf
+
+
+class OutlyingDelta(CodecError):
+    """A delta is far larger than any that training makes here: something is wrong on the node that computed it."""
 
 
 class FramingError(ZmqTrainError):

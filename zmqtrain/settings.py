@@ -62,6 +62,9 @@ class RunSettings:
     """A delta that is based on an aggregate more than so many versions old is too stale; 0: none is."""
     stale: Literal["return", "drop"] = "return"
     """What becomes of a delta that is too stale: it returns to what its node has pending, or it is dropped."""
+    norm_gate: str = "auto"
+    """A delta whose norm is so many times that of what came before it is refused, as 10; "none": none is. auto: 10, but
+    none in strict mode, and where nodes keep parameters of their own (initial own, elastic)."""
     outer: str = "nesterov:rate=0.8,momentum=0.5"
     """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging."""
     elastic: float = 1.0

@@ -165,7 +165,7 @@ class Update:
     anchor: None, or what the anchor is from now on (a snapshot replaces it; then `aggregate` is empty): all of it, or
     the part that the master has which sent it.
     landed: the sequences of this node's offers that `own` holds.
-    reset: drop what is pending there, and go on from the anchor (the node was preempted); only with an anchor.
+    reset: drop what is pending there, and go on from the anchor: a new one, or the one that is there (anchor None).
     keep: go on from the own parameters, whatever the anchor is: all that they differ from it is pending.
     moments: the optimizer state that came with the anchor, as float32 values laid end to end, in one array or several.
     """

@@ -60,6 +60,7 @@ from zmqtrain.protocol.messages import (
     Probed,
     Promote,
     Publish,
+    Quarantine,
     Refused,
     Relay,
     Relayed,
@@ -117,6 +118,7 @@ NOT_FOR_THE_HUB = {
     Chunk: Chunk(1, 0),
     Credit: Credit(1, 1),
     Preempt: Preempt("no"),
+    Quarantine: Quarantine("norm", "no", 10.0),
     WorkUnit: WorkUnit(()),
     Forming: Forming("default", (), 1),
     Group: Group("default", 1, 0, ()),
@@ -836,3 +838,58 @@ def test_what_a_peer_calls_itself_stays_on_one_line():
     assert hub.members["a"].name == "a?2026 ERROR ?[2J"
     (effect,) = [one for one in hub.receive("a", Goodbye("x\ny" * 1000), 0.0) if isinstance(one, Disconnect)]
     assert "\n" not in effect.text and len(effect.text) < 300
+# ---------------------------------------------------------------------- quarantine
+
+
+def offend(hub, peer, sequence, now=0.0, reason="norm"):
+    """Send a delta that is refused for what is in it; return what the hub has to say."""
+    message = publish(sequence)
+    assert hub.receive(peer, message, now) == [Expect(peer, message)]
+    return hub.broken(peer, message.transfer, reason, "too large", now)
+
+
+def test_who_sends_refused_deltas_again_and_again_is_told_for_how_long_none_is_taken():
+    hub = live_hub("a", "b")
+    assert sent(offend(hub, "b", 0) + offend(hub, "b", 1), Quarantine) == []
+    assert sent(offend(hub, "b", 2), Quarantine) == [("b", Quarantine("norm", "too large", 10.0))]
+    assert hub.roster(0.0).members[1]["state"] == "quarantined"
+    assert [message.reason for _, message in sent(hub.receive("b", publish(3), 1.0), Refused)] == ["quarantine"]
+    hub.receive("a", Heartbeat(9.0), 9.0)
+    hub.receive("b", Heartbeat(9.0), 9.0)
+    hub.tick(10.0)
+    assert hub.roster(10.0).members[1]["state"] == "live"
+    assert hub.receive("b", publish(3), 10.0) == [Expect("b", publish(3))]
+
+
+def test_who_is_quarantined_is_not_waited_for_and_no_part_of_the_mean():
+    hub = live_hub("a", "b", release="all")
+    contribute(hub, "a", 0)
+    offend(hub, "b", 0)
+    offend(hub, "b", 1)
+    (reduce,) = of(Reduce, offend(hub, "b", 2))
+    assert reduce.contributions == (contribution("a", 0),) and reduce.live == 1
+
+
+def test_what_it_had_sent_before_still_lands():
+    hub = live_hub("a", "b", release="all")
+    contribute(hub, "b", 0)
+    for sequence in (1, 2, 3):
+        offend(hub, "b", sequence)
+    (reduce,) = of(Reduce, contribute(hub, "a", 0))
+    assert {one.peer for one in reduce.contributions} == {"a", "b"} and reduce.live == 2
+
+
+def test_who_connects_again_is_still_quarantined_and_is_told_so():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        offend(hub, "b", sequence, now=1.0)
+    assert sent(hub.receive("b", Hello("b"), 4.0), Quarantine)[0][1].seconds == 7.0
+    hub.receive("b", Fetch(-1, WIRE), 4.0)
+    assert "b" not in hub.live
+
+
+def test_deltas_that_are_late_or_come_twice_quarantine_nobody():
+    hub = live_hub("a", "b", max_staleness=1)
+    contribute(hub, "b", 0)
+    for _ in range(20):
+        assert not sent(hub.receive("b", publish(0), 0.0), Quarantine)

@@ -47,6 +47,7 @@ from zmqtrain.protocol.messages import (
     Probed,
     Promote,
     Publish,
+    Quarantine,
     Refused,
     Relay,
     Relayed,
@@ -161,6 +162,7 @@ SAMPLES = {
     Chunk: Chunk(1, 0),
     Credit: Credit(1, 1),
     Preempt: Preempt("a better one was found"),
+    Quarantine: Quarantine("norm", "too large", 10.0),
     WorkRequest: WorkRequest((), 1, False),
     WorkUnit: WorkUnit(()),
     JoinGroup: JoinGroup("default", 2),
@@ -632,3 +634,33 @@ def test_a_gap_before_the_shared_parameters_are_whole_does_not_make_a_node_keep_
     assert peer.receive(aggregate(4), 0.0) == [Send(Fetch(-1, WIRE))] and peer.state is PeerState.SYNCING
     peer.receive(snapshot(4), 0.0)
     assert peer.received(1000) == [Deliver(snapshot(4), (), reset=True)]
+
+
+# ---------------------------------------------------------------------- quarantine
+
+
+def test_who_is_quarantined_drops_what_is_its_own_and_takes_the_shared_parameters():
+    peer = live(version=3)
+    assert peer.receive(Quarantine("norm", "too large", 10.0), 5.0) == [Send(Fetch(-1, WIRE))]
+    assert peer.quarantined_until == 15.0
+    peer.receive(snapshot(4, transfer=7), 5.5)
+    assert peer.received(7) == [Deliver(snapshot(4, transfer=7), (), reset=True)]
+
+
+def test_a_quarantine_that_meets_a_node_on_its_way_to_a_snapshot_resets_it_all_the_same():
+    peer = live(version=3)
+    peer.resync()
+    peer.receive(Quarantine("norm", "too large", 10.0), 5.0)
+    peer.receive(snapshot(4, transfer=7), 5.5)
+    assert peer.received(7) == [Deliver(snapshot(4, transfer=7), (), reset=True)]
+
+
+def test_a_node_of_several_masters_drops_nothing_for_one_of_them():
+    peer = Peer("a#1", "a")
+    peer.start(0.0)
+    peer.receive(welcome(settings=RunSettings(masters=2, initial="founder", every=3, delay=2)), 0.0)
+    peer.join(MODEL, 0.0)
+    peer.receive(snapshot(3), 0.0)
+    peer.received(1000)
+    assert peer.receive(Quarantine("norm", "too large", 10.0), 5.0) == []
+    assert peer.state is PeerState.LIVE and peer.quarantined_until == 15.0

@@ -75,7 +75,14 @@ def _join(stage: Stage, codec: Codec) -> Codec:
         codec.decode_into(coded, values, False)
         stage.backward_into(own, values, out, add)
 
-    return Codec(name, init, layout, encode, decode, check, decode_into, _slab(stage, codec))
+    inner = codec.energy
+
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        assert inner is not None
+        return inner(cut(buffers, count)[1], stage.passes(count))
+
+    slab = _slab(stage, codec)
+    return Codec(name, init, layout, encode, decode, check, decode_into, slab, energy if inner else None)
 
 
 def _slab(stage: Stage, codec: Codec) -> int:

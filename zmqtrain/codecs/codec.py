@@ -34,6 +34,7 @@ __all__ = [
     "Stateless",
     "block_count",
     "check_scales",
+    "energy_of_scales",
     "needs_between",
     "needs_finite",
     "needs_slab",
@@ -85,6 +86,9 @@ class Codec(NamedTuple):
       the sum may overflow to infinity where both sides are huge, and a -0.0 where nothing was sent may keep its sign.
       The buffers have passed `check`.
     slab: the most values of one slab.
+    energy(buffers, n): what stands for the sum of squares of the n values, as it goes by scales alone: a few times as
+      much at most, and growing with the square of what was encoded; the buffers have passed `check`. None: whoever
+      wants to know decodes.
     Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
@@ -97,6 +101,7 @@ class Codec(NamedTuple):
     check: Callable[[Sequence[Buffer | Array], int], None]
     decode_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], bool], None]
     slab: int = SLAB_VALUES
+    energy: Callable[[Sequence[Buffer | Array], int], float] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -215,3 +220,15 @@ def check_scales(scales: np.ndarray[Any, Any], largest_bits: int, codec: str) ->
     if np.maximum.reduce(scales) > largest_bits or np.minimum.reduce(scales - _ONE) < _SMALLEST_SCALE_BITS - 1:
         odd = (scales > largest_bits) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
         raise CodecError(f"{codec}: scale {int(odd.argmax())} is negative, not finite or out of range")
+
+
+def energy_of_scales(scales: Buffer | Array, most: int, block: int, count: int) -> float:
+    """Return the sum of squares of `count` values that are all `most` times the scale of their block; inf if that is no
+    float32.
+
+    scales: bfloat16 as uint16, one for each block of `block` values; the last block may be shorter.
+    """
+    bits = scales if isinstance(scales, np.ndarray) else np.frombuffer(scales, np.uint16)
+    steps = np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+    missing = block * steps.size - count
+    return most * most * (block * float(np.dot(steps, steps)) - missing * float(steps[-1]) ** 2)

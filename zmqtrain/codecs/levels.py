@@ -22,6 +22,7 @@ from zmqtrain.codecs.codec import (
     Sections,
     Stateless,
     block_count,
+    energy_of_scales,
     needs_between,
     needs_finite,
     needs_slab,
@@ -92,7 +93,10 @@ def sign(block: int = 512) -> Codec:
         if count % 8 and packed[-1] >> count % 8:
             raise CodecError(f"{name}: a bit after the last value is not 0")
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        return energy_of_scales(buffers[1], 1, block, count)
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
 
 
 def int2(block: int = 64) -> Codec:
@@ -139,7 +143,10 @@ def int2(block: int = 64) -> Codec:
         if any(packed[place % width] >> 2 * (place // width) & 3 for place in range(count, 4 * width)):
             raise CodecError(f"{name}: a code after the last value is not 0")
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        return energy_of_scales(buffers[2], 1, block, count)
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
 
 
 def _check_scales(scales: Numpy, codec: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -43,6 +43,7 @@ __all__ = [
     "decode_frame",
     "decode_payload",
     "decode_segments",
+    "open_slabs",
 ]
 
 _VERSION = 2
@@ -330,3 +331,14 @@ def decode_segments(
                 start = slab.start - starts[slab.segment]
                 target = segments[slab.segment][start : start + slab.values]
                 slab.codec.decode_into(_sections(view, slab), target, add)
+
+
+def open_slabs(
+    codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]
+) -> Iterator[tuple[Slab, list[memoryview]]]:
+    """Give each slab of a payload that `check_payload` has passed, and its sections. Raises CodecError."""
+    plan = plan_payload(tuple(codecs), tuple(counts))
+    for frame in frames:
+        view, known = _open(plan, frame)
+        for number in known.slabs:
+            yield plan.slabs[number], _sections(view, plan.slabs[number])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.codecs.codec import Codec, Scratch, Stateless, needs_finite, needs_slab, read_buffers
+from zmqtrain.codecs.codec import Codec, Scratch, Sections, Stateless, needs_finite, needs_slab, read_buffers
 from zmqtrain.errors import NonFiniteDelta
 from zmqtrain.types import Array, Buffer
 
@@ -46,7 +46,14 @@ def float32() -> Codec:
         if _largest_bits(values) >= 0x7F800000:
             raise NonFiniteDelta(f"float32: NaN or infinity in a slab of {count} values")
 
-    return Codec("float32", lambda count: (), lambda count: ((np.float32, count),), encode, decode, check, decode_into)
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        (values,) = read_buffers(buffers, [(np.float32, count)], "float32")
+        return float(np.dot(values, values))
+
+    def layout(count: int) -> Sections:
+        return ((np.float32, count),)
+
+    return Codec("float32", lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
 
 
 def bf16() -> Codec:

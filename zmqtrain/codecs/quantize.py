@@ -25,6 +25,7 @@ from zmqtrain.codecs.codec import (
     Stateless,
     block_count,
     check_scales,
+    energy_of_scales,
     needs_between,
     needs_finite,
     needs_slab,
@@ -138,7 +139,10 @@ def _in_bytes(family: str, span: _Range, block: int) -> Codec:
         if np.minimum.reduce(codes) < -span.most:
             raise CodecError(f"{name}: the code {-span.most - 1} is not one of this codec")
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        return energy_of_scales(buffers[1], span.most, block, count)
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
 
 
 def _in_nibbles(family: str, span: _Range, block: int) -> Codec:
@@ -177,7 +181,10 @@ def _in_nibbles(family: str, span: _Range, block: int) -> Codec:
         if count % 2 and packed[-1] >> 4 != _EIGHTS >> 4:
             raise CodecError(f"{name}: the last nibble stands for no value and is not 8")
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        return energy_of_scales(buffers[1], span.most, block, count)
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
 
 
 def scale_blocks(values: Numpy, scales: Numpy, block: int, out: Numpy | None = None) -> None:

@@ -24,6 +24,7 @@ from zmqtrain.codecs.codec import (
     Stateless,
     block_count,
     check_scales,
+    energy_of_scales,
     needs_between,
     needs_finite,
     needs_slab,
@@ -87,7 +88,10 @@ def ternary(block: int = 128) -> Codec:
         if any(int(packed[place % width]) // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into)
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        return energy_of_scales(buffers[1], 1, block, count)
+
+    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
 
 
 def _encode(x: Array, block: int) -> tuple[Array, Array]:

@@ -50,6 +50,7 @@ from zmqtrain.protocol.messages import (
     Probe,
     Promote,
     Publish,
+    Quarantine,
     Refused,
     Report,
     Roster,
@@ -61,6 +62,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
+from zmqtrain.protocol.quarantine import Quarantines
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import AfterAll, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable
@@ -129,6 +131,7 @@ class Hub:
         self.fence = Fence()
         self.term, self.tenure = 0, Tenure()
         self._probes = ProbeBudget()
+        self._quarantines = Quarantines()
         self._groups = Groups()
         self._founding = Founding(settings, self.members, self._records.landed, preemption, shard)
         self._began = self._rostered = self._ticked = now
@@ -208,6 +211,7 @@ class Hub:
             return self._begun(self._founding.whole(member, announcement))
         assert isinstance(announcement, Publish)
         self.rounds.add(peer, announcement, now)
+        self._quarantines.accepted(peer)
         member.contributions += 1
         member.samples += announcement.samples
         member.staleness = self.version - announcement.base_version
@@ -223,7 +227,7 @@ class Hub:
         if isinstance(announcement, Snapshot):
             return self._founding.send_away(member, reason, text) + self._founding.left(member)
         assert isinstance(announcement, Publish)
-        return [self._refuse(member, announcement, reason, text)]
+        return [self._refuse(member, announcement, reason, text), *self._offended(member, reason, text, now)]
 
     def gone(self, peer: PeerId, why: str, now: float) -> list[HubEffect]:
         """The connection to a peer is gone."""
@@ -240,6 +244,7 @@ class Hub:
             silent = now - member.last_seen
             if silent > (SILENCE_SECONDS if process else self.settings.lost_seconds):
                 effects += self._lose(member, f"silent for {silent:.1f} s", now)
+            member.quarantined = self._quarantines.rest(member.peer, now) > 0
         effects += self._release(now)
         if self._news:
             self._news = False
@@ -267,7 +272,7 @@ class Hub:
         return frozenset(
             peer
             for peer, member in self.members.items()
-            if member.state is MemberState.LIVE and not (member.idle or member.drained)
+            if member.state is MemberState.LIVE and not (member.idle or member.drained or member.quarantined)
         )
 
     @property
@@ -383,6 +388,9 @@ class Hub:
             standby=self.tenure.standby,
         )
         effects.append(SendTo(sender, welcome))
+        if (rest := self._quarantines.rest(sender, now)) > 0:
+            member.quarantined = True
+            effects.append(SendTo(sender, Quarantine("again", "it was quarantined before it connected again", rest)))
         if state is MemberState.OBSERVER:
             effects.append(SendTo(sender, self.roster(now)))
         if state is MemberState.STANDBY:
@@ -541,12 +549,22 @@ class Hub:
 
     # ------------------------------------------------------------------ contributions
 
+    def _offended(self, member: Member, reason: str, text: str, now: float) -> list[HubEffect]:
+        """A delta of this node was refused for what is in it: quarantine who does that again and again."""
+        seconds = self._quarantines.refused(member.peer, reason, now)
+        if not seconds:
+            return []
+        member.quarantined = True
+        return [SendTo(member.peer, Quarantine(reason, text, seconds)), *self._release(now)]
+
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
         if self._is_double(member, publish):
             self.fence.count(Verdict.DOUBLE)
             return []
         if publish.sequence <= self._records.heard(member.peer) or publish.transfer in member.open:
             return [self._refuse(member, publish, "duplicate", f"sequence {publish.sequence} was heard before")]
+        if member.quarantined:
+            return [self._refuse(member, publish, "quarantine", "this node is quarantined: nothing of it is taken now")]
         if not 0 <= publish.fragment < self.settings.fragments:
             text = f"fragment {publish.fragment} of a run with {self.settings.fragments}"
             return [self._refuse(member, publish, "fragment", text)]

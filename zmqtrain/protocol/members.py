@@ -91,6 +91,7 @@ class Member:
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
+    quarantined: none of its deltas is taken, and none awaited.
     """
 
     peer: PeerId
@@ -117,6 +118,7 @@ class Member:
     dropped: int = 0
     address: str = ""
     checkpoints: tuple[int, ...] = ()
+    quarantined: bool = False
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property
@@ -134,7 +136,7 @@ class Member:
         entry: dict[str, Scalar] = {
             "peer": self.peer,
             "name": self.name,
-            "state": "idle" if self.idle else self.state.value,
+            "state": "quarantined" if self.quarantined else "idle" if self.idle else self.state.value,
             "contributions": self.contributions,
             "staleness": self.staleness,
             "refused": self.refused,
@@ -164,4 +166,4 @@ class Member:
 
 def training(members: Mapping[PeerId, Member]) -> set[PeerId]:
     """Return the nodes that a mean is over: idle ones too, or the last to finish would weigh more than the others."""
-    return {peer for peer, member in members.items() if member.state is MemberState.LIVE}
+    return {peer for peer, member in members.items() if member.state is MemberState.LIVE and not member.quarantined}

@@ -44,6 +44,7 @@ __all__ = [
     "Chunk",
     "Credit",
     "Preempt",
+    "Quarantine",
     "WorkRequest",
     "WorkUnit",
     "JoinGroup",
@@ -335,6 +336,16 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Hub to node: for so many `seconds` none of your deltas is taken: too many were refused. reason, text: of the last
+    one, as in Refused. Drop what is pending and start again from the shared parameters."""
+
+    reason: str
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkRequest:
     """Node to hub: these data units are done; deal me `want` more. idle: I have none left and wait for the answer.
 
@@ -531,6 +542,7 @@ Message = (
     | Chunk
     | Credit
     | Preempt
+    | Quarantine
     | WorkRequest
     | WorkUnit
     | JoinGroup
@@ -576,6 +588,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Chunk,
     Credit,
     Preempt,
+    Quarantine,
     WorkRequest,
     WorkUnit,
     JoinGroup,

@@ -29,6 +29,7 @@ from zmqtrain.protocol.messages import (
     Message,
     Preempt,
     Publish,
+    Quarantine,
     Refused,
     Roster,
     Schedule,
@@ -70,6 +71,8 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.APART, Snapshot): PeerState.LIVE,
     (PeerState.LIVE, Aggregate): PeerState.LIVE,
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
+    (PeerState.LIVE, Quarantine): PeerState.SYNCING,
+    (PeerState.SYNCING, Quarantine): PeerState.SYNCING,
 }
 """The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage, a
 gap in the numbers, a connection that is gone, and Refused "unknown" or "run" of the hub from anywhere to CONNECTING;
@@ -88,7 +91,8 @@ class Peer:
     over: the first has said so to a master.
     version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
     is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
-    timetable: which k and d hold when, from Welcome on.
+    timetable: which k and d hold when, from Welcome on.  quarantined_until: until then the hub takes no delta of this
+    node.
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
     not fenced).  address: where the hub is; without it no standby is looked for.  term: of the hub that was last
     believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
@@ -127,6 +131,7 @@ class Peer:
         self.shard = self.founding = 0
         self.masters: tuple[str, ...] = ()
         self.over = False
+        self.quarantined_until = 0.0
         self.round_trip_seconds: float | None = None
         self.in_flight: set[int] = set()
         self.confirmed = False
@@ -270,6 +275,12 @@ class Peer:
                 self._know(str(message.hub.get("standby", "")))
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
+            case Quarantine(seconds=seconds):
+                self.quarantined_until = now + seconds
+                several = self.settings is not None and self.settings.masters > 1
+                if (self.state, Quarantine) in PEER_TRANSITIONS and not several:  # one of several has a part only
+                    self._reset = True
+                    return self._resync()
             case Refused():
                 return self._on_refused(message, now)
             case Goodbye(reason) if reason == RUN_OVER and self.claim is not None:

@@ -13,6 +13,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.rounds import canonical_release
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import aggregation_from_spec
+from zmqtrain.strategies.norms import norm_gate_from_text
 from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec
 from zmqtrain.strategies.staleness import staleness_from_spec
@@ -26,6 +27,11 @@ def _preemption(text: str) -> str:
     return preemption.name if preemption is not None else "none"
 
 
+def _norm_gate(text: str) -> str:
+    gate = norm_gate_from_text(text)
+    return gate if isinstance(gate, str) else f"{gate:g}"
+
+
 CANONICAL: Mapping[str, Callable[[str], str]] = {
     "codec": lambda text: coding_from_spec(text).name,
     "broadcast_codec": lambda text: coding_from_spec(text).name,
@@ -33,6 +39,7 @@ CANONICAL: Mapping[str, Callable[[str], str]] = {
     "aggregate": lambda text: aggregation_from_spec(text).name,
     "selection": lambda text: selection_from_spec(text).name,
     "staleness": lambda text: staleness_from_spec(text).name,
+    "norm_gate": _norm_gate,
     "outer": lambda text: outer_from_spec(text).name,
     "preemption": _preemption,
     "minibatch": lambda text: minibatch_from_spec(text).name,

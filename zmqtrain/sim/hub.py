@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from zmqtrain.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
+from zmqtrain.errors import CodecError, ConfigError, FramingError, RemoteProtocolError
 from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
@@ -28,9 +28,20 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Announcement, Credit, Message, Publish, Refused, Schedule, Snapshot
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Announcement,
+    Credit,
+    Message,
+    Publish,
+    Quarantine,
+    Refused,
+    Schedule,
+    Snapshot,
+)
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.gate import reason_of
 from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.planning.auto import LoadPlanner
@@ -149,12 +160,12 @@ class SimHub:
         try:
             if isinstance(announcement, Publish):
                 self.aggregator.check(announcement, frames)
+                self.aggregator.judge(peer, announcement, frames)
             else:
                 assert isinstance(announcement, Snapshot)
                 self.aggregator.check_snapshot(announcement, frames)
         except CodecError as error:
-            reason = "non-finite" if isinstance(error, NonFiniteDelta) else "corrupt"
-            self._carry_out(self.hub.broken(peer, transfer, reason, str(error), now))
+            self._carry_out(self.hub.broken(peer, transfer, reason_of(error), str(error), now))
             return
         member = self.hub.members.get(peer)
         if member is not None and transfer in member.open:
@@ -199,6 +210,8 @@ class SimHub:
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
             case SendTo(peer, message):
+                if isinstance(message, Quarantine):
+                    self._say_quarantine(peer, message)
                 self._send(peer, message)
             case Broadcast(message):
                 if isinstance(message, Schedule) and self._events is not None:
@@ -226,7 +239,14 @@ class SimHub:
                 self._codec.do(0, partial(self._serve, effect, self._moments if effect.moments else ()))
             case Disconnect(peer):
                 self._following.pop(peer, None)
+                self.aggregator.gate.forget(peer)
                 self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
+
+    def _say_quarantine(self, peer: PeerId, quarantine: Quarantine) -> None:
+        self.aggregator.gate.forget(peer)
+        if self._events is not None:
+            text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
+            self._events.member(peer, "quarantined", text)
 
     def _expect(self, peer: PeerId, announcement: Announcement) -> None:
         try:

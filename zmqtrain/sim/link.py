@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from zmqtrain.errors import JoinRefused, ModelMismatch
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Snapshot, WorkUnit
+from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Quarantine, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
 from zmqtrain.runtime.node.link import Listener
@@ -160,6 +160,8 @@ class SimLink:
             case _:
                 before = self.peer.state
                 self.carry_out(self.peer.receive(message, now))
+                if isinstance(message, Quarantine):
+                    self.listener.on_quarantined(message)
                 self._say_where(before)
 
     def take_payload(self, announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> None:

@@ -230,7 +230,7 @@ class DelayedSync:
         device would apply everything a hundred steps late.
         samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
         state: what else a checkpoint holds, should one be due; it is copied.
-        Raises NonFiniteDelta when training has diverged here, AggregateTimeout in strict mode.
+        Raises NonFiniteDelta when training diverges here again and again, AggregateTimeout in strict mode.
         """
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
             self._score_before.block_until_ready()
@@ -451,10 +451,12 @@ class DelayedSync:
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
         self._anchor = self._moves.settle(leaves, self._anchor)
         if update.reset:
-            assert update.anchor is not None
-            self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
+            if update.anchor is not None:
+                self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
             leaves = self._moves.parameters(self._anchor)
             self._unsaid, self._adoption = [_Unsaid() for _ in self._unsaid], Adoption(update.moments)
+            for sequence, offered in self._offered.items():  # one that is withdrawn leaves nothing pending
+                self._offered[sequence] = offered._replace(samples=0, steps=0)
         elif update.keep:
             assert update.anchor is not None
             self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))

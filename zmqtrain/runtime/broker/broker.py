@@ -24,7 +24,6 @@ from zmqtrain.errors import (
     CodecError,
     ConfigError,
     FramingError,
-    NonFiniteDelta,
     RemoteProtocolError,
     ZmqTrainError,
 )
@@ -66,6 +65,7 @@ from zmqtrain.protocol.messages import (
     Probe,
     Probed,
     Publish,
+    Quarantine,
     Refused,
     Relay,
     Relayed,
@@ -84,6 +84,7 @@ from zmqtrain.runtime.broker.standby import Inheritance
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.gate import reason_of
 from zmqtrain.runtime.equation.moments import MOMENT_MODELS, check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.groups.reducer import Reducers
@@ -357,7 +358,7 @@ class Broker:
                 if isinstance(whole[0], Initialise | Push):
                     self.parameters.whole(peer, whole[0], whole[1])
                 else:
-                    self._jobs.do(partial(self._check, *whole), self._checked, peer, *whole)
+                    self._jobs.do(partial(self._check, peer, *whole), self._checked, peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
             self.traffic.heard(len(frames[0]))
@@ -377,9 +378,10 @@ class Broker:
             if isinstance(message, Report) and message.scores and self._events is not None:
                 self._events.evaluated(message.score_version, self.hub.samples, message.scores)
 
-    def _check(self, announcement: Announcement, frames: Sequence[Buffer]) -> None:
+    def _check(self, peer: PeerId, announcement: Announcement, frames: Sequence[Buffer]) -> None:
         if isinstance(announcement, Publish):
             self.aggregator.check(announcement, frames)
+            self.aggregator.judge(peer, announcement, frames)
         else:
             assert isinstance(announcement, Snapshot)
             self.aggregator.check_snapshot(announcement, frames)
@@ -390,9 +392,8 @@ class Broker:
         if member is None or announcement.transfer not in member.open:
             return  # its node has left, or came back, in the meantime: what it sent before does not count
         if isinstance(result, CodecError):
-            reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
             self._log.warning("refused what %s sent: %s", _name(peer), result)
-            self._carry_out(self.hub.broken(peer, announcement.transfer, reason, str(result), now))
+            self._carry_out(self.hub.broken(peer, announcement.transfer, reason_of(result), str(result), now))
         else:
             self._whole[_key(peer, announcement)] = received
             self._carry_out(self.hub.received(peer, announcement.transfer, now))
@@ -428,6 +429,8 @@ class Broker:
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
             case SendTo(peer, message, stamp):
+                if isinstance(message, Quarantine):
+                    self._say_quarantine(peer, message)
                 self.traffic.send(peer, self.parameters.describe(message), stamp)
             case Broadcast(message):
                 message = self.parameters.describe(message)
@@ -501,6 +504,13 @@ class Broker:
         if self._events is not None:
             self._events.scheduled(schedule.every, schedule.delay, schedule.from_version, why)
 
+    def _say_quarantine(self, peer: PeerId, quarantine: Quarantine) -> None:
+        text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
+        logger.warning("%s is quarantined %s", _name(peer), text)
+        if self._events is not None:
+            self._events.member(peer, "quarantined", text)
+        self._jobs.do(partial(self.aggregator.gate.forget, peer))  # it begins again
+
     def _see_rates(self) -> None:
         """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
         for peer, member in self.hub.members.items():
@@ -566,6 +576,8 @@ class Broker:
         self.traffic.forget(peer)
         self._relays.forget(peer)
         self.parameters.lost(peer)
+        if reason != "again":
+            self._jobs.do(partial(self.aggregator.gate.forget, peer))
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
         if self.hub.exchange and peer not in self.hub.members:  # but one of a node in lockstep does not
             self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.protocol.effects import Deliver
-from zmqtrain.protocol.messages import Report, WorkUnit
+from zmqtrain.protocol.messages import Quarantine, Report, WorkUnit
 from zmqtrain.types import Buffer
 
 __all__ = ["Onlooker"]
@@ -31,6 +31,9 @@ class Onlooker:
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """See Listener: nothing was offered."""
+
+    def on_quarantined(self, quarantine: Quarantine) -> None:
+        """See Listener: who looks on sends no deltas."""
 
     def on_founding(self) -> None:
         """See Listener: who looks on is not asked."""

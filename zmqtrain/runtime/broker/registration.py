@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.masters import Claim
-from zmqtrain.protocol.messages import Report, WorkUnit
+from zmqtrain.protocol.messages import Quarantine, Report, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.settings import RunSettings
@@ -168,6 +168,9 @@ class Registration:
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """See Listener: nothing was offered."""
+
+    def on_quarantined(self, quarantine: Quarantine) -> None:
+        """See Listener: who watches sends no deltas."""
 
     def on_founding(self) -> None:
         """See Listener: who watches is not asked."""

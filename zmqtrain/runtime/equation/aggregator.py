@@ -45,6 +45,7 @@ from zmqtrain.runtime.equation.delta import (
     snapshot_codecs,
     snapshot_counts,
 )
+from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import aggregation_from_spec, mean_over_live
@@ -101,6 +102,7 @@ class Aggregator:
             and (settings.max_staleness == 0 or settings.stale == "return")
         )
         """Whether publishes are held until their round closes."""
+        self.gate = DeltaGate(settings)
         self.version: Version = -1
         self.parameters: list[Vector] = []
         self.published: list[Vector] = []
@@ -185,6 +187,11 @@ class Aggregator:
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
         check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
+
+    def judge(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Raise OutlyingDelta for a checked publish that is far larger than those before it; see `DeltaGate`."""
+        counts, codecs = self.layout.counts(publish.fragment), self._codecs(publish)
+        self.gate.judge(peer, publish.fragment, codecs, frames, counts, steps=publish.steps, dense=publish.dense)
 
     def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Take a checked publish into the round: into its sum, or held until the round closes."""

@@ -24,12 +24,13 @@ from zmqtrain.codecs.codec import State
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
 from zmqtrain.codecs.states import fill_states, pack_states
-from zmqtrain.errors import CodecError, NonFiniteDelta
+from zmqtrain.errors import CodecError, NonFiniteDelta, OutlyingDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.moments import decode_moments, split_snapshot
 from zmqtrain.runtime.equation.vectors import Vectors
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, Update
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update
 
 __all__ = [
     "DENSE",
@@ -49,6 +50,8 @@ DENSE = "float32"
 
 Vector = NDArray[np.float32]
 logger = logging.getLogger(__name__)
+
+_OWN = PeerId("this node")
 
 
 def cut(flat: Vector, counts: Sequence[int]) -> list[Vector]:
@@ -141,6 +144,7 @@ class DeltaCoder:
         self._kept_states: dict[int, list[NDArray[Any]]] = {}
         self._kept_on_device = False
         self._vectors = Vectors()
+        self._gate = DeltaGate(settings)
 
     def kept(self, sequences: Sequence[int]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return what a checkpoint must hold: the u of these offers, as they were sent, and the codecs' states."""
@@ -243,6 +247,22 @@ class DeltaCoder:
         sent = [(self._codecs(u), u.frames) for u in on_the_way]
         return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
 
+    def judge(self, offer: Offer, encoded: Encoded) -> str:
+        """Return why a hub would refuse this u for its size, going by those of this node alone; "" if it would not."""
+        counts, codecs = self.layout.counts(offer.fragment), self._codecs(encoded)
+        try:
+            self._gate.judge(_OWN, offer.fragment, codecs, encoded.frames, counts, steps=offer.steps, dense=offer.dense)
+        except OutlyingDelta as error:
+            return str(error)
+        return ""
+
+    def restart(self) -> None:
+        """Take note that all that is pending is dropped: what is on its way may land, and is nobody's own then."""
+        self.unacked.clear()
+        self._states.clear()
+        self._kept_states.clear()
+        self._gate.forget(_OWN)
+
     def withdraw(self, sequence: int) -> None:
         """Take note that a u will not land: what it carried is in `pending` and is offered again."""
         self.unacked.pop(sequence, None)
@@ -274,7 +294,7 @@ class DeltaCoder:
         moments = [decode_moments(state)] if state else None
         own = {} if reset else self._own(landed)
         if reset:
-            self.unacked.clear()
+            self.restart()
         return Update(snapshot.version, {}, own, tuple(landed), anchor, reset, keep, moments)
 
     def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:

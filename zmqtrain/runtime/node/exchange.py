@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from zmqtrain.errors import LocalProtocolError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.effects import Deliver, PeerEffect
-from zmqtrain.protocol.messages import Aggregate, Message, Schedule, WorkRequest, WorkUnit
+from zmqtrain.protocol.messages import Aggregate, Message, Quarantine, Schedule, WorkRequest, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.checkpoints.every import Every, every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
@@ -32,6 +32,7 @@ from zmqtrain.runtime.node.inbox import Inbox
 from zmqtrain.runtime.node.keeper import NodeKeeper, SavedNode, read_saved
 from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.runtime.node.progress import Progress, paces
+from zmqtrain.runtime.node.restarts import Restarts
 from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update, Version, spec_to_plain
@@ -92,6 +93,7 @@ class PeerExchange(ABC):
         self._resuming: SavedNode | None = None
         self._keeper: NodeKeeper | None = None
         self._sent: dict[int, tuple[Offer, Version, float]] = {}  # by sequence, of what is on its way: as published
+        self._restarts = Restarts()
         self._founding: tuple[Sequence[Any], Sequence[Any]] = ((), ())
         self._asked = False
         self.answers_later = False
@@ -326,7 +328,7 @@ class PeerExchange(ABC):
         """See Exchange; decided by `Offers.next_fragment`."""
         self._hear_withdrawn()
         timetable = self._peer.timetable
-        if timetable is None:
+        if timetable is None or self._restarts.begun or self.quarantined_seconds > 0:
             return ()
         fragment = self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
         return () if fragment is None else (fragment,)
@@ -373,6 +375,9 @@ class PeerExchange(ABC):
         update = self._inbox.take()
         if update is not None:
             self._offers.took(update)
+            self._restarts.landed(len(update.landed))
+            if update.reset:
+                self._restarts.done(self._offers.next_sequence)
             self._decode_on()
             if self._events is not None:
                 self._events.applied(update)
@@ -502,11 +507,29 @@ class PeerExchange(ABC):
         """See Listener."""
         self._withdrawals += 1
         if reason == "non-finite":
-            self.on_failed(NonFiniteDelta(f"the broker refused a delta of {self.name}, which is not finite: {text}"))
+            said = f"the broker refused a delta of {self.name}, which is not finite: {text}"
+            self._in_codec(lambda: self._diverged(sequence, NonFiniteDelta(said)))
         if self._coder is not None:
             coder = self._coder
             self._in_codec(lambda: self._withdraw(coder, sequence, reason))
         self._withdrawn.put_nowait(sequence)
+
+    def on_quarantined(self, quarantine: Quarantine) -> None:
+        """See Listener."""
+        text = (
+            f"{self.name} is quarantined for {quarantine.seconds:.0f} s: the broker has refused too much of what it "
+            f"sent ({quarantine.reason}: {quarantine.text})"
+        )
+        if self.settings.masters > 1:
+            self.on_failed(ZmqTrainError(f"{text}. Start this node again: it takes the shared parameters"))
+            return
+        advice = "If that happens again, look at its learning rate, its memory, its card and its cable"
+        logger.warning("%s. It begins again from the shared parameters, and trains on meanwhile. %s", text, advice)
+
+    @property
+    def quarantined_seconds(self) -> float:
+        """For how long the hub takes no delta of this node; 0: it takes them."""
+        return max(0.0, self._peer.quarantined_until - self.clock.monotonic())
 
     def on_founding(self) -> None:
         """See Listener."""
@@ -552,19 +575,34 @@ class PeerExchange(ABC):
         try:
             encoded = self._joined_coder.encode(offer)
         except NonFiniteDelta as error:
-            raise NonFiniteDelta(f"{self.name}: {error}: training has diverged here", error.leaf) from None
+            said = f"{self.name}: {error}: training has diverged here"
+            self._diverged(offer.sequence, NonFiniteDelta(said, error.leaf))
+            self._withdraw(self._joined_coder, offer.sequence, "non-finite")
+            self._withdrawn.put_nowait(offer.sequence)
+            return
         self._encode_seconds += time.thread_time() - began
         self._encoded += 1
         if self._encoded == EXCHANGES_WARM:
             self._warm_seconds = self._encode_seconds + self._inbox.decode_seconds
         if self._events is not None:
             self._events.encoded(offer.sequence)
+        if why := self._joined_coder.judge(offer, encoded):
+            logger.warning("%s: delta %d may be refused: %s", self.name, offer.sequence, why)
         score = mean_score(offer)
         offer = replace(offer, segments=(), scores=())  # their memory is the device's, and free now
         if self._keeper is not None:
             self._sent = {s: sent for s, sent in self._sent.items() if s in self._joined_coder.unacked}
             self._sent[offer.sequence] = (offer, base, score)
         self._publish(offer, base, encoded, score)
+
+    def _diverged(self, sequence: int, error: NonFiniteDelta) -> None:
+        """Begin again from the shared parameters, or raise the error that ends this node."""
+        if self._restarts.is_known(sequence):
+            return
+        if not self._restarts.begin(self.settings):
+            raise error
+        logger.error("%s. It begins again from the shared parameters; what it had not shared is dropped", error)
+        self._inbox.restart(self._joined_coder)
 
     def _withdraw(self, coder: DeltaCoder, sequence: int, reason: str) -> None:
         coder.withdraw(sequence)

@@ -16,7 +16,7 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.delta import DeltaCoder
 from zmqtrain.runtime.mailbox import Mailbox
-from zmqtrain.types import Buffer, Update
+from zmqtrain.types import Buffer, Update, Version
 
 __all__ = ["Inbox"]
 
@@ -35,7 +35,8 @@ class Inbox:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
-        self._arrived: deque[tuple[Deliver, Sequence[Buffer]]] = deque()
+        self._arrived: deque[tuple[Deliver | None, Sequence[Buffer]]] = deque()  # None: begin again from the anchor
+        self._version: Version = 0  # of the last update decoded
         self._landed_unseen: list[int] = []
         self._updates: Mailbox[Update] = Mailbox(DECODED)
         self.decode_seconds = 0.0
@@ -60,12 +61,17 @@ class Inbox:
         """Take in one delivery and decode as far as there is room. Raises CodecError."""
         if isinstance(deliver.announcement, Snapshot):
             # whatever aggregates still wait are in it; what landed in them has landed
-            self._landed_unseen += [sequence for waiting, _ in self._arrived for sequence in waiting.landed]
-            before = [one for one in self._arrived if one[0].reset]
+            self._landed_unseen += [sequence for one, _ in self._arrived if one for sequence in one.landed]
+            before = [waiting for waiting in self._arrived if waiting[0] is None or waiting[0].reset]
             if before and not deliver.keep:
                 deliver = replace(deliver, reset=True)  # what was to be dropped with an older snapshot still is
             self._arrived = deque(before[-1:] if deliver.keep else ())  # who keeps its own has what it was lent
         self._arrived.append((deliver, frames))
+        self.decode(coder)
+
+    def restart(self, coder: DeltaCoder) -> None:
+        """Have what is pending dropped, behind what has arrived already: go on from the anchor as it is there then."""
+        self._arrived.append((None, ()))
         self.decode(coder)
 
     def skip(self, deliver: Deliver) -> None:
@@ -77,7 +83,10 @@ class Inbox:
         while self._arrived and self._has_room():
             deliver, frames = self._arrived.popleft()
             began = time.thread_time()
-            if isinstance(deliver.announcement, Aggregate):
+            if deliver is None:
+                coder.restart()
+                update = Update(self._version, {}, {}, (), reset=True)
+            elif isinstance(deliver.announcement, Aggregate):
                 update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
             else:
                 assert isinstance(deliver.announcement, Snapshot), "only a standby is sent a copy of the hub"
@@ -85,6 +94,7 @@ class Inbox:
                 self._landed_unseen.clear()
                 update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset, deliver.keep)
             self.decode_seconds += time.thread_time() - began
+            self._version = update.version
             self._updates.put_nowait(update)
         self._changed()
 

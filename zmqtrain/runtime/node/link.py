@@ -21,7 +21,7 @@ from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_head, encode_message, split
-from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Report, Roster, Snapshot, WorkUnit
+from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Report, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
 from zmqtrain.runtime.node.sender import Sender
@@ -46,6 +46,9 @@ class Listener(Protocol):
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """An offer will not land."""
+
+    def on_quarantined(self, quarantine: Quarantine) -> None:
+        """The hub takes nothing of this node for a while."""
 
     def on_founding(self) -> None:
         """The hub wants this node's parameters: answer with `HubLink.send_founding`."""
@@ -333,6 +336,8 @@ class HubLink:
             case _:
                 before = self.peer.state
                 self.carry_out(self.peer.receive(message, now))
+                if isinstance(message, Quarantine):
+                    self.listener.on_quarantined(message)
                 if isinstance(message, Roster):  # it says what the hub has measured
                     self._sender.limit(self.share.limit(self.peer.measured_rate))
                 if self.peer.state is not before:

@@ -257,6 +257,8 @@ class Node(PeerExchange):
                 return "the run's parameters" if self._peer.run_model else "the nodes that the run starts with"
             case PeerState.LIVE if self._units.waiting:
                 return "data units"
+            case PeerState.LIVE if self.quarantined_seconds > 0:
+                return f"the end of its quarantine, in {self.quarantined_seconds:.0f} s"
         return ""
 
     @property
@@ -408,7 +410,8 @@ class Node(PeerExchange):
         except NonFiniteDelta as error:
             text = (
                 f"{error}, and nothing of it was sent. Start this node again (it takes the shared parameters); if it "
-                "happens again, use a smaller learning rate."
+                "happens again, use a smaller learning rate, and let its optimizer begin anew where `take_adoption` "
+                "says so."
             )
             raise NonFiniteDelta(text, error.leaf) from None
 

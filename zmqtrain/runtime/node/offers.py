@@ -46,6 +46,11 @@ class Offers:
         free = next((fragment for fragment in following if fragment not in under_way), None)
         return (self.version + len(self._on_their_way)) % settings.fragments if free is None else free
 
+    @property
+    def next_sequence(self) -> int:
+        """The number of the next offer."""
+        return self._sequence
+
     def draft(
         self,
         fragment: int,

@@ -1,0 +1,71 @@
+"""Whose deltas are not taken for a while, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.protocol import quarantine
+from zmqtrain.protocol.quarantine import FIRST_SECONDS, LONGEST_SECONDS, OF_LAST, OFFENCES, Quarantines
+
+
+def refused(quarantines, now, times=3, peer="pc-1", reason="norm"):
+    return [quarantines.refused(peer, reason, now) for _ in range(times)]
+
+
+@pytest.mark.parametrize("reason", sorted(OFFENCES))
+def test_the_third_refusal_quarantines(reason):
+    assert refused(Quarantines(), 0.0, reason=reason) == [0.0, 0.0, FIRST_SECONDS]
+
+
+@pytest.mark.parametrize("reason", ["duplicate", "stale", "version", "waiting", "quarantine"])
+def test_what_may_happen_to_any_node_is_no_offence(reason):
+    assert refused(Quarantines(), 0.0, times=20, reason=reason) == [0.0] * 20
+
+
+def test_refusals_that_are_rare_quarantine_nobody():
+    quarantines = Quarantines()
+    for number in range(50):
+        assert quarantines.refused("pc-1", "corrupt", float(number)) == 0.0
+        for _ in range(OF_LAST // 2):
+            quarantines.accepted("pc-1")
+        # two of nine: the first of them is forgotten by then
+
+
+def test_the_offences_of_one_are_not_anothers():
+    quarantines = Quarantines()
+    refused(quarantines, 0.0, times=2)
+    assert quarantines.refused("pc-2", "norm", 0.0) == 0.0
+    assert quarantines.rest("pc-2", 0.0) == 0.0
+
+
+def test_it_ends_and_what_was_on_its_way_meanwhile_does_not_count():
+    quarantines = Quarantines()
+    refused(quarantines, 100.0)
+    assert refused(quarantines, 104.0, times=10) == [0.0] * 10
+    assert quarantines.rest("pc-1", 104.0) == FIRST_SECONDS - 4
+    assert quarantines.rest("pc-1", 100.0 + FIRST_SECONDS) == 0.0
+
+
+def test_on_probation_one_refusal_is_enough_and_the_time_doubles_up_to_an_end():
+    quarantines, now, seconds = Quarantines(), 0.0, FIRST_SECONDS
+    assert refused(quarantines, now)[-1] == seconds
+    for _ in range(10):
+        now, seconds = now + seconds, min(2 * seconds, LONGEST_SECONDS)
+        quarantines.accepted("pc-1")
+        assert refused(quarantines, now, times=1) == [seconds]
+
+
+def test_who_stands_its_probation_begins_anew():
+    quarantines = Quarantines()
+    refused(quarantines, 0.0)
+    for _ in range(OF_LAST):
+        quarantines.accepted("pc-1")
+    assert refused(quarantines, FIRST_SECONDS, times=3) == [0.0, 0.0, FIRST_SECONDS]
+
+
+def test_nodes_that_come_and_go_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(quarantine, "NODES_KEPT", 4)
+    quarantines = Quarantines()
+    for number in range(20):
+        quarantines.refused(f"pc-{number}", "norm", 0.0)
+    assert len(quarantines._records) == 4

@@ -1,0 +1,81 @@
+"""Nodes whose training goes wrong, in virtual time: what is refused, who is quarantined, and that all end well."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from zmqtrain.errors import NonFiniteDelta
+from zmqtrain.sim import SimNode, simulate
+from zmqtrain.strategies.norms import NormGate
+from zmqtrain.train.sync import DelayedSync
+
+
+def spoiled(node, steps, spoil):
+    """Make the DelayedSync of one node see its parameters spoiled at these steps."""
+
+    class Spoiled(DelayedSync):
+        def step(self, params, *arguments, **named):
+            if self.exchange.name == node and self.steps in steps:
+                params = jax.tree.map(spoil, params)
+            return super().step(params, *arguments, **named)
+
+    return Spoiled
+
+
+def test_a_node_that_diverges_once_begins_again_by_itself(program, scenario, caplog):
+    run = scenario(3, units=36)
+    with caplog.at_level(logging.ERROR):
+        result = simulate(run, program, make_sync=spoiled("node-1", {20}, lambda leaf: leaf * np.nan))
+    assert "node-1: the delta of bias holds 2 values that are not finite" in caplog.text
+    assert "begins again from the shared parameters" in caplog.text
+    assert result.nodes["node-1"].statistics.steps == result.nodes["node-0"].statistics.steps
+    assert result.scores["loss"] < 2 * simulate(run, program).scores["loss"] + 0.01
+
+
+def test_a_node_that_diverges_again_and_again_ends_with_an_error(program, scenario):
+    with pytest.raises(NonFiniteDelta, match="node-1: the delta of bias holds 2 values"):
+        simulate(
+            scenario(3, units=36), program, make_sync=spoiled("node-1", set(range(100)), lambda leaf: leaf * np.nan)
+        )
+
+
+def test_in_strict_mode_a_node_that_diverges_ends_at_once(program, scenario):
+    run = scenario(2, mode="strict", release="all", units=12)
+    with pytest.raises(NonFiniteDelta, match="node-1"):
+        simulate(run, program, make_sync=spoiled("node-1", {20}, lambda leaf: leaf * np.nan))
+
+
+@pytest.mark.parametrize("times", [100.0, -100.0, 1e6, 1e30])
+def test_a_delta_that_is_far_too_large_never_reaches_the_others(times, program, scenario, tmp_path):
+    nodes = [SimNode(step_seconds=0.5) for _ in range(3)]
+    run = scenario(nodes, units=60, codec="float32", broadcast_codec="float32")
+    spoil = spoiled("node-1", {40}, lambda leaf: leaf * np.float32(times))
+    result = simulate(run, program, make_sync=spoil, record=tmp_path)
+    quiet = simulate(run, program)
+    assert result.scores["loss"] < 2 * quiet.scores["loss"] + 0.01
+    assert "quarantined" in (tmp_path / "broker.jsonl").read_text()
+    # it came back, and ends with the others' parameters
+    ends = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(one.params)]) for one in result.nodes.values()]
+    np.testing.assert_allclose(ends[1], ends[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["float32", "ternary", "int8,fragments=2", "topk:density=0.1+int8"])
+@pytest.mark.parametrize("away", [False, True])
+def test_no_delta_of_sound_training_is_refused_for_its_size(codec, away, program, scenario, monkeypatch):
+    said, judge = [], NormGate.judge
+    monkeypatch.setattr(NormGate, "judge", lambda *facts: said.append(judge(*facts)) or said[-1])
+    nodes = [
+        SimNode(),
+        SimNode(slowness=2.5, cut=((2.0, 8.0),) if away else ()),
+        SimNode(joins_at=4.0),
+    ]
+    run = scenario(nodes, units=60, start_nodes=2, codec=codec.partition(",")[0], broadcast_codec="float32")
+    run = replace(run, settings=replace(run.settings, fragments=2 if "fragments" in codec else 1, norm_gate="10"))
+    result = simulate(run, program)
+    assert result.scores["loss"] < 1
+    assert len(said) > 50 and set(said) == {""}

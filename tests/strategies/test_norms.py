@@ -1,0 +1,146 @@
+"""Which deltas are too large to be one of training's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.strategies import norms
+from zmqtrain.strategies.norms import FEWEST, PATIENCE, NormGate, norm_gate_from_text
+
+STEPS = 8
+
+
+def gate_of(*peers, rounds=FEWEST, norm=1.0, fragment=0):
+    """A gate that has let pass so many deltas of each of these nodes."""
+    gate = NormGate(10.0)
+    for _ in range(rounds):
+        for peer in peers:
+            assert gate.judge(peer, fragment, norm, STEPS) == ""
+    return gate
+
+
+@pytest.mark.parametrize("times", [100, 1e6, 1e12, 1e38])
+def test_a_delta_that_is_far_too_large_is_refused(times):
+    gate = gate_of("a", "b", "c")
+    assert "times that of what came before it" in gate.judge("a", 0, times, STEPS) or times > 1e15
+    assert gate.judge("a", 0, times, STEPS)
+    assert gate.judge("b", 0, 1.0, STEPS) == ""
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan"), 1e16])
+def test_no_delta_is_too_early_to_be_absurd(norm):
+    assert "no training makes such a delta" in NormGate(10.0).judge("a", 0, norm, STEPS)
+
+
+def test_a_few_times_the_usual_is_let_through_and_so_is_nothing_at_all():
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 0, 9.0, STEPS) == ""
+    assert gate.judge("a", 0, 0.0, STEPS) == ""
+    assert gate.judge("a", 0, 1e-30, STEPS) == ""
+
+
+@given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_norms_that_wander_are_followed_wherever_they_go(factors, seed):
+    random, gate, level = np.random.default_rng(seed), NormGate(10.0), 1.0
+    for factor in factors:
+        level = min(max(level * factor, 1e-12), 1e12)
+        for peer in ("a", "b", "c"):
+            # nodes follow one another: whoever comes first is judged by what came before
+            assert gate.judge(peer, 0, level * float(np.exp(0.3 * random.normal())), STEPS) == ""
+
+
+def test_a_node_that_was_away_may_be_as_many_times_as_large_as_it_made_steps():
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 0, 900.0, STEPS)
+    assert gate.judge("a", 0, 900.0, 100 * STEPS) == ""
+
+
+def test_every_fragment_of_a_node_that_was_away_stands_for_all_its_steps():
+    gate = NormGate(10.0)
+    for _ in range(FEWEST):
+        for fragment in (0, 1):
+            for peer in ("a", "b"):
+                assert gate.judge(peer, fragment, 1.0, STEPS) == ""
+    assert gate.judge("b", 0, 400.0, STEPS)
+    assert gate.judge("a", 0, 400.0, 100 * STEPS) == ""  # its first offer says the steps
+    assert gate.judge("a", 1, 400.0, STEPS) == ""  # the next one holds what they have moved there
+
+
+def test_however_many_steps_it_says_a_delta_may_not_be_absurd():
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 0, 1e6, 1 << 40)
+
+
+def test_a_nodes_first_delta_may_be_larger():
+    gate = gate_of("a", "b")
+    assert gate.judge("new", 0, 90.0, STEPS) == ""
+    assert gate.judge("new", 0, 90.0, STEPS)
+    assert gate.judge("newer", 0, 900.0, STEPS)
+
+
+def test_the_rest_that_a_sparse_codec_left_behind_is_no_measure_for_others():
+    gate = gate_of("a", "b")
+    for fragment_end in range(FEWEST):
+        assert gate.judge("a", 0, 90.0, 0, dense=True) == "", fragment_end
+    assert gate.judge("a", 0, 90.0, STEPS)
+    assert gate.judge("b", 0, 900.0, 0, dense=True)
+
+
+def test_where_all_nodes_have_changed_it_is_the_run_that_did():
+    gate = gate_of("a", "b", "c")
+    assert gate.judge("a", 0, 100.0, STEPS)
+    assert gate.judge("b", 0, 100.0, STEPS)
+    assert gate.judge("c", 0, 100.0, STEPS) == ""
+    assert gate.judge("a", 0, 100.0, STEPS) == ""
+
+
+def test_of_two_nodes_one_that_is_wrong_is_not_the_others_measure():
+    gate = gate_of("a", "b")
+    for _ in range(PATIENCE - 1):
+        assert gate.judge("a", 0, 1e4, STEPS)
+        assert gate.judge("b", 0, 1.0, STEPS) == ""
+
+
+def test_who_trains_alone_is_not_locked_out_for_ever():
+    gate = gate_of("a")
+    refused = 0
+    while gate.judge("a", 0, 1e3, STEPS):
+        refused += 1
+    assert refused == PATIENCE
+    assert gate.judge("a", 0, 1e3, STEPS) == ""
+
+
+def test_fragments_are_judged_each_by_its_own():
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 1, 1e3, STEPS) == ""
+
+
+def test_a_node_that_begins_again_is_new():
+    gate = gate_of("a", "b")
+    gate.forget("a")
+    assert gate.judge("a", 0, 90.0, STEPS) == ""
+
+
+def test_nodes_that_come_and_go_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(norms, "NODES_KEPT", 3)
+    gate = NormGate(10.0)
+    for number in range(10):
+        gate.judge(f"pc-{number}", 0, 1.0, STEPS)
+    assert len(gate._nodes) == 3
+    assert len(gate._fragments[0].latest) == 3
+
+
+@pytest.mark.parametrize(("text", "read"), [("auto", "auto"), ("none", "none"), ("10", 10.0), ("2.5", 2.5)])
+def test_the_setting_is_a_word_or_a_number(text, read):
+    assert norm_gate_from_text(text) == read
+
+
+@pytest.mark.parametrize("text", ["", "1", "-3", "inf", "nan", "ten"])
+def test_a_setting_that_is_neither_says_what_to_type(text):
+    with pytest.raises(ConfigError, match='norm_gate is "auto", "none", or'):
+        norm_gate_from_text(text)

@@ -1,0 +1,80 @@
+"""Decide whose deltas are not taken for a while: those of a node that sends, again and again, what is refused.
+
+    free        3 of the last 8 deltas refused                              -> quarantined, 10 s
+    quarantined the time is over                                            -> on probation
+    probation   one delta refused -> quarantined, twice as long (600 s at most); 8 accepted in a row -> free
+
+Rule 1: only what no sound node sends counts (`OFFENCES`): a delta that came late, or twice, is nobody's fault.
+Rule 2: pure: `now` is an argument.  Rule 3: a node keeps its record when its connection is made anew; those heard of
+longest ago are forgotten first.  Rule 4: nobody is quarantined for ever: a new life of a node begins free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from zmqtrain.types import PeerId
+
+__all__ = ["OFFENCES", "Quarantines"]
+
+OFFENCES = frozenset({"non-finite", "norm", "corrupt", "size"})
+"""The codes with which a delta is refused that no sound node sends."""
+MOST_REFUSED, OF_LAST = 3, 8
+"""So many refused of so many deltas quarantine a node; and so many accepted in a row end its probation."""
+FIRST_SECONDS, LONGEST_SECONDS = 10.0, 600.0
+NODES_KEPT = 1024
+
+
+@dataclass
+class _Record:
+    """Of one node: which of its last deltas were refused; until when it is quarantined, and for how long the next time;
+    and how many were accepted since."""
+
+    refused: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_LAST))
+    until: float = float("-inf")
+    seconds: float = FIRST_SECONDS
+    on_probation: bool = False
+
+
+class Quarantines:
+    """The records of all nodes."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, _Record] = {}
+
+    def refused(self, peer: PeerId, reason: str, now: float) -> float:
+        """Take note that a delta was refused; return for how many seconds its node is quarantined now, 0: it is not."""
+        if reason not in OFFENCES:
+            return 0.0
+        record = self._recent(peer)
+        if now < record.until:  # what was on its way when it was told
+            return 0.0
+        record.refused.append(True)
+        if not record.on_probation and sum(record.refused) < MOST_REFUSED:
+            return 0.0
+        seconds, record.seconds = record.seconds, min(2 * record.seconds, LONGEST_SECONDS)
+        record.until, record.on_probation = now + seconds, True
+        record.refused.clear()
+        return seconds
+
+    def accepted(self, peer: PeerId) -> None:
+        """Take note that a delta was accepted."""
+        record = self._records.get(peer)
+        if record is None:
+            return
+        record.refused.append(False)
+        if record.on_probation and len(record.refused) == OF_LAST:
+            record.on_probation, record.seconds = False, FIRST_SECONDS
+
+    def rest(self, peer: PeerId, now: float) -> float:
+        """Return for how many seconds more a node is quarantined; 0: it is not."""
+        record = self._records.get(peer)
+        return max(0.0, record.until - now) if record is not None else 0.0
+
+    def _recent(self, peer: PeerId) -> _Record:
+        record = self._records.pop(peer, None) or _Record()
+        self._records[peer] = record  # now the most recent
+        while len(self._records) > NODES_KEPT:
+            del self._records[next(iter(self._records))]
+        return record

@@ -1,0 +1,65 @@
+"""Let through what may be added to the parameters: deltas that are no larger than those that came before them.
+
+Rule: pure: no clock, no socket, no thread.  A delta's norm is read from its codecs' scales, while it is checked: that
+takes a twentieth of the time that adding it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zmqtrain.codecs.codec import Codec
+from zmqtrain.codecs.norm import payload_norm
+from zmqtrain.errors import CodecError, NonFiniteDelta, OutlyingDelta
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.norms import NormGate, norm_gate_from_text
+from zmqtrain.types import Buffer, PeerId
+
+__all__ = ["USUAL_FACTOR", "DeltaGate", "reason_of"]
+
+USUAL_FACTOR = 10.0
+"""What norm_gate is, in a run that leaves it open."""
+
+
+class DeltaGate:
+    """The norm gate of a run, of all its nodes at the hub, of itself at a node; it may let everything through."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        gate = norm_gate_from_text(settings.norm_gate)
+        if gate == "auto":
+            apart = settings.elastic < 1 or settings.initial == "own"  # what is pending there may be a whole model
+            gate = "none" if apart or settings.mode == "strict" else USUAL_FACTOR
+        self._norms = None if isinstance(gate, str) else NormGate(gate)
+
+    def judge(
+        self,
+        peer: PeerId,
+        fragment: int,
+        codecs: Sequence[Codec],
+        frames: Sequence[Buffer],
+        counts: Sequence[int],
+        *,
+        steps: int,
+        dense: bool,
+    ) -> None:
+        """Raise OutlyingDelta for a payload, checked before, that is far larger than usual; else count it as accepted.
+
+        codecs, counts: of each segment.  steps, dense: as in Publish.
+        """
+        if self._norms is None:
+            return
+        norm = payload_norm(codecs, frames, counts)
+        if why := self._norms.judge(peer, fragment, norm, steps, dense):
+            raise OutlyingDelta(why)
+
+    def forget(self, peer: PeerId) -> None:
+        """Take a node for a new one: it has left, or has begun again from the shared parameters."""
+        if self._norms is not None:
+            self._norms.forget(peer)
+
+
+def reason_of(error: CodecError) -> str:
+    """Return the code with which a hub refuses what could not be checked for this reason."""
+    if isinstance(error, OutlyingDelta):
+        return "norm"
+    return "non-finite" if isinstance(error, NonFiniteDelta) else "corrupt"
