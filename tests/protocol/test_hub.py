@@ -838,6 +838,8 @@ def test_what_a_peer_calls_itself_stays_on_one_line():
     assert hub.members["a"].name == "a?2026 ERROR ?[2J"
     (effect,) = [one for one in hub.receive("a", Goodbye("x\ny" * 1000), 0.0) if isinstance(one, Disconnect)]
     assert "\n" not in effect.text and len(effect.text) < 300
+
+
 # ---------------------------------------------------------------------- quarantine
 
 

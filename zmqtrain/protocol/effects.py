@@ -111,7 +111,7 @@ class Serve:
 
     known_version: what the peer holds (it gets an empty snapshot if that is current).  landed, reset, rewound: as in
     Snapshot.
-    moments: add the founder's optimizer state, if it came with its parameters.
+    moments: add the founder's optimizer state, if it came with its parameters.  digest, held: as in Fetch.
     """
 
     peer: PeerId
@@ -120,6 +120,8 @@ class Serve:
     moments: bool = False
     reset: bool = False
     rewound: bool = False
+    digest: str = ""
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

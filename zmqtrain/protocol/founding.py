@@ -279,7 +279,8 @@ class Founding:
             member.newcomer = False
             landed = self._landed(member.peer)
             known = self._at if rewound and self._at is not None else member.known_version
-            effects.append(Serve(member.peer, known, landed, moments=moments, reset=reset, rewound=rewound))
+            digest, held = member.digest, member.held
+            effects.append(Serve(member.peer, known, landed, moments, reset, rewound, digest, held))
         return effects
 
     def _send_others_away(self, state: MemberState, model: ModelSpec = ()) -> list[HubEffect]:

@@ -166,8 +166,11 @@ class Assembler:
         self.expected_bytes = 0
         self._open: dict[int, tuple[Announcement, list[Buffer | None], int]] = {}
 
-    def expect(self, announcement: Announcement) -> None:
-        """Open a transfer. Raises FramingError for a repeated number, a lying size or more than the limit."""
+    def expect(self, announcement: Announcement, held: Sequence[Buffer] = ()) -> None:
+        """Open a transfer. Raises FramingError for a repeated number, a lying size or more than the limit.
+
+        held: its first frames, where the rest alone will come.
+        """
         sizes, transfer = announcement.sizes, announcement.transfer
         if transfer in self._open:
             raise FramingError(f"transfer {transfer} is announced twice")
@@ -176,7 +179,10 @@ class Assembler:
         if self.expected_bytes + sum(sizes) > self.limit_bytes:
             raise FramingError(f"{sum(sizes)} bytes are announced; at most {self.limit_bytes} are expected")
         self.expected_bytes += sum(sizes)
-        self._open[transfer] = (announcement, [None] * len(sizes), len(sizes))
+        missing = len(sizes) - len(held)
+        if missing < 1 or any(len(frame) != size for frame, size in zip(held, sizes, strict=False)):
+            raise FramingError(f"{len(held)} frames are here of {len(sizes)} that are announced, of other sizes")
+        self._open[transfer] = (announcement, [*held, *[None] * missing], missing)
 
     def has(self, chunk: Chunk) -> bool:
         """Return whether this chunk of an open transfer is here already."""

@@ -449,9 +449,11 @@ class Hub:
         return self.masters.claim(sender, Claim(hello.shard, hello.address[:MAX_WORDS]))
 
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
+        member.digest, member.held = fetch.digest[:MAX_NAME], fetch.held
         if member.state is MemberState.LIVE:
             member.known_version = fetch.version
-            return [Serve(member.peer, member.known_version, self._records.landed(member.peer))]
+            landed = self._records.landed(member.peer)
+            return [Serve(member.peer, member.known_version, landed, digest=fetch.digest, held=fetch.held)]
         if self.shard and fetch.founding > self._founding.number and self.version > 0:
             text = (
                 f"shard {self.shard} of {self.run} is trained already, up to version {self.version}, and the first "

@@ -91,7 +91,7 @@ class Member:
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
-    quarantined: none of its deltas is taken, and none awaited.
+    quarantined: none of its deltas is taken, and none awaited.  digest, held: as in its last Fetch.
     """
 
     peer: PeerId
@@ -119,6 +119,8 @@ class Member:
     address: str = ""
     checkpoints: tuple[int, ...] = ()
     quarantined: bool = False
+    digest: str = ""
+    held: int = 0
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property

@@ -244,13 +244,16 @@ class Fetch:
 
     score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart says it again and
     again, without its model.  founding: the number that the first of several masters gives when it asks; with it the
-    node founds the others' shards before it answers.
+    node founds the others' shards before it answers.  digest, held: of a snapshot that a lost connection cut short, and
+    how many of its first frames are here ("", 0: none).
     """
 
     version: int = -1
     model: tuple[WireLeaf, ...] = ()
     score: float = math.nan
     founding: int = 0
+    digest: str = ""
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,8 @@ class Snapshot:
     version -1: not the run's parameters, but another node's, lent while the run has none.  landed: as in Welcome.
     moments: how many of the last frames are the state of the sender's optimizer.  reset: start again from these
     parameters, and drop what is your own.  rewound: all have gone back to this version: go on from your checkpoint of
-    it.
+    it.  digest: BLAKE2b of all frames ("": not said).  first: the chunks begin with this one; the receiver has said
+    that it holds those before.
     """
 
     transfer: int
@@ -270,6 +274,8 @@ class Snapshot:
     moments: int = 0
     reset: bool = False
     rewound: bool = False
+    digest: str = ""
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Peer:
     version: of the last aggregate or snapshot that is here whole.  confirmed: the hub has said that what this node held
     is the run's (of a founder: that its parameters are).  score: of this node's own parameters, as it last said.
     timetable: which k and d hold when, from Welcome on.  quarantined_until: until then the hub takes no delta of this
-    node.
+    node.  held: as in Fetch: what a lost connection has left of a snapshot.
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
     not fenced).  address: where the hub is; without it no standby is looked for.  term: of the hub that was last
     believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
@@ -132,6 +132,7 @@ class Peer:
         self.masters: tuple[str, ...] = ()
         self.over = False
         self.quarantined_until = 0.0
+        self.held: tuple[str, int] = ("", 0)
         self.round_trip_seconds: float | None = None
         self.in_flight: set[int] = set()
         self.confirmed = False
@@ -316,6 +317,13 @@ class Peer:
             return []
         return self._lose_hub("gone", "the connection to the broker is gone", now, now)
 
+    def spoiled(self, transfer: int) -> list[PeerEffect]:
+        """An expected snapshot is here, and is not what was sent: ask for it again."""
+        if self._open.pop(transfer, None) is None:
+            return []
+        self._missing = True
+        return self._resync()
+
     def received(self, transfer: int) -> list[PeerEffect]:
         """All chunks of an expected aggregate or snapshot are here."""
         announcement = self._open.pop(transfer, None)
@@ -440,7 +448,7 @@ class Peer:
         self._open.clear()
         known = -1 if self._reset or self._missing else self.version
         founding = self.founding if self.shard else 0  # the first gives the number, and needs not be told it
-        return [Send(Fetch(known, model_to_wire(self.model), self.score, founding))]
+        return [Send(Fetch(known, model_to_wire(self.model), self.score, founding, *self.held))]
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         self._behind_since = None

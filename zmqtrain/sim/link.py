@@ -114,12 +114,12 @@ class SimLink:
         )
         self.carry_out(self.peer.publish(publish))
 
-    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = ()) -> None:
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
         """Announce the parameters that the hub asked for, unless it is lost. moments: frames that go behind."""
         if self._founding:
             self._founding = False
             transfer, sizes = self._stage([*frames, *moments])
-            self.send(Snapshot(transfer, 0, sizes, moments=len(moments)))
+            self.send(Snapshot(transfer, 0, sizes, moments=len(moments), digest=digest))
 
     def _stage(self, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
         self._transfer += 1

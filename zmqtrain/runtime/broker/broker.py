@@ -80,6 +80,7 @@ from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.broker.registration import Registration
 from zmqtrain.runtime.broker.replicas import OpenLine, Replicas, pack_replica
+from zmqtrain.runtime.broker.serving import Serving
 from zmqtrain.runtime.broker.standby import Inheritance
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.checkpoints.every import every_from_text
@@ -97,7 +98,7 @@ from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.types import VERSION, Buffer, Lane, PeerId, count_values
+from zmqtrain.types import VERSION, Buffer, Lane, PeerId, Version, count_values
 
 __all__ = ["BrokerStatistics", "Broker"]
 
@@ -200,6 +201,17 @@ class Broker:
         self.traffic = Traffic(channel, self._queue_bytes, self._lost, self.hub.stamp)
         self.traffic.limit(self.share.limit())
         self._replicas = Replicas(self.hub, self._send_standby_away, self._carry_out, open_line)
+        self._copies = Jobs("zmqtrain-snapshots", self.stop)
+        self.serving = Serving(
+            self.traffic,
+            self._jobs,
+            self._copies,
+            self.aggregator,
+            lambda peer: peer in self.hub.members,
+            self._joined,
+            self._expel_deaf,
+            lambda version, action: self._replicas.announce(version, action, time.monotonic()),
+        )
         self._relays = Relays(self.traffic)
         self._reducers = Reducers(self._relays.forward)
         self._behind: Sequence[Buffer] = ()  # the frames behind the head that is being taken
@@ -211,7 +223,7 @@ class Broker:
         self._effects: deque[HubEffect] = deque()
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
-        self._bytes_received = self._snapshots_served = 0
+        self._bytes_received = 0
         self._contributions_before = self.hub.contributions
         self._measured_from: tuple[int, float] | None = None
         self._limited: float | None = self.share.limit()
@@ -222,6 +234,7 @@ class Broker:
     async def run(self) -> None:
         """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what went wrong here."""
         self._jobs.start()
+        self._copies.start()
         if self._events is not None:
             self._events.began(self.hub.run, self.settings, self.hub.version)
         receiving = asyncio.create_task(self._receive_forever())
@@ -244,6 +257,7 @@ class Broker:
             self.keeper.end()
             await asyncio.to_thread(self._replicas.close)
             try:
+                await self._copies.close()
                 await self._jobs.close()
                 await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
                 if self._jobs.failure is None:
@@ -251,8 +265,8 @@ class Broker:
             finally:
                 await self.channel.close()
                 self._tell_end()
-        if self._jobs.failure is not None:
-            raise self._jobs.failure
+        if (failure := self._jobs.failure or self._copies.failure) is not None:
+            raise failure
 
     def _look_around(self, now: float) -> None:
         """Do what time asks for: rounds that are due, who is silent, what waits for room."""
@@ -261,6 +275,7 @@ class Broker:
         self._replicas.tick(now)
         self._relays.pump_all()
         self.parameters.tick(now)
+        self.serving.shelf.forget_old(now)
         for peer in list(self.traffic.idle_holders()):
             text = "granted chunks, and none came for longer than they take on a slow link"
             self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
@@ -306,7 +321,7 @@ class Broker:
             self.traffic.bytes_sent,
             self._bytes_received,
             self._jobs.seconds,
-            self._snapshots_served,
+            self.serving.served,
             self.traffic.dropped,
         )
 
@@ -445,6 +460,7 @@ class Broker:
             case Found(peer, announcement, model):
                 logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
                 frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                self.serving.begin_anew()
                 self._whole.clear()  # what was pending in a run that is founded anew
                 self._jobs.do(partial(self._found, frames, self.hub.state(), peer, self._moments))
                 if (standby := self.hub.standby) is not None:
@@ -464,8 +480,8 @@ class Broker:
                 self._jobs.do(partial(self._release, effect, len(self.hub.live)), self._released, effect)
                 if self.hub.version == effect.version and self.keeper.is_due(effect.version, together=True):
                     self._jobs.do(partial(self.keeper.save, self.hub.state(), self.aggregator))
-            case Serve(peer):
-                self._jobs.do(self.aggregator.snapshot, self._serve, effect, self._moments if effect.moments else ())
+            case Serve():
+                self.serving.serve(effect, self._moments)
             case Replicate(peer):
                 self._replicate(peer)
             case Hear(version):
@@ -575,6 +591,7 @@ class Broker:
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
         self.traffic.forget(peer)
         self._relays.forget(peer)
+        self.serving.forget(peer)
         self.parameters.lost(peer)
         if reason != "again":
             self._jobs.do(partial(self.aggregator.gate.forget, peer))
@@ -608,7 +625,7 @@ class Broker:
         standby = self.hub.standby
         first = standby.peer if standby is not None else ""
         self.traffic.send_aggregate(released, reduce, lambda peer: peer == first)
-        to_nodes = partial(self.traffic.send_aggregate, released, reduce, lambda peer: peer != first)
+        to_nodes = partial(self.serving.released, released, reduce, lambda peer: peer != first)
         self._replicas.announce(released.version, to_nodes, time.monotonic())
 
     def _replicate(self, standby: PeerId) -> None:
@@ -625,41 +642,25 @@ class Broker:
     def _send_standby_away(self, peer: PeerId, text: str) -> None:
         self._expel(peer, ZmqTrainError(text), "unknown")
 
-    def _serve(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
-        action = partial(self._send_snapshot, snapshot, serve, moments)
-        self._replicas.announce(snapshot[0], action, time.monotonic())
-
-    def _send_snapshot(self, snapshot: tuple[int, tuple[Buffer, ...]], serve: Serve, moments: Sequence[Buffer]) -> None:
-        peer, (version, frames) = serve.peer, snapshot
-        if peer not in self.hub.members:
-            return
-        if serve.known_version == version:
-            frames, moments = (), ()
-        if not self.traffic.follows(peer):
-            self._log.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
-            if self._events is not None:
-                self._events.member(peer, "joined", f"at version {version}")
-        self.traffic.drop_aggregates(peer)
-        following = self.traffic.send_snapshot(peer, version, frames, moments, serve.landed, serve.reset, serve.rewound)
-        self.traffic.follow(peer, following)
-        self._snapshots_served += following and bool(frames)
-        if not following:
-            self._expel_deaf(peer)
+    def _joined(self, peer: PeerId, version: Version) -> None:
+        self._log.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
+        if self._events is not None:
+            self._events.member(peer, "joined", f"at version {version}")
 
     def _rewound(self, result: tuple[dict[str, Any], Sequence[Buffer]] | CodecError) -> None:
         assert not isinstance(result, CodecError)
         state, self._moments = result
+        self.serving.begin_anew()
         logger.info("all %d nodes are back: the run goes on from version %d", self.hub.nodes, state["version"])
         self._carry_out(self.hub.rewound(state))
 
     def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""
         frames, moments = split_snapshot(announcement, self._whole.pop(_key(lender, announcement)))
-        for peer in peers:
-            if peer in self.hub.members:
-                logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
-                if not self.traffic.send_snapshot(peer, -1, frames, moments, reset=True):
-                    self._expel_deaf(peer)
+        here = [peer for peer in peers if peer in self.hub.members]
+        for peer in here:
+            logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
+        self.serving.lend(here, frames, moments)
 
     def _averaged(
         self, result: tuple[tuple[Buffer, ...], str] | CodecError, snapshots: Sequence[tuple[PeerId, Snapshot]]

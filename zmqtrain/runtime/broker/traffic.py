@@ -184,6 +184,8 @@ class Traffic:
         landed: tuple[tuple[int, int], ...] = (),
         reset: bool = False,
         rewound: bool = False,
+        digest: str = "",
+        first: int = 0,
     ) -> bool:
         """Send a snapshot as the peer's window lets it through; False if more than may waits for it already.
 
@@ -191,10 +193,9 @@ class Traffic:
         """
         transfer, frames = self._next_transfer(), [*frames, *moments]
         sizes = tuple(len(frame) for frame in frames)
-        announcement = Snapshot(transfer, version, sizes, landed, len(moments), reset, rewound)
-        if not self._line(peer).outbox.push(
-            transfer, _messages(announcement, frames, self._stamp(peer, False)), droppable=False
-        ):
+        announcement = Snapshot(transfer, version, sizes, landed, len(moments), reset, rewound, digest, first)
+        head, *chunks = _messages(announcement, frames, self._stamp(peer, False))
+        if not self._line(peer).outbox.push(transfer, [head, *chunks[first:]], droppable=False):
             return False
         self._pump(peer)
         return True

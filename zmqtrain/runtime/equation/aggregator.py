@@ -45,6 +45,7 @@ from zmqtrain.runtime.equation.delta import (
     snapshot_codecs,
     snapshot_counts,
 )
+from zmqtrain.runtime.equation.digest import digest_of
 from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
@@ -55,7 +56,7 @@ from zmqtrain.strategies.selection import selection_from_spec
 from zmqtrain.strategies.staleness import compensate, staleness_from_spec
 from zmqtrain.types import Buffer, ModelSpec, PeerId, Version, count_values
 
-__all__ = ["Released", "Aggregator"]
+__all__ = ["Released", "Aggregator", "Vector"]
 
 MOST_VALUES = 1 << 33
 """No larger model is planned for: a founder's claim must not cost the hub seconds."""
@@ -133,6 +134,8 @@ class Aggregator:
 
     def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless a founder's parameters can be used, and its optimizer's state if that came too."""
+        if snapshot.digest and digest_of(frames) != snapshot.digest:
+            raise CodecError("a snapshot's bytes are not those that were sent: its digest is another")
         parameters, moments = split_snapshot(snapshot, frames)
         check_payload(snapshot_codecs(self.layout), parameters, snapshot_counts(self.layout))
         check_moments(moments)
@@ -326,6 +329,10 @@ class Aggregator:
         if self._snapshot[0] != self.version:
             self._snapshot = (self.version, encode_snapshot(self.layout, self.published))
         return self._snapshot
+
+    def copy(self) -> tuple[Version, Layout, list[Vector]]:
+        """Return the version and a copy of `published`, and its layout: a snapshot, to be made elsewhere."""
+        return self.version, self.layout, [flat.copy() for flat in self.published]
 
     def replay(self, released: Released) -> None:
         """Take a step that was published before a crash; the outer state stays as it was saved.

@@ -69,6 +69,8 @@ def split_snapshot(snapshot: Snapshot, frames: Sequence[Buffer]) -> tuple[Sequen
 
 def check_sizes(snapshot: Snapshot, model_bytes: int, takes_moments: bool) -> None:
     """Raise FramingError unless a snapshot announces a model of just that size, and a state within its bounds."""
+    if snapshot.first:
+        raise FramingError(f"a snapshot from its frame {snapshot.first} on; nobody here holds those before")
     if not 0 <= snapshot.moments < max(1, len(snapshot.sizes)) or (snapshot.moments and not takes_moments):
         raise FramingError(
             f"{snapshot.moments} of {len(snapshot.sizes)} frames are announced as an optimizer's state; this run takes "

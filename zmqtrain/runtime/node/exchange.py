@@ -25,6 +25,7 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.checkpoints.every import Every, every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot, mean_score
+from zmqtrain.runtime.equation.digest import digest_of
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.mailbox import Mailbox
@@ -67,7 +68,7 @@ class PeerLink(Protocol):
     def carry_out(self, effects: Sequence[PeerEffect]) -> None:
         """Do what the machine wishes."""
 
-    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = ()) -> None:
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
         """Announce the parameters that the hub asked for, unless that hub is lost."""
 
 
@@ -617,7 +618,8 @@ class PeerExchange(ABC):
         except NonFiniteDelta as error:
             text = f"{self.name}: the initial parameters are not finite ({error}); check how they are initialised"
             raise NonFiniteDelta(text, error.leaf) from None
-        self._in_network(lambda: self._link.send_founding(frames, state))
+        digest = digest_of([*frames, *state])
+        self._in_network(lambda: self._link.send_founding(frames, state, digest))
 
     def _arrive(self, deliver: Deliver, frames: list[Buffer]) -> None:
         self._inbox.arrive(self._joined_coder, deliver, frames)

@@ -24,6 +24,7 @@ from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_he
 from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Report, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
+from zmqtrain.runtime.node.resuming import MOST_SPOILED, Resuming
 from zmqtrain.runtime.node.sender import Sender
 from zmqtrain.transport.reservation import LinkShare, Use
 from zmqtrain.types import Buffer, Lane, Offer, Version
@@ -94,6 +95,7 @@ class HubLink:
         self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
         self._published: dict[int, int] = {}  # by sequence: the transfer, as long as it is outgoing
         self._assembler = Assembler(ASSEMBLED_BYTES)
+        self._resuming = Resuming()
         self._transfer = 0
         self._founding = False
         self._reconnecting: asyncio.Task[None] | None = None
@@ -175,7 +177,9 @@ class HubLink:
                 case Connect(address):
                     self._connect(address)
                 case Expect(_, announcement):
-                    self._assembler.expect(announcement)
+                    held = self._resuming.begin(announcement) if isinstance(announcement, Snapshot) else ()
+                    self.peer.held = "", 0
+                    self._assembler.expect(announcement, held)
                 case Deliver():
                     self.listener.on_delivered(effect, frames or [])
                 case Serve():
@@ -201,13 +205,13 @@ class HubLink:
         )
         self.carry_out(self.peer.publish(publish))
 
-    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = ()) -> None:
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
         """Announce the parameters that the hub asked for, unless that hub is lost. moments: frames that go behind."""
         if not self._founding:
             return
         self._founding = False
         transfer, sizes = self._stage(Use.SNAPSHOT, [*frames, *moments])
-        self.send(Snapshot(transfer, 0, sizes, moments=len(moments)))
+        self.send(Snapshot(transfer, 0, sizes, moments=len(moments), digest=digest))
 
     def _stage(self, use: Use, frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]]:
         self._transfer += 1
@@ -217,6 +221,7 @@ class HubLink:
     def _disconnect(self, reason: str, text: str) -> None:
         self._founding = False
         self._assembler.clear()
+        self.peer.held = self._resuming.held
         self._outgoing.clear()
         self._sender.clear(control=False)
         if self.peer.state is PeerState.CLOSED:
@@ -326,9 +331,11 @@ class HubLink:
             case Chunk() if self._assembler.has(message):
                 self.peer.dropped[Verdict.DOUBLE.value] += 1
             case Chunk(transfer):
-                whole = self._assembler.add(message, frames[1]) if len(frames) == 2 else None
-                if whole is not None:
-                    self.carry_out(self.peer.received(transfer), whole[1])
+                if len(frames) == 2 and transfer in self._assembler:
+                    whole = self._assembler.add(message, frames[1])
+                    self._resuming.add(message, frames[1])
+                    if whole is not None:
+                        self._take_whole(transfer, whole[1])
             case Credit(transfer, chunks):
                 self._granted(transfer, chunks)
             case WorkUnit():
@@ -342,6 +349,19 @@ class HubLink:
                     self._sender.limit(self.share.limit(self.peer.measured_rate))
                 if self.peer.state is not before:
                     self._said_where(before)
+
+    def _take_whole(self, transfer: int, frames: list[Buffer]) -> None:
+        if self._resuming.is_sound(transfer):
+            return self.carry_out(self.peer.received(transfer), frames)
+        if self._resuming.spoiled >= MOST_SPOILED:
+            raise ZmqTrainError(
+                f"{self.peer.name} has fetched the run's parameters {MOST_SPOILED} times from {self.address}, and each "
+                "time other bytes came than were sent. Something on the way, or this PC's memory, spoils them: check "
+                "both, and start this node again"
+            )
+        text = "%s fetches the run's parameters again: the bytes that came are not those that were sent"
+        logger.warning(text, self.peer.name)
+        self.carry_out(self.peer.spoiled(transfer))
 
     def _granted(self, transfer: int, chunks: int) -> None:
         if transfer not in self._outgoing:

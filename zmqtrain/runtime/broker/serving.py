@@ -1,0 +1,167 @@
+"""Bring nodes to the run's parameters without holding up its aggregates.
+
+Rule 1: of a snapshot the codec thread only copies what is published; a thread of its own makes frames of it and their
+digest.  Rule 2: all who fetch share what is kept (`Shelf`); each is sent it (or nothing, if the aggregates since are
+all it lacks), then these, and from then on every aggregate, in the order of the versions.
+Rule 3: the rest is used by the broker's loop alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.errors import CodecError
+from zmqtrain.protocol.effects import Reduce, Serve
+from zmqtrain.runtime.broker.jobs import Jobs
+from zmqtrain.runtime.broker.shelf import Kept, Shelf
+from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released, Vector
+from zmqtrain.runtime.equation.delta import encode_snapshot
+from zmqtrain.runtime.equation.digest import digest_of
+from zmqtrain.types import Buffer, PeerId, Version
+
+__all__ = ["Serving"]
+
+Frames = Sequence[Buffer]
+
+
+class Serving:
+    """The snapshots of one broker.
+
+    jobs, copies: the codec thread, and the one that makes frames.  here: whether a peer is a member now.  joined: told
+    who is brought to which version for the first time.  announce: does what lets nodes hear of a version as soon as
+    they may, in the order in which it is asked.  deaf: told of a peer for which too much waits.
+    served: snapshots sent, whole or in part.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        jobs: Jobs,
+        copies: Jobs,
+        aggregator: Aggregator,
+        here: Callable[[PeerId], bool],
+        joined: Callable[[PeerId, Version], None],
+        deaf: Callable[[PeerId], None],
+        announce: Callable[[Version, Callable[[], None]], None],
+    ) -> None:
+        self._traffic, self._jobs, self._copies, self._aggregator = traffic, jobs, copies, aggregator
+        self._here, self._joined, self._deaf, self._announce = here, joined, deaf, announce
+        self.shelf = Shelf()
+        self.served = 0
+        self._waiting: list[Serve] = []  # until the codec thread has copied what is published
+        self._copying = False
+        self._foundings = 0
+
+    def serve(self, serve: Serve, moments: Frames) -> None:
+        """Bring a peer to the parameters as they are after all that the codec thread has been given by now."""
+        self._jobs.do(lambda: self._aggregator.version, self._look, serve, moments)
+
+    def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
+        """Send these peers another's parameters: they start again from them."""
+        whole = [*frames, *moments]
+        self._copies.do(lambda: digest_of(whole), self._lend, peers, frames, moments)
+
+    def released(self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool]) -> None:
+        """Send an aggregate to all who follow, as far as they are meant, and keep it for those who will."""
+        self.shelf.released(released, reduce)
+        self._traffic.send_aggregate(released, reduce, to)
+
+    def begin_anew(self) -> None:
+        """Take note that the run is founded, maybe again: no version that is kept is one of it."""
+        self._foundings += 1
+        self.shelf.clear()
+
+    def forget(self, peer: PeerId) -> None:
+        """Take note that a peer has gone: it waits for nothing."""
+        for waiting in (self._waiting, *(kept.waiting for kept in self.shelf.being_made)):
+            waiting[:] = [serve for serve in waiting if serve.peer != peer]
+
+    # ------------------------------------------------------------------ the way of one
+
+    def _look(self, version: Version | CodecError, serve: Serve, moments: Frames) -> None:
+        assert isinstance(version, int)
+        self._announce(version, partial(self._bring, version, serve, moments))
+
+    def _bring(self, version: Version, serve: Serve, moments: Frames) -> None:
+        """Bring a peer to this version, which all that follow have been sent."""
+        if not self._here(serve.peer):
+            return
+        if serve.known_version == version:
+            self._send(serve, version, (), (), "", 0)
+            return
+        kept = None if self._copying else self.shelf.of(serve)
+        if kept is None:
+            self._waiting.append(serve)
+            if not self._copying:
+                self._copy(moments)
+        elif not kept.frames:
+            kept.waiting.append(serve)
+        else:
+            self._send_kept(kept, serve)
+
+    def _copy(self, moments: Frames) -> None:
+        self._copying = True
+        self._jobs.do(self._aggregator.copy, self._copied, moments, self._foundings)
+
+    def _copied(self, copy: tuple[Version, Layout, list[Vector]] | CodecError, moments: Frames, founding: int) -> None:
+        assert isinstance(copy, tuple)
+        self._announce(copy[0], partial(self._keep, *copy, moments, founding))
+
+    def _keep(self, version: Version, layout: Layout, flats: list[Vector], moments: Frames, founding: int) -> None:
+        """Keep a copy of this version, which all that follow have been sent, and have frames made of it."""
+        self._copying = False
+        if founding != self._foundings or not self._waiting:
+            if self._waiting:
+                self._copy(moments)
+            return
+        kept = self.shelf.begin(version, time.monotonic())
+        kept.waiting, self._waiting = self._waiting, []
+        self._copies.do(partial(_make, layout, flats, moments), self._made, kept, moments)
+
+    def _made(self, made: tuple[Frames, tuple[str, str]] | CodecError, kept: Kept, moments: Frames) -> None:
+        if isinstance(made, CodecError):
+            raise made
+        kept.make(made[0], moments, made[1])
+        waiting, kept.waiting = kept.waiting, []
+        for serve in waiting:
+            self._send_kept(kept, serve)
+
+    def _send_kept(self, kept: Kept, serve: Serve) -> None:
+        kept.used_at = time.monotonic()
+        begins_at = serve.known_version if kept.leads_on_from(serve.known_version) else kept.version
+        if self._here(serve.peer) and self._send(serve, begins_at, *kept.parts_for(serve)):
+            for released, reduce in kept.since:
+                if released.version > begins_at:
+                    self._traffic.send_aggregate(released, reduce, lambda peer: peer == serve.peer)
+
+    def _send(self, serve: Serve, version: Version, frames: Frames, moments: Frames, digest: str, first: int) -> bool:
+        """Send a snapshot, the frames from `first` on; return whether the peer follows from there."""
+        peer = serve.peer
+        if not self._traffic.follows(peer):
+            self._joined(peer, version)
+        landed = tuple((sequence, at) for sequence, at in serve.landed if at <= version)
+        self._traffic.drop_aggregates(peer)
+        following = self._traffic.send_snapshot(
+            peer, version, frames, moments, landed, serve.reset, serve.rewound, digest, first
+        )
+        self._traffic.follow(peer, following)
+        self.served += following and bool(frames)
+        if not following:
+            self._deaf(peer)
+        return following
+
+    def _lend(self, digest: str | CodecError, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
+        assert isinstance(digest, str)
+        for peer in peers:
+            if self._here(peer) and not self._traffic.send_snapshot(peer, -1, frames, moments, (), True, digest=digest):
+                self._deaf(peer)
+
+
+def _make(layout: Layout, flats: list[Vector], moments: Frames) -> tuple[Frames, tuple[str, str]]:
+    frames = encode_snapshot(layout, flats)
+    alone = digest_of(frames)
+    return frames, (alone, digest_of([*frames, *moments]) if moments else alone)
