@@ -8,6 +8,7 @@ from math import nan
 import pytest
 
 from zmqtrain.errors import CheckpointError, RemoteProtocolError
+from zmqtrain.protocol import hub as hub_module
 from zmqtrain.protocol.effects import (
     Accumulate,
     Broadcast,
@@ -838,6 +839,16 @@ def test_what_a_peer_calls_itself_stays_on_one_line():
     assert hub.members["a"].name == "a?2026 ERROR ?[2J"
     (effect,) = [one for one in hub.receive("a", Goodbye("x\ny" * 1000), 0.0) if isinstance(one, Disconnect)]
     assert "\n" not in effect.text and len(effect.text) < 300
+
+
+def test_a_node_has_no_more_bytes_waiting_than_its_model_and_the_settings_ask_for(monkeypatch):
+    monkeypatch.setattr(hub_module, "MOST_WAITING_BYTES", 1000)
+    hub = live_hub("a", "b", release="all")
+    for sequence in range(10):
+        contribute(hub, "a", sequence, sizes=(100,))
+    refused = hub.receive("a", publish(10, sizes=(1,)), 0.0)[0].message
+    assert refused.reason == "waiting" and "such large ones" in refused.text
+    assert hub.receive("b", publish(0), 0.0) == [Expect("b", publish(0))]
 
 
 # ---------------------------------------------------------------------- quarantine

@@ -70,7 +70,7 @@ from zmqtrain.protocol.standby import Tenure
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId
+from zmqtrain.types import ModelSpec, PeerId, count_values
 
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
@@ -87,6 +87,9 @@ LEAST_LINK, LEAST_SHARE = 1.0, 1e-6
 """And at least, of what it gives of it: what follows from it is no rate else."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
+MOST_WAITING_BYTES = 64 << 20
+"""What one node may have on its way or waiting for its round besides their number, in bytes (more only if the model is so large): one publish of the whole model for each that may be
+on its way, and one."""
 
 
 class Hub:
@@ -583,10 +586,14 @@ class Hub:
         if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
             text = f"stands for {publish.samples} samples in {publish.steps} steps"
             return [self._refuse(member, publish, "samples", text)]
-        waiting = len(member.open) + sum(peer == member.peer for peer, _ in self.rounds.pending)
-        if waiting >= max(MOST_WAITING, self.timetable.at(self.version).offers_in_flight):
-            text = f"{waiting} publishes of this node have not landed; no node that keeps to the settings has so many"
-            return [self._refuse(member, publish, "waiting", text)]
+        waiting = [one for peer, one in self.rounds.pending if peer == member.peer]
+        waiting += [one for one in member.open.values() if isinstance(one, Publish)]
+        in_flight = self.timetable.at(self.version).offers_in_flight
+        most_bytes = max(MOST_WAITING_BYTES, (1 + in_flight) * 4 * count_values(self.model))
+        waiting_bytes = sum(sum(one.sizes) for one in (*waiting, publish))
+        if len(waiting) >= max(MOST_WAITING, in_flight) or waiting_bytes > most_bytes:
+            text = f"{len(waiting)} publishes of this node have not landed; no node that keeps to the settings has so "
+            return [self._refuse(member, publish, "waiting", f"{text}many, or such large ones")]
         if self.shard:
             member.idle = False  # it trains again
         self._records.hear(member.peer, publish.sequence)

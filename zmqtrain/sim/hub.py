@@ -255,10 +255,7 @@ class SimHub:
                 check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
             else:
                 assert isinstance(announcement, Publish)
-                bound = self.aggregator.publish_bound(announcement)
-                if not 0 < sum(announcement.sizes) <= bound:
-                    text = f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right"
-                    raise FramingError(text)
+                self.aggregator.check_sizes(announcement)
         except FramingError as error:
             self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), self._scheduler.now))
         except ConfigError as error:

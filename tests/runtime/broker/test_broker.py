@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from zmqtrain.errors import CheckpointError
+from zmqtrain.protocol import rates
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.groups import RELAY_MESSAGES
 from zmqtrain.protocol.messages import (
@@ -21,9 +22,11 @@ from zmqtrain.protocol.messages import (
     Goodbye,
     Group,
     GroupLost,
+    Heartbeat,
     Hello,
     JoinGroup,
     Publish,
+    Quarantine,
     Refused,
     Relay,
     Snapshot,
@@ -103,10 +106,10 @@ class Peers:
         for chunk, frame in split(announcement.transfer, frames):
             self.wire.heard.put_nowait((peer, Lane.BULK, [chunk, frame]))
 
-    def publish(self, peer, sequence, transfer, value=1.0, samples=8):
+    def publish(self, peer, sequence, transfer, value=1.0, samples=8, dense=True):
         offer = Offer(sequence, 0, [np.full(10, value, np.float32)], samples, 1, None, (), True)
         frames = DeltaCoder(MODEL, self.broker.settings).encode(offer).frames
-        self.transfer(peer, lambda s: Publish(transfer, sequence, 0, 0, DENSE, s, samples, 1, nan, True), frames)
+        self.transfer(peer, lambda s: Publish(transfer, sequence, 0, 0, DENSE, s, samples, 1, nan, dense), frames)
 
 
 def lived(story, folder=None, **settings):
@@ -400,3 +403,78 @@ def test_a_process_that_says_what_cannot_be_loses_its_place_and_the_others_go_on
     (lost,) = [message for who, message in broker.channel.sent if who == "q" and isinstance(message, GroupLost)]
     assert lost.rank == 0 and "sent away" in lost.why
     assert not [one for one in broker.channel.sent if one[0] in "rs" and isinstance(one[1], GroupLost | Refused)]
+
+
+# ---------------------------------------------------------------------- who says too much
+
+
+def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
+    monkeypatch.setattr(rates, "MESSAGES_AT_ONCE", 200.0)
+    monkeypatch.setattr(rates, "MESSAGES_PER_SECOND", 1e6)  # it is heard again soon
+
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        monkeypatch.setattr(rates, "MESSAGES_PER_SECOND", 1.0)
+        for number in range(1000):
+            peers.wire.say("b#1", Heartbeat(float(number)))
+        await peers.until(lambda: "b#1" not in peers.broker.hub.members)
+        await peers.until(peers.wire.heard.empty)
+        peers.publish("a#1", 0, transfer=7)
+        await peers.until(lambda: peers.broker.aggregator.version == 1)
+        assert peers.broker.rates.not_heard > 700
+
+    lived(story)
+    assert caplog.text.count("sending b away: it says more than") == 1
+
+
+def test_who_asks_for_parameters_again_and_again_is_looked_to_once():
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        await peers.until(lambda: peers.broker.traffic.follows("b#1"))
+        looked, go_on = [], threading.Event()
+        peers.broker._jobs.do(go_on.wait)
+        look = peers.broker.serving._look
+        peers.broker.serving._look = lambda *facts: looked.append(facts[1]) or look(*facts)
+        for _ in range(500):
+            peers.wire.say("b#1", Fetch(-1, model_to_wire(MODEL)))
+        await peers.until(peers.wire.heard.empty)
+        go_on.set()
+        await peers.until(lambda: looked)
+        peers.publish("a#1", 0, transfer=7)
+        await peers.until(lambda: peers.broker.aggregator.version == 1)
+        assert len(looked) <= 2
+
+    lived(story)
+
+
+def test_a_publish_in_more_frames_than_it_can_have_is_refused_before_anything_is_held():
+    async def story(peers):
+        await peers.join("a#1")
+        sizes = (1,) * 50
+        peers.wire.say("a#1", Publish(7, 0, 0, 0, DENSE, sizes, 8, 1, nan, True))
+        await peers.until(lambda: peers.told("a#1", Refused))
+        (refused,) = peers.told("a#1", Refused)
+        assert refused.reason == "size" and "50 bytes in 50 frames" in refused.text
+
+    lived(story)
+
+
+def test_a_delta_that_is_far_too_large_is_refused_and_its_node_quarantined_while_the_others_go_on(caplog):
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        version = 0
+        for sequence in range(10):
+            for peer in ("a#1", "b#1"):
+                peers.publish(peer, sequence, transfer=100 + sequence, dense=False)
+                version += 1
+                await peers.until(lambda at=version: peers.broker.aggregator.version == at)
+        for sequence in range(10, 13):
+            peers.publish("b#1", sequence, transfer=100 + sequence, value=-1e7, dense=False)
+        await peers.until(lambda: peers.told("b#1", Quarantine))
+        assert [one.reason for one in peers.told("b#1", Refused)] == ["norm"] * 3
+        peers.publish("a#1", 10, transfer=110)
+        await peers.until(lambda: peers.broker.aggregator.version == version + 1)
+        assert np.abs(peers.broker.aggregator.published[0]).max() < 100
+
+    lived(story, norm_gate="10", codec=DENSE)
+    assert "b is quarantined for 10 s: norm: its norm is" in caplog.text

@@ -74,6 +74,7 @@ from zmqtrain.protocol.messages import (
     Schedule,
     Snapshot,
 )
+from zmqtrain.protocol.rates import MESSAGES_PER_SECOND, Hearing, MessageRates
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.words import words
 from zmqtrain.runtime.broker.jobs import Jobs
@@ -201,6 +202,7 @@ class Broker:
         self.traffic = Traffic(channel, self._queue_bytes, self._lost, self.hub.stamp)
         self.traffic.limit(self.share.limit())
         self._replicas = Replicas(self.hub, self._send_standby_away, self._carry_out, open_line)
+        self.rates = MessageRates()
         self._copies = Jobs("zmqtrain-snapshots", self.stop)
         self.serving = Serving(
             self.traffic,
@@ -221,6 +223,7 @@ class Broker:
         self._log = SparingLogger(logger)
         self._stop = asyncio.Event()
         self._effects: deque[HubEffect] = deque()
+        self._forgotten: deque[PeerId] = deque()
         self._carrying_out = False
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
         self._bytes_received = 0
@@ -348,6 +351,11 @@ class Broker:
             except ChannelClosed:
                 return
             self._bytes_received += sum(len(frame) for frame in frames)
+            if (hearing := self.rates.take(peer, time.monotonic())) is not Hearing.HEARD:
+                if hearing is Hearing.TOO_MANY:
+                    text = f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long"
+                    self._expel(peer, ZmqTrainError(text), "unknown")  # it may come back
+                continue
             try:
                 self._take(peer, lane, frames)
             except ProtocolVersionError as error:
@@ -525,7 +533,16 @@ class Broker:
         logger.warning("%s is quarantined %s", _name(peer), text)
         if self._events is not None:
             self._events.member(peer, "quarantined", text)
-        self._jobs.do(partial(self.aggregator.gate.forget, peer))  # it begins again
+        self._forget_norms(peer)  # it begins again
+
+    def _forget_norms(self, peer: PeerId) -> None:
+        """Have the gate take a node for a new one; however often nodes come and go, one job does it for all."""
+        self._forgotten.append(peer)
+        self._jobs.do_once("forget", self._forget_all_norms)
+
+    def _forget_all_norms(self) -> None:
+        while self._forgotten:
+            self.aggregator.gate.forget(self._forgotten.popleft())
 
     def _see_rates(self) -> None:
         """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
@@ -566,10 +583,7 @@ class Broker:
                 check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
             else:
                 assert isinstance(announcement, Publish)
-                bound = self.aggregator.publish_bound(announcement)
-                if not 0 < sum(announcement.sizes) <= bound:
-                    text = f"{sum(announcement.sizes)} bytes are announced where at most {bound} can be right"
-                    raise FramingError(text)
+                self.aggregator.check_sizes(announcement)
             self.traffic.expect(peer, announcement)
         except FramingError as error:
             self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), now))
@@ -593,8 +607,8 @@ class Broker:
         self._relays.forget(peer)
         self.serving.forget(peer)
         self.parameters.lost(peer)
-        if reason != "again":
-            self._jobs.do(partial(self.aggregator.gate.forget, peer))
+        if reason not in ("again", "observer", "process", "master"):
+            self._forget_norms(peer)
         self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
         if self.hub.exchange and peer not in self.hub.members:  # but one of a node in lockstep does not
             self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}

@@ -19,7 +19,8 @@ __all__ = ["Jobs"]
 
 logger = logging.getLogger(__name__)
 
-MOST_JOBS = 4096
+MOST_JOBS = 1 << 17
+"""More than all that peers may have open at once: two for each of the most publishes of the most members."""
 CLOSE_SECONDS = 60.0
 
 
@@ -35,6 +36,7 @@ class Jobs:
         self._broken = broken
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
+        self._once: set[str] = set()
         self._worker = Worker(name, MOST_JOBS, self.fail)
 
     def start(self) -> None:
@@ -59,6 +61,18 @@ class Jobs:
 
         if not self._worker.submit(job):
             self.fail(ZmqTrainError(f"the codec thread cannot keep up: {MOST_JOBS} jobs wait"))
+
+    def do_once(self, name: str, work: Callable[[], object]) -> None:
+        """Do as `do`, unless what has this name is waiting to be done."""
+        if name in self._once:
+            return
+        self._once.add(name)
+
+        def first() -> None:
+            self._once.discard(name)
+            work()
+
+        self.do(first)
 
     def fail(self, error: BaseException | None) -> None:
         """Something of our own broke: there is no honest way on. Save what is saved, and end with the error."""

@@ -52,13 +52,20 @@ class Serving:
         self._here, self._joined, self._deaf, self._announce = here, joined, deaf, announce
         self.shelf = Shelf()
         self.served = 0
+        self._asked: dict[PeerId, Serve] = {}  # until the codec thread says how far it is
         self._waiting: list[Serve] = []  # until the codec thread has copied what is published
         self._copying = False
         self._foundings = 0
 
     def serve(self, serve: Serve, moments: Frames) -> None:
-        """Bring a peer to the parameters as they are after all that the codec thread has been given by now."""
-        self._jobs.do(lambda: self._aggregator.version, self._look, serve, moments)
+        """Bring a peer to the parameters as they are after all that the codec thread has been given by now.
+
+        Who asks again before it was looked to is looked to once.
+        """
+        asks_again = serve.peer in self._asked
+        self._asked[serve.peer] = serve
+        if not asks_again:
+            self._jobs.do(lambda: self._aggregator.version, self._look, serve.peer, moments)
 
     def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
         """Send these peers another's parameters: they start again from them."""
@@ -77,29 +84,31 @@ class Serving:
 
     def forget(self, peer: PeerId) -> None:
         """Take note that a peer has gone: it waits for nothing."""
+        self._asked.pop(peer, None)
         for waiting in (self._waiting, *(kept.waiting for kept in self.shelf.being_made)):
             waiting[:] = [serve for serve in waiting if serve.peer != peer]
 
     # ------------------------------------------------------------------ the way of one
 
-    def _look(self, version: Version | CodecError, serve: Serve, moments: Frames) -> None:
+    def _look(self, version: Version | CodecError, peer: PeerId, moments: Frames) -> None:
         assert isinstance(version, int)
-        self._announce(version, partial(self._bring, version, serve, moments))
+        self._announce(version, partial(self._bring, version, peer, moments))
 
-    def _bring(self, version: Version, serve: Serve, moments: Frames) -> None:
+    def _bring(self, version: Version, peer: PeerId, moments: Frames) -> None:
         """Bring a peer to this version, which all that follow have been sent."""
-        if not self._here(serve.peer):
+        serve = self._asked.pop(peer, None)
+        if serve is None or not self._here(peer):
             return
         if serve.known_version == version:
             self._send(serve, version, (), (), "", 0)
             return
         kept = None if self._copying else self.shelf.of(serve)
         if kept is None:
-            self._waiting.append(serve)
+            _wait(self._waiting, serve)
             if not self._copying:
                 self._copy(moments)
         elif not kept.frames:
-            kept.waiting.append(serve)
+            _wait(kept.waiting, serve)
         else:
             self._send_kept(kept, serve)
 
@@ -159,6 +168,11 @@ class Serving:
         for peer in peers:
             if self._here(peer) and not self._traffic.send_snapshot(peer, -1, frames, moments, (), True, digest=digest):
                 self._deaf(peer)
+
+
+def _wait(waiting: list[Serve], serve: Serve) -> None:
+    """Have a peer wait, once, with what it asked for last."""
+    waiting[:] = [*(other for other in waiting if other.peer != serve.peer), serve]
 
 
 def _make(layout: Layout, flats: list[Vector], moments: Frames) -> tuple[Frames, tuple[str, str]]:

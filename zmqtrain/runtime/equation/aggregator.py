@@ -33,9 +33,10 @@ from zmqtrain.codecs.payload import (
     encode_slabs,
     initial_states,
     payload_size,
+    plan_payload,
 )
 from zmqtrain.codecs.states import fill_states, pack_states
-from zmqtrain.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
+from zmqtrain.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish, Snapshot
 from zmqtrain.runtime.equation.delta import (
@@ -127,6 +128,16 @@ class Aggregator:
     def publish_bound(self, publish: Publish) -> int:
         """Return the bytes that a publish must have, and its most."""
         return payload_size(self._codecs(publish), self.layout.counts(publish.fragment))
+
+    def check_sizes(self, publish: Publish) -> None:
+        """Raise FramingError for a publish of more bytes or frames than it can have: before anything is held of it."""
+        plan = plan_payload(self._codecs(publish), tuple(self.layout.counts(publish.fragment)))
+        bound = self.publish_bound(publish)
+        if not 0 < sum(publish.sizes) <= bound or len(publish.sizes) > len(plan.frames):
+            raise FramingError(
+                f"{sum(publish.sizes)} bytes in {len(publish.sizes)} frames are announced where at most {bound} in "
+                f"{len(plan.frames)} can be right"
+            )
 
     def snapshot_bound(self) -> int:
         """Return the bytes that a snapshot must have, and its most."""

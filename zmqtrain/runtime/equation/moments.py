@@ -21,6 +21,8 @@ __all__ = ["MOMENT_MODELS", "encode_moments", "check_moments", "decode_moments",
 
 MOMENT_MODELS = 4
 """An optimizer's state may be so many times as large as the model: Adam's is twice."""
+FEW_FRAMES, LEAST_FRAME_BYTES = 4096, 1 << 20
+"""A snapshot has at most so many frames, and one more for each so many bytes: whoever says more wants memory."""
 SLACK_BYTES = 1 << 16
 """And this on top, for counters and small models."""
 _HEADER_BYTES = 16
@@ -69,6 +71,9 @@ def split_snapshot(snapshot: Snapshot, frames: Sequence[Buffer]) -> tuple[Sequen
 
 def check_sizes(snapshot: Snapshot, model_bytes: int, takes_moments: bool) -> None:
     """Raise FramingError unless a snapshot announces a model of just that size, and a state within its bounds."""
+    most_frames = FEW_FRAMES + (1 + MOMENT_MODELS) * model_bytes // LEAST_FRAME_BYTES
+    if len(snapshot.sizes) > most_frames:
+        raise FramingError(f"{len(snapshot.sizes)} frames are announced; at most {most_frames} can be right")
     if snapshot.first:
         raise FramingError(f"a snapshot from its frame {snapshot.first} on; nobody here holds those before")
     if not 0 <= snapshot.moments < max(1, len(snapshot.sizes)) or (snapshot.moments and not takes_moments):

@@ -1,0 +1,53 @@
+"""How much a peer may say, in virtual time."""
+
+from __future__ import annotations
+
+from zmqtrain.protocol import rates
+from zmqtrain.protocol.rates import MESSAGES_AT_ONCE, MESSAGES_PER_SECOND, Hearing, MessageRates
+
+HEARD, TOO_MANY, NOT_HEARD = Hearing.HEARD, Hearing.TOO_MANY, Hearing.NOT_HEARD
+
+
+def flood(measure, peer="pc-1", now=0.0):
+    """Say so much at once that the measure is full."""
+    while (hearing := measure.take(peer, now)) is HEARD:
+        pass
+    return hearing
+
+
+def test_a_node_that_exchanges_in_every_step_of_a_millisecond_is_heard_for_ever():
+    measure = MessageRates()
+    for step in range(20_000):
+        now = step / 1000
+        # Publish, WorkRequest, four credits of an aggregate and its chunks; a Heartbeat and a Report now and then
+        assert {measure.take("pc-1", now) for _ in range(6 + (step % 500 == 0) * 2)} == {HEARD}
+
+
+def test_what_queued_while_the_broker_was_stopped_for_ten_seconds_is_heard_at_once():
+    measure = MessageRates()
+    assert {measure.take("pc-1", 0.0) for _ in range(10 * 6 * 1000)} == {HEARD}
+
+
+def test_a_flood_is_cut_off_once_and_nothing_more_of_it_is_read(monkeypatch):
+    monkeypatch.setattr(rates, "MESSAGES_AT_ONCE", 100.0)
+    measure = MessageRates()
+    assert flood(measure) is TOO_MANY
+    assert {measure.take("pc-1", 0.001) for _ in range(1000)} == {NOT_HEARD}
+    assert measure.not_heard == 1001
+    assert measure.take("pc-2", 0.0) is HEARD
+
+
+def test_who_has_been_silent_for_a_second_is_heard_again():
+    measure = MessageRates()
+    flood(measure)
+    assert measure.take("pc-1", 0.5) is NOT_HEARD
+    assert measure.take("pc-1", 1.01) is HEARD
+    assert MESSAGES_PER_SECOND < MESSAGES_AT_ONCE
+
+
+def test_strangers_without_number_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(rates, "PEERS_KEPT", 8)
+    measure = MessageRates()
+    for number in range(100):
+        measure.take(f"x-{number}", float(number))
+    assert len(measure._left) == 8
