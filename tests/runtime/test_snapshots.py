@@ -214,7 +214,7 @@ def test_a_node_whose_every_snapshot_is_spoiled_says_where_to_look():
 def test_all_who_come_share_one_snapshot_and_take_the_aggregates_since():
     async def story(hub, broker, founder):
         made, copy = [], broker.aggregator.copy
-        broker.aggregator.copy = lambda: made.append(broker.aggregator.version) or copy()
+        broker.aggregator.copy = lambda room: made.append(broker.aggregator.version) or copy(room)
         first = await newcomer(hub)
         await until(lambda: first.params is not None)
         others = [Node(hub, f"pc-{number}") for number in range(2)]

@@ -1,8 +1,9 @@
 """Bring nodes to the run's parameters without holding up its aggregates.
 
-Rule 1: of a snapshot the codec thread only copies what is published; a thread of its own makes frames of it and their
-digest.  Rule 2: all who fetch share what is kept (`Shelf`); each is sent it (or nothing, if the aggregates since are
-all it lacks), then these, and from then on every aggregate, in the order of the versions.
+Rule 1: of a snapshot the codec thread only copies what is published, into memory that a thread of its own has touched;
+that one makes frames of it and their digest.
+Rule 2: all who fetch share what is kept (`Shelf`); each is sent it (or nothing, if the aggregates since are all it
+lacks), then these, and from then on every aggregate, in the order of the versions.
 Rule 3: the rest is used by the broker's loop alone.
 """
 
@@ -114,7 +115,11 @@ class Serving:
 
     def _copy(self, moments: Frames) -> None:
         self._copying = True
-        self._jobs.do(self._aggregator.copy, self._copied, moments, self._foundings)
+        self._copies.do(self._aggregator.make_room, self._have_room, moments)
+
+    def _have_room(self, room: list[Vector] | CodecError, moments: Frames) -> None:
+        assert isinstance(room, list)
+        self._jobs.do(partial(self._aggregator.copy, room), self._copied, moments, self._foundings)
 
     def _copied(self, copy: tuple[Version, Layout, list[Vector]] | CodecError, moments: Frames, founding: int) -> None:
         assert isinstance(copy, tuple)

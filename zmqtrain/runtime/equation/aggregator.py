@@ -341,9 +341,17 @@ class Aggregator:
             self._snapshot = (self.version, encode_snapshot(self.layout, self.published))
         return self._snapshot
 
-    def copy(self) -> tuple[Version, Layout, list[Vector]]:
-        """Return the version and a copy of `published`, and its layout: a snapshot, to be made elsewhere."""
-        return self.version, self.layout, [flat.copy() for flat in self.published]
+    def make_room(self) -> list[Vector]:
+        """Return memory for a `copy`, whose pages are there already; any thread may call it."""
+        return [np.full(flat.size, 0, np.float32) for flat in self.published]
+
+    def copy(self, room: list[Vector]) -> tuple[Version, Layout, list[Vector]]:
+        """Return the version, the layout and a copy of `published`, in `room`: a snapshot to be made elsewhere."""
+        if [flat.size for flat in room] != [flat.size for flat in self.published]:
+            room = self.make_room()  # the run has been founded anew
+        for flat, published in zip(room, self.published, strict=True):
+            np.copyto(flat, published)
+        return self.version, self.layout, room
 
     def replay(self, released: Released) -> None:
         """Take a step that was published before a crash; the outer state stays as it was saved.
