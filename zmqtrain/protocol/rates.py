@@ -2,9 +2,10 @@
 
     a node that offers in every step of 1 ms: 1000 x (Publish, WorkRequest, 2 credits of an aggregate's chunks, ...)
 
-Rule 1: pure: `now` is an argument.  Rule 2: who is over its measure is not heard: first it is sent away, once; while it
-goes on, nothing of it is read, so that it costs what counting costs.  Rule 3: strangers are counted like members; who
-was heard of longest ago is forgotten first.
+Rule 1: pure: `now` is an argument.  Rule 2: on the lane of control alone: what comes on the other one has its windows.
+Rule 3: who is over its measure is not heard: first it is sent away, once; while it goes on, nothing of it is read, so
+that it costs what counting costs.  Rule 4: strangers are counted like members; who was heard of longest ago is
+forgotten first.
 Source: the token bucket, Turner 1986.
 """
 
@@ -16,8 +17,8 @@ from zmqtrain.types import PeerId
 
 __all__ = ["MESSAGES_PER_SECOND", "MESSAGES_AT_ONCE", "Hearing", "MessageRates"]
 
-MESSAGES_PER_SECOND = 10_000.0
-"""What a peer may say for long: twice what a node says whose steps take 1 ms, each with an exchange."""
+MESSAGES_PER_SECOND = 20_000.0
+"""What a peer may say for long: thrice what a node says whose steps take 1 ms, each with an exchange."""
 MESSAGES_AT_ONCE = 200_000.0
 """And at once: what queued while the broker was stopped for ten seconds, or the requests of a client of many keys."""
 PEERS_KEPT = 4096

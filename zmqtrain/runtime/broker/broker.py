@@ -351,10 +351,7 @@ class Broker:
             except ChannelClosed:
                 return
             self._bytes_received += sum(len(frame) for frame in frames)
-            if (hearing := self.rates.take(peer, time.monotonic())) is not Hearing.HEARD:
-                if hearing is Hearing.TOO_MANY:
-                    text = f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long"
-                    self._expel(peer, ZmqTrainError(text), "unknown")  # it may come back
+            if lane is Lane.CONTROL and not self._is_heard(peer):
                 continue
             try:
                 self._take(peer, lane, frames)
@@ -365,6 +362,14 @@ class Broker:
             except Exception as error:  # a message that we did not think of costs its sender, not the run
                 self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
                 self._expel(peer, error)
+
+    def _is_heard(self, peer: PeerId) -> bool:
+        """Return whether a message is read; who says too many is sent away, and may come back."""
+        hearing = self.rates.take(peer, time.monotonic())
+        if hearing is Hearing.TOO_MANY:
+            text = f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long"
+            self._expel(peer, ZmqTrainError(text), "unknown")
+        return hearing is Hearing.HEARD
 
     def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
         now = time.monotonic()

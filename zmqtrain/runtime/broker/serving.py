@@ -103,7 +103,7 @@ class Serving:
         if serve.known_version == version:
             self._send(serve, version, (), (), "", 0)
             return
-        kept = None if self._copying else self.shelf.of(serve)
+        kept = self.shelf.of(serve)
         if kept is None:
             _wait(self._waiting, serve)
             if not self._copying:
