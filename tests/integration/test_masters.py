@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import socket
 import threading
 
@@ -267,9 +268,10 @@ def test_a_checkpoint_of_another_shard_is_not_resumed(tmp_path):
         trainer.wait_until(lambda: shared(trainer))
         trainer.stop.set()
         trainer.join()
+    copy = shutil.copytree(tmp_path / "0", tmp_path / "copy")  # the first has its own in use
     with broker(RunSettings(**QUICK), checkpoint=tmp_path / "0") as first:
         with pytest.raises(ConfigError, match="is of shard 0, this broker has shard 1"):
-            other(first.address, 1, 2, checkpoint=tmp_path / "0")
+            other(first.address, 1, 2, checkpoint=copy)
         with other(first.address, 1, 2, checkpoint=tmp_path / "1") as second:
             assert second.broker.hub.run == first.broker.hub.run and second.broker.hub.version > 0
     with (
