@@ -88,8 +88,8 @@ LEAST_LINK, LEAST_SHARE = 1.0, 1e-6
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 MOST_WAITING_BYTES = 64 << 20
-"""What one node may have on its way, or waiting for its round, in bytes (more only if the model is so large: one publish
-of the whole of it for each that may be on its way, and one)."""
+"""What one node may have on its way or waiting for a round, in bytes; more only if the model is so large: one publish
+of the whole of it for each that may be on its way, and one."""
 
 
 class Hub:

@@ -603,7 +603,7 @@ class PeerExchange(ABC):
         if not self._restarts.begin(self.settings):
             raise error
         logger.error("%s. It begins again from the shared parameters; what it had not shared is dropped", error)
-        self._inbox.restart(self._joined_coder)
+        self._inbox.restart(self._joined_coder, self._offers.version)
 
     def _withdraw(self, coder: DeltaCoder, sequence: int, reason: str) -> None:
         coder.withdraw(sequence)

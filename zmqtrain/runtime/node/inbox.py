@@ -69,8 +69,12 @@ class Inbox:
         self._arrived.append((deliver, frames))
         self.decode(coder)
 
-    def restart(self, coder: DeltaCoder) -> None:
-        """Have what is pending dropped, behind what has arrived already: go on from the anchor as it is there then."""
+    def restart(self, coder: DeltaCoder, version: Version) -> None:
+        """Have what is pending dropped, behind what has arrived already: go on from the anchor as it is there then.
+
+        version: that was applied last.
+        """
+        self._version = max(self._version, version)
         self._arrived.append((None, ()))
         self.decode(coder)
 
