@@ -99,7 +99,7 @@ class RunSettings:
     """One node scores the shared model on held-out data about this often; 0: never."""
     heartbeat_seconds: float = 0.5
     """How often the two sides tell each other that they live."""
-    lost_seconds: float = 3.0
+    lost_seconds: float = 2.5
     """A node or a hub silent for so long is taken for lost."""
 
     def __post_init__(self) -> None:

@@ -347,6 +347,13 @@ def test_a_node_of_another_model_does_not_count_for_the_start():
 # ---------------------------------------------------------------------- coming and going
 
 
+def test_a_node_whose_heartbeat_is_late_is_sent_something_so_that_a_connection_that_is_gone_is_noticed():
+    hub = live_hub("a", "b")
+    hub.receive("b", Heartbeat(0.4), 0.4)
+    asked = {now: [effect.peer for effect in of(SendTo, hub.tick(now))] for now in (0.5, 0.7, 0.9, 1.05, 1.35)}
+    assert asked == {0.5: [], 0.7: ["a"], 0.9: [], 1.05: ["b"], 1.35: ["a"]}
+
+
 def test_a_silent_node_is_lost():
     hub = live_hub("a", "b")
     hub.saw("b", 2.0)
@@ -363,7 +370,7 @@ def test_whatever_a_node_says_is_a_sign_of_life(sign):
     else:
         hub.receive("a", sign, 3.0)
     hub.saw("nobody", 3.0)
-    assert of(Disconnect, hub.tick(6.0)) == []
+    assert of(Disconnect, hub.tick(5.0)) == []
     assert of(Disconnect, hub.tick(6.1)) != []
 
 
@@ -655,10 +662,10 @@ def test_a_round_does_not_wait_for_a_node_that_is_gone_or_has_no_data(end):
 
 
 def test_time_alone_closes_a_round_below_its_quorum():
-    hub = live_hub("a", "b", "c", release="quorum:count=2,share=0.5,patience=2")
+    hub = live_hub("a", "b", "c", release="quorum:count=2,share=0.5,patience=1")
     contribute(hub, "a", 0, now=1.0)
-    assert of(Reduce, hub.tick(2.9)) == []
-    assert of(Reduce, hub.tick(3.0))[0].live == 3
+    assert of(Reduce, hub.tick(1.9)) == []
+    assert of(Reduce, hub.tick(2.0))[0].live == 3
 
 
 # ---------------------------------------------------------------------- data units

@@ -75,6 +75,8 @@ from zmqtrain.types import ModelSpec, PeerId, count_values
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
 ROSTER_SECONDS = 1.0
+OVERDUE_SECONDS = 0.1
+"""A node whose heartbeat is late by so much is sent something, to learn whether its connection is gone."""
 MAX_SCORES = 32
 """What one Report may hold, besides words: the Roster holds those of all nodes, and is one head."""
 MOST_MEMBERS = 512
@@ -240,6 +242,7 @@ class Hub:
         """Let time pass: silent peers are lost, rounds fall due, the roster goes out."""
         effects: list[HubEffect] = self._groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
+        overdue = self.settings.heartbeat_seconds + OVERDUE_SECONDS
         for member in list(self.members.values()):
             process = member.state is MemberState.PROCESS
             if process and late:  # it may have spoken while nobody listened here, and its group is lost with it
@@ -247,6 +250,9 @@ class Hub:
             silent = now - member.last_seen
             if silent > (SILENCE_SECONDS if process else self.settings.lost_seconds):
                 effects += self._lose(member, f"silent for {silent:.1f} s", now)
+            elif member.is_node and now - max(member.last_seen, member.asked_at) > overdue:
+                member.asked_at = now  # if its connection is gone, sending says so
+                effects.append(SendTo(member.peer, self.roster(now)))
             member.quarantined = self._quarantines.rest(member.peer, now) > 0
         effects += self._release(now)
         if self._news:

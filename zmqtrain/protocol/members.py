@@ -92,6 +92,7 @@ class Member:
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
     quarantined: none of its deltas is taken, and none awaited.  digest, held: as in its last Fetch.
+    asked_at: when it was last sent something because nothing was heard of it.
     """
 
     peer: PeerId
@@ -121,6 +122,7 @@ class Member:
     quarantined: bool = False
     digest: str = ""
     held: int = 0
+    asked_at: float = 0.0
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property
