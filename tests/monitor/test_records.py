@@ -34,6 +34,8 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
     write_records(path, [records.unit(0.0, "pc-1", 1), records.unit(0.0, "pc-1", 2)])
     path.write_text(path.read_text()[:-5])
     assert [one["unit"] for one in read_records(path)] == [1]
+    path.write_text('{"kind": "un')
+    assert read_records(path) == []
 
 
 @pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", '{"seconds": 1}\n', 'broken {\n{"kind": "unit"}\n'])

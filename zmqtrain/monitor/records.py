@@ -252,15 +252,16 @@ def read_records(path: Path) -> list[Record]:
     Raises ConfigError: a file that cannot be read, or holds no records.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     records: list[Record] = []
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except ValueError:
-            if number == len(lines) > 1:  # whoever wrote it was killed
+            if number == len(lines) and (number > 1 or not text.endswith("\n")):  # whoever wrote it was killed
                 break
             record = None
         if not isinstance(record, dict) or "kind" not in record:
