@@ -21,7 +21,7 @@ FLOORS = {
     **dict.fromkeys(["types", "interfaces", "errors", "specs", "settings", "quantities"], ("ground", 1)),
     **{name: (name, 2) for name in ("protocol", "codecs", "strategies", "transport", "train")},
     **{name: (name, 2) for name in ("engine", "collectives", "parameter_server")},
-    **{name: (name, 3) for name in ("runtime", "programs", "monitor", "pipeline", "plan")},
+    **{name: (name, 3) for name in ("runtime", "programs", "monitor", "chaos", "pipeline", "plan")},
     "sim": ("sim", 4),
     **dict.fromkeys(["cli", "__init__", "__main__"], ("door", 5)),
 }
