@@ -28,19 +28,17 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.chaos.player import Deed
+from zmqtrain.chaos.run import KEEP_ALL, Outcome, record_of
 from zmqtrain.chaos.schedule import BROKER, KINDS, Fault, check_kinds, draw_schedule
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.monitor.ledger import Audit, Release, audit, lives_of
+from zmqtrain.monitor.ledger import lives_of
 from zmqtrain.monitor.records import Record
-from zmqtrain.runtime.broker.history import History, read_history
-from zmqtrain.types import PeerId
 
 from chaos_star import StarRun, name_of_node
 from report import print_table, write_json
 from star import Star
 
-__all__ = ["Case", "Outcome", "play", "read_options", "run_rows", "loss_rows", "main"]
+__all__ = ["Case", "play", "read_options", "run_rows", "loss_rows", "main"]
 
 BARS = {"killed": 1.0, "unplugged": 3.0, "broker killed": 3.0}
 GOODPUT_BAR, LOSS_BAR, GAP_BAR = 0.95, 0.02, 2.0
@@ -49,7 +47,6 @@ PRESENT_SHARE = 0.8
 """What of a schedule's time the nodes are expected to train in: so much data the run is given."""
 QUIET_SECONDS, BACK_SECONDS, UNPLUGGED_SECONDS = 4.0, 30.0, 6.0
 RULES = ("quorum", "all")
-KEPT = ("--checkpoint-keep", "1000000")
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Case:
         """Return what the broker's command line says. units: 0 for a run that ends when it is ended."""
         run = ["--program", "text", "--program-arguments", self.program_arguments, "--units", str(units)]
         run += ["--every", str(self.every), "--delay", str(self.delay), "--release", self.release]
-        return [*run, "--start-nodes", str(self.nodes), "--checkpoint-every", self.checkpoint_every, *KEPT]
+        return [*run, "--start-nodes", str(self.nodes), "--checkpoint-every", self.checkpoint_every, *KEEP_ALL]
 
     def node_line(self, folder: Path, number: int) -> list[str]:
         """Return what a node's command line says besides address, name and record."""
@@ -85,28 +82,6 @@ class Case:
         return line
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one run came to. ended: it came to its end by itself, within its time; seconds: that it took.
-
-    loss: of the final parameters, held out; NaN if no node lived to the end.  restarts: by the harness, of processes
-    that were killed or ended.
-    """
-
-    audit: Audit
-    history: History
-    loss: float
-    ended: bool
-    seconds: float
-    restarts: int
-    deeds: tuple[Deed, ...]
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """What the ledger and the sum of what was released say is wrong."""
-        return self.audit.faults + self.history.faults
-
-
 def play(star: Star, folder: Path, case: Case, units: int, schedule: Sequence[Fault], seconds: float) -> Outcome:
     """Train so many units under a schedule that takes so many seconds; return what came of it.
 
@@ -114,32 +89,15 @@ def play(star: Star, folder: Path, case: Case, units: int, schedule: Sequence[Fa
     """
     line = case.broker_line(units)
     with StarRun(star, folder, line, lambda number: case.node_line(folder, number), say=_say) as run:
-        run.wait_training(case.nodes)
+        run.wait_training()
         began = time.monotonic()
         run.player.play(schedule, seconds, lambda: run.services[BROKER].over)
         ended = run.wait_over(max(60.0, seconds))
         took = time.monotonic() - began
-        lives = [life for name in run.nodes for life in lives_of(run.record(name))]
-        restarts = sum(len(service.lives) - 1 for service in run.services.values())
-        deeds = tuple(run.player.deeds)
         if not ended:
             for name, service in run.services.items():
                 _say(f"{name}: {'; '.join(service.last_lines[-2:])}")
-    history = read_history(run.hub)
-    releases = [
-        Release(version, tuple((PeerId(peer), sequence) for peer, sequence in landed), samples)
-        for version, (landed, samples) in history.landed.items()
-    ]
-    return Outcome(audit(releases, lives), history, held_out_loss(lives), ended, took, restarts, deeds)
-
-
-def held_out_loss(lives: Sequence[Sequence[Record]]) -> float:
-    """Return the held-out loss of the final parameters, as the nodes scored them that lived to the end; else NaN.
-
-    They are the same on all nodes but for rounding; the median is told.
-    """
-    ends = [record["loss"] for life in lives for record in life if record["kind"] == "node_end"]
-    return float(statistics.median(ends)) if ends else float("nan")
+    return run.outcome(ended, took)
 
 
 def run_rows(star: Star, folder: Path, case: Case, seconds: float, schedule: Sequence[Fault]) -> list[dict[str, Any]]:
@@ -195,7 +153,7 @@ def loss_rows(star: Star, folder: Path, case: Case, repeats: int) -> list[dict[s
     losses: list[_Loss] = []
     line = case.broker_line(0)
     with StarRun(star, folder, line, lambda number: case.node_line(folder, number), say=_say) as run:
-        run.wait_training(case.nodes)
+        run.wait_training()
         to_wall = time.time() - time.monotonic()
         for repeat in range(repeats):
             victim = name_of_node(repeat % case.nodes)
@@ -217,8 +175,11 @@ def loss_rows(star: Star, folder: Path, case: Case, repeats: int) -> list[dict[s
             ready = to_wall + run.wait_restarted(BROKER, lives, BACK_SECONDS)
             losses.append(_Loss("broker killed", BROKER, ready, ready))
             run.player.wait(2 * QUIET_SECONDS)
-        hub = [record for life in lives_of(run.record(BROKER)) for record in _timed(life)]
-        nodes = {name: [record for life in lives_of(run.record(name)) for record in _timed(life)] for name in run.nodes}
+        hub = [record for life in lives_of(record_of(folder, BROKER)) for record in _timed(life)]
+        nodes = {
+            name: [record for life in lives_of(record_of(folder, name)) for record in _timed(life)]
+            for name in run.nodes
+        }
     return [row for what in ("nothing", *BARS) for row in _loss_row(what, case, losses, hub, nodes)]
 
 

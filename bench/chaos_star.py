@@ -1,8 +1,6 @@
-"""Run a broker and nodes on the hosts of a star as a service manager would, with wires that faults can befall.
+"""Be a run whose broker and nodes are on the hosts of a star, with wires that faults can befall for real.
 
-Rule 1: what runs are the commands that people type, each restarted with its own line; nothing in them knows of faults.
-Rule 2: a run has a folder: what everybody said (NAME.log), the records (NAME.jsonl) and the broker's checkpoints (hub).
-Rule 3: whatever happens, processes and cables are gone when the block ends.
+Rule: whatever happens, processes and cables are gone when the block ends.
 """
 
 from __future__ import annotations
@@ -11,44 +9,25 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.chaos.player import Player
+from zmqtrain.chaos.run import READY, Run, hub_folder, record_of
 from zmqtrain.chaos.schedule import BROKER, FaultKind
 from zmqtrain.chaos.services import Service
-from zmqtrain.monitor.records import Record, read_records
 
 from star import Host, Star
 
 __all__ = ["StarWire", "StarRun", "name_of_node"]
 
 PORT = 5555
-READY_SECONDS = 120.0
-END_SECONDS = 120.0
-ASK_SECONDS = 0.25
 CABLE = str(Path(__file__).with_name("cable.py"))
 
 
 def name_of_node(number: int) -> str:
     """Return the name of a node of the star in its run."""
     return f"pc-{number}"
-
-
-def _now_and_then(done: Callable[[], bool]) -> Callable[[], bool]:
-    """Ask this at most every `ASK_SECONDS`: who is asked reads a whole file."""
-    asked_at = 0.0
-
-    def ask() -> bool:
-        nonlocal asked_at
-        if (now := time.monotonic()) - asked_at < ASK_SECONDS:
-            return False
-        asked_at = now
-        return done()
-
-    return ask
 
 
 class StarWire:
@@ -119,7 +98,7 @@ class StarWire:
             raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
-class StarRun:
+class StarRun(Run):
     """One run on a star, from `with` to the end of the block.
 
     folder: of what it leaves behind.  broker, node: what their command lines say besides address, name and record.
@@ -135,115 +114,41 @@ class StarRun:
         seed: int = 0,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.star, self.folder = star, folder
+        self.star = star
         folder.mkdir(parents=True, exist_ok=True)
-        self.hub = folder / "hub"
-        self.nodes = tuple(name_of_node(number) for number in range(star.nodes))
         address = f"tcp://{star.hub_address}:{PORT}"
-        kept = ["--checkpoint", str(self.hub), "--record", str(self.record(BROKER))]
-        bound = ["--bind", f"tcp://*:{PORT}", "--insecure"]
-        services = {BROKER: self._service("hub", BROKER, "zmqtrain.cli.broker", [*bound, *kept, *broker], "training")}
-        for number, name in enumerate(self.nodes):
-            line = [address, "--name", name, "--record", str(self.record(name)), *node(number)]
-            services[name] = self._service(number, name, "zmqtrain.cli.node", line)
-        self.wires = {name: StarWire(star, number, seed + number) for number, name in enumerate(self.nodes)}
-        self.wires[BROKER] = StarWire(star, "hub", seed - 1)
-        self.player = Player(services, self.wires, say)
-
-    @property
-    def services(self) -> dict[str, Service]:
-        """By name: the broker and the nodes."""
-        return dict(self.player.services)
-
-    def record(self, name: str) -> Path:
-        """Return where one of them writes its record."""
-        return self.folder / f"{name}.jsonl"
-
-    def __enter__(self) -> StarRun:
-        try:
-            broker = self.services[BROKER]
-            broker.begin()
-            if not broker.wait_ready(READY_SECONDS):
-                raise RuntimeError(f"the broker does not begin: {'; '.join(broker.last_lines[-3:])}")
-            for name in self.nodes:
-                self.services[name].begin()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def wait_training(self, nodes: int, seconds: float = READY_SECONDS) -> None:
-        """Wait until so many nodes train together. Raises RuntimeError if they do not, saying what they say."""
-        if not self.player.wait(seconds, _now_and_then(lambda: self._joined() >= nodes and self._released())):
-            words = "; ".join(f"{name}: {' '.join(one.last_lines[-1:])}" for name, one in self.services.items())
-            raise RuntimeError(f"the run has not begun within {seconds:g} s: {words}")
-
-    def wait_back(self, name: str, since: float, seconds: float) -> bool:
-        """Wait until a node has joined again since a moment of the wall clock; False if it takes longer."""
-
-        def back() -> bool:
-            said = self._broker_records()
-            began = next((record["began"] for record in said if "began" in record), 0.0)
-            return any(
-                record["kind"] == "membership" and record["what"] == "joined" and record["node"] == name
-                and began + record["seconds"] > since
-                for record in said
-            )  # fmt: skip
-
-        return self.player.wait(seconds, _now_and_then(back))
-
-    def wait_restarted(self, name: str, lives: int, seconds: float) -> float:
-        """Wait until one of them is at work in another life than its first so many; return since when, monotonic.
-
-        Raises RuntimeError if that takes longer.
-        """
-        service = self.services[name]
-        if not self.player.wait(seconds, lambda: len(service.lives) > lives and service.lives[-1].ready_at > 0):
-            raise RuntimeError(f"the {name} is not back within {seconds:g} s: {' '.join(service.last_lines[-1:])}")
-        return service.lives[-1].ready_at
-
-    def _broker_records(self) -> list[Record]:
-        path = self.record(BROKER)
-        return read_records(path) if path.exists() else []
-
-    def _joined(self) -> int:
-        return len({one["node"] for one in self._broker_records() if one["kind"] == "membership"})
-
-    def _released(self) -> bool:
-        return any(one["kind"] == "release" for one in self._broker_records())
-
-    def wait_over(self, seconds: float = END_SECONDS) -> bool:
-        """Keep everybody alive until the broker has ended by itself and its nodes too; False if that takes longer."""
-        until = time.monotonic() + seconds
-        over = self.player.wait(seconds, lambda: self.services[BROKER].over)
-        for name in self.nodes:  # a node that was started again too late finds nobody any more
-            self.services[name].wanted = False
-        rest = max(0.0, until - time.monotonic())
-        self.player.wait(min(rest, 10.0), lambda: not any(self.services[name].alive for name in self.nodes))
-        return over
+        kept = ["--checkpoint", str(hub_folder(folder)), "--record", str(record_of(folder, BROKER))]
+        line = ["--bind", f"tcp://*:{PORT}", "--insecure", *kept, *broker]
+        services = {BROKER: self._service(folder, "hub", BROKER, "zmqtrain.cli.broker", line, READY)}
+        wires = {BROKER: StarWire(star, "hub", seed - 1)}
+        for number in range(star.nodes):
+            name = name_of_node(number)
+            line = [address, "--name", name, "--record", str(record_of(folder, name)), *node(number)]
+            services[name] = self._service(folder, number, name, "zmqtrain.cli.node", line)
+            wires[name] = StarWire(star, number, seed + number)
+        self._wires = wires
+        super().__init__(folder, services, wires, say)
 
     def close(self) -> None:
         """End every process, and take every cable out."""
-        for service in self.services.values():
-            service.close()
-        for wire in self.wires.values():
+        super().close()
+        for wire in self._wires.values():
             with contextlib.suppress(RuntimeError):
                 wire.close()
 
-    def _service(self, host: Host, name: str, module: str, line: Sequence[str], ready: str = "") -> Service:
+    def _service(
+        self, folder: Path, host: Host, name: str, module: str, line: Sequence[str], ready: str = ""
+    ) -> Service:
         package = str(Path(__file__).resolve().parents[1])  # of this checkout, installed or not
         environment = {
             **os.environ,
             "PYTHONPATH": package,
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "compiled"),
+            "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        clock = self.folder / f"{name}.clock"
+        clock = folder / f"{name}.clock"
         argv = [sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), module, *line]
 
         def start() -> subprocess.Popen[Any]:
@@ -256,4 +161,4 @@ class StarRun:
                 env=environment,
             )
 
-        return Service(name, start, self.folder / f"{name}.log", ready=ready, clock_file=clock)
+        return Service(name, start, folder / f"{name}.log", ready=ready, clock_file=clock)

@@ -133,6 +133,15 @@ def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) ->
     assert "6/6 units" in result.stdout
 
 
+def test_chaos_breaks_a_run_and_its_ledger_says_exactly_once(text: Path) -> None:
+    result = run(
+        *("chaos", "--nodes", "2", "--minutes", "0.06", "--mean-seconds", "0.5", "--faults", "drop", "unplug"),
+        *("--pace-seconds", "0.05", "--program-arguments", SMALL.format(text=text)),
+    )
+    assert result.returncode == 0, result
+    assert re.search(r"^ledger +exactly once *$", result.stdout, re.MULTILINE) and "kill broker" in result.stdout
+
+
 @pytest.mark.parametrize("exchange", ["allreduce:ring", "server:async"])
 def test_local_trains_in_lockstep_where_it_is_told_so(text: Path, exchange: str) -> None:
     result = run(

@@ -26,6 +26,7 @@ COMMANDS = {
     "keys": "make, list and revoke the keys with which PCs come in",
     "merge": "make one model of the parts that several masters wrote",
     "sim": "a run on modelled computers and wires, in virtual time",
+    "chaos": "a broker and nodes on this PC, broken on purpose: what came of it",
     "demo": "several nodes against one alone on real text, with a plot",
 }
 """The commands of the umbrella: each is the module of that name in this folder."""

@@ -1,0 +1,197 @@
+"""Break a run on this PC on purpose, and say what came of it: `zmqtrain chaos`.
+
+Rule 1: broker and nodes are the commands that people type, each a process of its own on 127.0.0.1, restarted with its
+own line as a service manager would; between each node and the broker is a wire of ours.
+Rule 2: which faults come when is the seed's; what they do to a run depends on this PC too.
+Rule 3: whatever happens, no process and no wire outlives this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from zmqtrain.chaos.proxy import Proxy
+from zmqtrain.chaos.run import KEEP_ALL, READY, Outcome, Run, hub_folder, record_of
+from zmqtrain.chaos.schedule import BROKER, FaultKind, check_kinds, draw_schedule
+from zmqtrain.chaos.services import Service
+from zmqtrain.cli.display import format_count, format_number, format_seconds
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.settings import read_config
+from zmqtrain.errors import ConfigError, ZmqTrainError
+
+__all__ = ["ChaosConfig", "HERE_KINDS", "main", "outcome_table"]
+
+PROGRAM = "zmqtrain chaos"
+HERE_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "unplug", "slow", "drop", "disk", "clock")
+"""What can be done on one PC, by anybody; the others befall frames of a network."""
+FAULTY = 1
+SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosConfig:
+    """Run a broker and several nodes on this PC, and break them on purpose, at random, by a schedule.
+
+    Everybody who is killed is started again with the same line. At the end a ledger compares what the nodes were told
+    with what the broker has: every acknowledged contribution must be in the parameters exactly once. The exit code is
+    1 if it is not. To break frames too (corrupt, duplicate, reorder), simulate: faults in a scenario of `zmqtrain sim`.
+
+    Example: zmqtrain chaos --nodes 4 --seed 3 --minutes 2 --program text
+    """
+
+    program: str = "text"
+    """What the nodes train: "text", "image", or an installed one."""
+    program_arguments: str = ""
+    """Arguments of the program, as "width=128,layers=2"."""
+    settings: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A TOML file with other settings of the run, as --config of zmqtrain-broker reads it."""
+    nodes: int = 4
+    """How many nodes; they share this PC's cores."""
+    minutes: float = 2.0
+    """How long the faults go on, once all train."""
+    seed: int = 0
+    """Which faults come when."""
+    faults: tuple[str, ...] = HERE_KINDS
+    """What befalls nodes."""
+    mean_seconds: float = 10.0
+    """Between two faults of nodes, on average."""
+    broker_kills: int = 1
+    """How often the broker is killed."""
+    pace_seconds: float = 0.1
+    """Every step of every node takes at least so long, as if each had a PC of its own."""
+    folder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Leave records, logs and checkpoints here; it must be empty. Else they are dropped at the end."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2 or not self.minutes > 0 or not self.mean_seconds > 0:
+            raise ConfigError(
+                f"chaos needs at least 2 nodes, some minutes, and seconds between faults; got {self.nodes} nodes, "
+                f"{self.minutes:g} minutes, {self.mean_seconds:g} s"
+            )
+        if self.broker_kills < 0 or self.pace_seconds < 0:
+            raise ConfigError("broker_kills and pace_seconds must be at least 0")
+        if elsewhere := [kind for kind in check_kinds(self.faults) if kind not in HERE_KINDS]:
+            raise ConfigError(
+                f"{elsewhere[0]} befalls frames of a network, not processes of one PC: simulate it (faults in a "
+                f"scenario of zmqtrain sim). Here there are {', '.join(HERE_KINDS)}"
+            )
+        if self.folder is not None and self.folder.exists() and any(self.folder.iterdir()):
+            raise ConfigError(f"the folder {self.folder} is not empty: a run's book begins in a folder of its own")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, break and judge; return the exit code: 1 where something landed twice, or was lost."""
+    return run_command(PROGRAM, lambda: _run(read_config(ChaosConfig, PROGRAM, argv)))
+
+
+def _run(config: ChaosConfig) -> int:
+    console = Console(highlight=False)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    names = [f"node-{number + 1}" for number in range(config.nodes)]
+    seconds = 60 * config.minutes
+    schedule = draw_schedule(
+        config.seed,
+        seconds,
+        names,
+        check_kinds(config.faults),
+        mean_seconds=config.mean_seconds,
+        broker_faults=config.broker_kills,
+    )
+    with contextlib.ExitStack() as stack:
+        folder = config.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zmqtrain-chaos-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        run = _make_run(config, folder, names, stack, say)
+        try:
+            with run:
+                say(f"{config.nodes} nodes train {config.program}; {len(schedule)} faults to come")
+                run.wait_training()
+                began = time.monotonic()
+                run.player.play(schedule, seconds)
+                say("the faults are over: the nodes send what they have")
+                ended = run.end()
+                took = time.monotonic() - began
+        except RuntimeError as error:
+            raise ZmqTrainError(str(error)) from error
+        outcome = run.outcome(ended, took)
+        console.print(outcome_table(outcome))
+        for fault in outcome.faults[:SHOWN]:
+            say(fault)
+        return FAULTY if outcome.faults else 0
+
+
+def _make_run(
+    config: ChaosConfig, folder: Path, names: Sequence[str], stack: contextlib.ExitStack, say: Callable[[str], None]
+) -> Run:
+    """Return the run, with its wires up and nothing started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:  # one port for all lives of the broker
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    line = ["--bind", address, "--program", config.program, "--program-arguments", config.program_arguments]
+    line += ["--start-nodes", str(config.nodes), "--checkpoint", str(hub_folder(folder)), *KEEP_ALL]
+    line += ["--record", str(record_of(folder, BROKER))]
+    if config.settings is not None:
+        line += ["--config", str(config.settings)]
+    services = {BROKER: _service(folder, BROKER, "zmqtrain.cli.broker", line, READY)}
+    wires: dict[str, Proxy] = {}
+    for name in names:
+        wires[name] = stack.enter_context(Proxy(address))
+        line = [wires[name].address, "--name", name, "--record", str(record_of(folder, name))]
+        line += ["--pace-seconds", str(config.pace_seconds)]
+        services[name] = _service(folder, name, "zmqtrain.cli.node", line)
+    return Run(folder, services, wires, say)
+
+
+def _service(folder: Path, name: str, module: str, line: Sequence[str], ready: str = "") -> Service:
+    clock = folder / f"{name}.clock"
+    command = [sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), module, *line]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process
+        )
+
+    return Service(name, start, folder / f"{name}.log", ready=ready, clock_file=clock)
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """Return what a run that was broken came to."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    judged, not_done = outcome.audit, sum(bool(deed.trouble) for deed in outcome.deeds)
+    rows = {
+        "faults": f"{len(outcome.deeds) - not_done} done" + (f", {not_done} could not be" if not_done else ""),
+        "started again": f"{outcome.restarts} processes, none by hand",
+        "took": format_seconds(outcome.seconds) + ("" if outcome.ended else "; not all came to their end in time"),
+        "samples": f"{format_count(judged.samples)} in the parameters of {format_count(judged.computed)} computed",
+        "goodput": format_number(judged.goodput, 3),
+        "held-out loss": format_number(outcome.loss, 4),
+        "contributions": f"{judged.contributions:,} landed, {judged.acknowledged:,} acknowledged, {judged.unheard:,} "
+        "of nodes that did not live to hear of it",
+        "sum": f"of {outcome.history.last:,} aggregates, compared with {len(outcome.history.compared)} checkpoints",
+        "ledger": "exactly once" if not outcome.faults else f"{len(outcome.faults)} faults",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
