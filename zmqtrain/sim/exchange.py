@@ -53,6 +53,7 @@ class SimExchange(PeerExchange):
 
     decoded: shared by the nodes of a simulation: what has been decoded of late.  message_delay: draws one, in seconds.
     events: as for a `Node`.  link_rate: of its port, in bytes per second, which a plan (auto) counts on.
+    life: which process of this name it is, the first being 1.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class SimExchange(PeerExchange):
         decoded: OrderedDict[Any, Any],
         events: NodeEvents | None = None,
         link_rate: float = 0.0,
+        life: int = 1,
     ) -> None:
-        peer = Peer(PeerId(f"{name}#simulated"), name, link=link_rate)
+        peer_id = PeerId(f"{name}#simulated" if life == 1 else f"{name}#life-{life}")
+        peer = Peer(peer_id, name, link=link_rate, incarnation=1)
         super().__init__(name, peer, lambda: VirtualCondition(scheduler), events)
         self._link = self.link = SimLink(scheduler, hub, wire, self._peer, self, message_delay)
         self._scheduler, self._decoded = scheduler, decoded

@@ -25,12 +25,14 @@ from zmqtrain.protocol.effects import (
     SendTo,
     Serve,
 )
+from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import (
     Aggregate,
     Announcement,
+    Chunk,
     Credit,
     Message,
     Publish,
@@ -94,10 +96,10 @@ class Receiver(Protocol):
     def wire(self) -> Wire:
         """Its connection."""
 
-    def take(self, message: Message) -> None:
+    def take(self, message: Message, stamp: Stamp) -> None:
         """Take a head."""
 
-    def take_payload(self, announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> None:
+    def take_payload(self, announcement: Aggregate | Snapshot, frames: Sequence[Buffer], stamp: Stamp) -> None:
         """Take an aggregate or a snapshot, whole."""
 
 
@@ -139,15 +141,19 @@ class SimHub:
 
     # ------------------------------------------------------------------ what comes in
 
-    def take(self, peer: PeerId, message: Message) -> None:
+    def take(self, peer: PeerId, message: Message, stamp: Stamp) -> None:
         """Take a head from a node."""
+        if (instead := self.hub.judge(peer, stamp, message, self._scheduler.now)) is not None:
+            return self._carry_out(instead)
         try:
             self._carry_out(self.hub.receive(peer, message, self._scheduler.now))
         except (FramingError, RemoteProtocolError) as error:
             self._expel(peer, error)
 
-    def take_payload(self, peer: PeerId, transfer: int, frames: Sequence[Buffer]) -> None:
+    def take_payload(self, peer: PeerId, transfer: int, frames: Sequence[Buffer], stamp: Stamp) -> None:
         """Take the whole payload of a transfer that was expected."""
+        if (instead := self.hub.judge(peer, stamp, Chunk(transfer, 0), self._scheduler.now, False)) is not None:
+            return self._carry_out(instead)
         self.hub.saw(peer, self._scheduler.now)
         member = self.hub.members.get(peer)
         announcement = member.open.get(transfer) if member else None
@@ -209,10 +215,10 @@ class SimHub:
 
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
-            case SendTo(peer, message):
+            case SendTo(peer, message, stamp):
                 if isinstance(message, Quarantine):
                     self._say_quarantine(peer, message)
-                self._send(peer, message)
+                self._send(peer, message, stamp)
             case Broadcast(message):
                 if isinstance(message, Schedule) and self._events is not None:
                     why = self.hub.replanning.text
@@ -338,16 +344,18 @@ class SimHub:
     def _push(self, peer: PeerId, announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> None:
         """Send a payload down, its announcement first, on the same lane."""
         node = self.nodes[peer]
-        size = len(encode_message(announcement)) + sum(announcement.sizes)
-        node.wire.payload(False, size, lambda: node.take_payload(announcement, frames))
+        stamp = self.hub.stamp(peer, False)
+        size = len(encode_message(announcement, stamp)) + sum(announcement.sizes)
+        node.wire.payload(False, size, lambda: node.take_payload(announcement, frames, stamp))
 
-    def _send(self, peer: PeerId, message: Message) -> None:
+    def _send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
         node = self.nodes.get(peer)
         if node is None or node.wire.dead:
             if peer in self.hub.members:
                 self.gone(peer, "its connection is gone")
             return
-        node.wire.head(False, len(encode_message(message)), lambda: node.take(message))
+        said = self.hub.stamp(peer) if stamp is None else stamp
+        node.wire.head(False, len(encode_message(message, said)), lambda: node.take(message, said))
 
     # ------------------------------------------------------------------ sizes
 

@@ -7,15 +7,18 @@ bytes that they would be; only time, and what a cut or a death loses, is modelle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from zmqtrain.errors import JoinRefused, ModelMismatch
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
+from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Quarantine, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
 from zmqtrain.runtime.node.link import Listener
 from zmqtrain.sim.clock import Scheduler
+from zmqtrain.sim.faults import flipped
 from zmqtrain.sim.hub import SimHub
 from zmqtrain.sim.star import Wire
 from zmqtrain.types import Buffer, Offer, Version
@@ -45,6 +48,7 @@ class SimLink:
         self._transfer = 0
         self._founding = self._closed = False
         hub.nodes[peer.peer] = self
+        wire.broken = self._broken
 
     @property
     def live(self) -> bool:
@@ -71,8 +75,8 @@ class SimLink:
 
     def send(self, message: Message) -> None:
         """Send a head."""
-        peer = self.peer.peer
-        self.wire.head(True, len(encode_message(message)), lambda: self._hub.take(peer, message))
+        peer, stamp = self.peer.peer, self.peer.stamp()
+        self.wire.head(True, len(encode_message(message, stamp)), lambda: self._hub.take(peer, message, stamp))
 
     def carry_out(self, effects: Sequence[PeerEffect], frames: Sequence[Buffer] = ()) -> None:
         """Do what the machine wishes. frames: of the transfer that a Deliver is about."""
@@ -128,11 +132,22 @@ class SimLink:
 
     def _send_payload(self, transfer: int) -> None:
         """Send what the hub has granted frame by frame: those of several nodes take turns at its port."""
-        frames, peer = self._outgoing.pop(transfer, ()), self.peer.peer
+        frames, peer, stamp = self._outgoing.pop(transfer, ()), self.peer.peer, self.peer.stamp(False)
         for frame in frames[:-1]:
             self.wire.payload(True, len(frame), lambda: None)
         for frame in frames[-1:]:
-            self.wire.payload(True, len(frame), lambda: self._hub.take_payload(peer, transfer, frames))
+            other = (*frames[:-1], flipped(bytes(frame), transfer))
+            self.wire.payload(
+                True,
+                len(frame),
+                lambda: self._hub.take_payload(peer, transfer, frames, stamp),
+                partial(self._hub.take_payload, peer, transfer, other, stamp),
+            )
+
+    def _broken(self) -> None:
+        """The connection is gone, and the wire says so."""
+        if not self._closed:
+            self.carry_out(self.peer.gone(self._scheduler.now))
 
     def _disconnect(self, reason: str, text: str) -> None:
         self._founding = False
@@ -146,11 +161,13 @@ class SimLink:
 
     # ------------------------------------------------------------------ in
 
-    def take(self, message: Message) -> None:
+    def take(self, message: Message, stamp: Stamp) -> None:
         """Take a head from the hub."""
         if self._closed:
             return
         now = self._scheduler.now
+        if (instead := self.peer.judge(stamp, message, now)) is not None:
+            return self.carry_out(instead)
         self.peer.saw(now)
         match message:
             case Credit(transfer):
@@ -164,10 +181,12 @@ class SimLink:
                     self.listener.on_quarantined(message)
                 self._say_where(before)
 
-    def take_payload(self, announcement: Aggregate | Snapshot, frames: Sequence[Buffer]) -> None:
+    def take_payload(self, announcement: Aggregate | Snapshot, frames: Sequence[Buffer], stamp: Stamp) -> None:
         """Take an aggregate or a snapshot, whole."""
         if self._closed:
             return
+        if (instead := self.peer.judge(stamp, announcement, self._scheduler.now, False)) is not None:
+            return self.carry_out(instead)
         before = self.peer.state
         self.carry_out(self.peer.receive(announcement, self._scheduler.now))
         self.carry_out(self.peer.received(announcement.transfer), frames)

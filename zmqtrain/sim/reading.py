@@ -8,6 +8,15 @@
     [[node]]
     count = 3                   # so many of these; the fields of `SimNode`
     step_seconds = 0.05
+    [[fault]]                   # any number of these; the fields of `Fault`
+    at = 3
+    kind = "stop"
+    target = "node-1"
+    seconds = 10
+    [chaos]                     # or a schedule that is drawn: arguments of `draw_schedule`
+    seed = 3
+    seconds = 60
+    kinds = ["kill", "drop", "duplicate"]
 
 Rule: what cannot be used is a ConfigError that says where it stands, and what was probably meant.
 """
@@ -21,14 +30,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.chaos.schedule import Fault, check_kinds, draw_schedule
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import RunSettings
+from zmqtrain.sim.faults import SIM_KINDS
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
 
 __all__ = ["read_scenario", "scenario_from_tables"]
 
-TABLES = ("run", "link", "hub_link", "node")
+NOT_OWN = ("settings", "nodes", "link", "hub_link", "faults")
+TABLES = ("run", "link", "hub_link", "node", "fault", "chaos")
 
 
 def read_scenario(path: Path, seed: int | None = None) -> Scenario:
@@ -46,7 +58,7 @@ def read_scenario(path: Path, seed: int | None = None) -> Scenario:
 
 def scenario_from_tables(tables: Mapping[str, Any], place: str) -> Scenario:
     """Return the scenario that the tables of a TOML file describe. place: for messages. Raises ConfigError."""
-    own = [field.name for field in fields(Scenario) if field.name not in ("settings", "nodes", "link", "hub_link")]
+    own = [field.name for field in fields(Scenario) if field.name not in NOT_OWN]
     _check_keys(place, tables, (*own, *TABLES))
     settings = _settings(f"{place} [run]", _table(place, tables, "run"))
     link = _record(LinkModel, f"{place} [link]", _table(place, tables, "link"))
@@ -59,9 +71,44 @@ def scenario_from_tables(tables: Mapping[str, Any], place: str) -> Scenario:
     every = [one for number, node in enumerate(nodes, start=1) for one in _nodes(f"{place} [[node]] {number}", node)]
     named = tuple(replace(one, name=one.name or f"node-{number}") for number, one in enumerate(every))
     try:
-        return Scenario(settings=settings, nodes=named, link=link, hub_link=hub_link, **values)
+        faults = _faults(place, tables, [one.name for one in named])
+        return Scenario(settings=settings, nodes=named, link=link, hub_link=hub_link, faults=faults, **values)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _faults(place: str, tables: Mapping[str, Any], names: list[str]) -> tuple[Fault, ...]:
+    """The faults that are written, and those that are drawn."""
+    written = tables.get("fault", [])
+    if not isinstance(written, list) or not all(isinstance(one, dict) for one in written):
+        raise ConfigError(f"{place}: a fault is a table [[fault]] (with two brackets)")
+    faults = []
+    for number, one in enumerate(written, start=1):
+        where = f"{place} [[fault]] {number}"
+        _check_keys(where, one, [field.name for field in fields(Fault)])
+        if missing := [name for name in ("at", "kind", "target") if name not in one]:
+            raise ConfigError(f"{where} says no {missing[0]}")
+        check_kinds([str(one["kind"])])
+        numbers = {name: _number(f"{where}: {name}", one.get(name, 0.0)) for name in ("at", "seconds", "severity")}
+        faults.append(Fault(kind=one["kind"], target=str(one["target"]), **numbers))
+    drawn = _table(place, tables, "chaos")
+    if drawn:
+        where = f"{place} [chaos]"
+        _check_keys(where, drawn, ("seed", "seconds", "kinds", "mean_seconds"))
+        kinds = check_kinds([str(kind) for kind in drawn.get("kinds", SIM_KINDS)])
+        seed = drawn.get("seed", 0)
+        if type(seed) is not int:
+            raise ConfigError(f"{where}: seed must be a whole number, got {seed!r}")
+        seconds = _number(f"{where}: seconds", drawn.get("seconds", 60.0))
+        mean_seconds = _number(f"{where}: mean_seconds", drawn.get("mean_seconds", 10.0))
+        faults += draw_schedule(seed, seconds, names, kinds, mean_seconds=mean_seconds)
+    return tuple(sorted(faults))
+
+
+def _number(place: str, value: Any) -> float:
+    if type(value) not in (int, float) or not value >= 0:
+        raise ConfigError(f"{place} must be a number of at least 0, got {value!r}")
+    return float(value)
 
 
 def _settings(place: str, table: Mapping[str, Any]) -> RunSettings:

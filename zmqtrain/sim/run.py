@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.chaos.schedule import Fault
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
@@ -25,6 +26,7 @@ from zmqtrain.protocol.effects import Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.exchange import SimExchange
+from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
 from zmqtrain.sim.hub import SimHub, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
 from zmqtrain.sim.scenario import Scenario, SimNode
@@ -130,7 +132,9 @@ class _Simulation:
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}
         self.exchanges: list[SimExchange] = []
-        self.steps: dict[str, int] = {}
+        self.steps: dict[tuple[str, int], int] = {}
+        self.kills: dict[str, Callable[[], None]] = {}
+        self.noises: dict[str, FrameNoise] = {}
         self.target_seconds = inf
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._decoded: OrderedDict[Any, Any] = OrderedDict()
@@ -138,8 +142,10 @@ class _Simulation:
     def run(self) -> SimResult:
         """Run it. Raises what a node raises."""
         began = time.perf_counter()
-        for number, node in enumerate(self.scenario.nodes):
-            self._add(replace(node, name=node.name or f"node-{number}"))
+        for node in self.scenario.named_nodes():
+            self._add(node)
+        for fault in self.scenario.faults:
+            self._plan(fault)
         if self.scenario.evaluate_seconds:
             self.scheduler.call_at(0.0, self._evaluate_again)
         if self.recorder is not None:
@@ -151,8 +157,27 @@ class _Simulation:
             for recorder in (*self.recorders.values(), *([self.recorder] if self.recorder else [])):
                 recorder.close()
 
-    def _add(self, node: SimNode) -> None:
+    def _plan(self, fault: Fault) -> None:
+        """Have a fault befall its node; what stops, unplugs and slows it is in the node's own windows already."""
+
+        def begin() -> None:
+            if fault.kind in ("kill", "stop", "unplug", "slow"):
+                if fault.kind == "kill":
+                    self.kills[fault.target]()
+            elif fault.kind == "drop":
+                self.noises[fault.target].drop()
+            else:
+                self.noises[fault.target].set(fault.kind, fault.severity)
+                self.scheduler.call_at(fault.ends_at, lambda: self.noises[fault.target].set(fault.kind, 0.0))
+            self._say_membership(fault.target, fault.kind)
+
+        if fault.kind not in ("stop", "unplug"):  # which are told as cuts
+            self.scheduler.call_at(fault.at, begin)
+
+    def _add(self, node: SimNode, life: int = 1) -> None:
         scheduler, wire = self.scheduler, Wire(self.scheduler, self.scenario.link, self.hub.ports)
+        if any(fault.target == node.name and fault.kind in ("drop", *NOISE_KINDS) for fault in self.scenario.faults):
+            wire.noise = self.noises[node.name] = FrameNoise(f"{self.settings.seed}/{node.name}/{life}")
         induced = node.induced(self.settings.seed)
         late = induced.message_delays(node.name)
         recorder = None
@@ -161,9 +186,11 @@ class _Simulation:
             self.recorders[node.name] = recorder
         codec_ns = self.scenario.node_codec_ns
         rate = port_rate(self.scenario.link)
-        exchange = SimExchange(scheduler, self.hub, wire, node.name, late, codec_ns, self._decoded, recorder, rate)
+        exchange = SimExchange(
+            scheduler, self.hub, wire, node.name, late, codec_ns, self._decoded, recorder, rate, life
+        )
         self.exchanges.append(exchange)
-        task = scheduler.start(node.name, lambda: self._train(node, exchange), node.joins_at)
+        task = scheduler.start(node.name, lambda: self._train(node, exchange, life), node.joins_at)
 
         def kill() -> None:
             if not task.ended:
@@ -171,6 +198,16 @@ class _Simulation:
                 scheduler.kill(task)
                 self._say_membership(node.name, "killed")
 
+        def kill_and_restart() -> None:
+            if task.ended:
+                return
+            kill()
+            if recorder is not None:
+                recorder.close()
+            again = replace(node, joins_at=scheduler.now + RESTART_SECONDS, cut=tuple(_after(node.cut, scheduler.now)))
+            self._add(again, life + 1)
+
+        self.kills[node.name] = kill_and_restart
         if node.killed_at < inf:
             scheduler.call_at(node.killed_at, kill)
         for begin, end in node.cut:
@@ -178,7 +215,7 @@ class _Simulation:
                 scheduler.call_at(when, happen)
                 scheduler.call_at(when, partial(self._say_membership, node.name, word))
 
-    def _train(self, node: SimNode, exchange: SimExchange) -> None:
+    def _train(self, node: SimNode, exchange: SimExchange, life: int) -> None:
         self._say_membership(node.name, "joined")
         program = NodeProgram(self.program, node, self.initial_params, self.scenario.score_nodes)
         before_step, before_part = self._computation(node)
@@ -188,7 +225,7 @@ class _Simulation:
         def watch(number: int, loss: Any) -> None:
             self._say_steps(loss_before)
             loss_before.append((self.scheduler.now, node.name, number, loss))
-            self.steps[node.name] = number
+            self.steps[node.name, life] = number
 
         loop = TrainingLoop(
             program,
@@ -307,3 +344,8 @@ class _Simulation:
             wall_seconds=wall_seconds,
             **figures,
         )
+
+
+def _after(windows: Sequence[tuple[float, float]], now: float) -> Iterator[tuple[float, float]]:
+    """Give what is left of these windows from now on."""
+    return ((max(begin, now), end) for begin, end in windows if end > now)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
+from zmqtrain.chaos.schedule import Fault
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import RunSettings
+from zmqtrain.sim.faults import check_faults, pauses_and_cuts
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.transport.memory import LinkModel
 
@@ -90,6 +92,7 @@ class Scenario:
     target_loss: the run is over when it scores so.  max_seconds: or when so much virtual time is over.
     node_codec_ns, hub_codec_ns: time of the codec threads per value that they encode, decode or add.
     score_nodes: each node's own final parameters are scored too.
+    faults: what befalls which node when, besides what the nodes say of themselves.
     """
 
     settings: RunSettings
@@ -103,6 +106,7 @@ class Scenario:
     node_codec_ns: float = 0.0
     hub_codec_ns: float = 0.0
     score_nodes: bool = False
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -132,3 +136,14 @@ class Scenario:
             )
         if self.target_loss > -inf and not (self.evaluate_seconds or self.evaluate_versions):
             raise ConfigError("target_loss needs evaluate_seconds or evaluate_versions")
+        check_faults(self.faults, names)
+
+    def named_nodes(self) -> tuple[SimNode, ...]:
+        """Return the nodes with their names, and what faults keep them from."""
+        named = {
+            node.name or f"node-{i}": replace(node, name=node.name or f"node-{i}") for i, node in enumerate(self.nodes)
+        }
+        for fault in self.faults:
+            node, (pauses, cut) = named[fault.target], pauses_and_cuts(fault)
+            named[fault.target] = replace(node, pauses=(*node.pauses, *pauses), cut=(*node.cut, *cut))
+        return tuple(named.values())

@@ -4,6 +4,7 @@ Rule 1: a port carries one payload after the other, each way; the switch forward
 Rule 2: heads are small: they take the latency alone, and never wait behind payloads (a second connection).
 Rule 3: a wire that is cut holds what is sent over it, as TCP does, and delivers it when it is whole again; what was
 sent on a connection that one side has given up by then is lost.
+Rule 4: where noise is on a wire, it decides of every head and payload what becomes of it (`zmqtrain.sim.faults`).
 
     node --tx port--> switch --hub's rx port--> hub          node <--rx port-- switch <--hub's tx port-- hub
 """
@@ -11,8 +12,10 @@ sent on a connection that one side has given up by then is lost.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from zmqtrain.sim.clock import Scheduler
+from zmqtrain.sim.faults import FrameNoise
 from zmqtrain.transport.memory import LinkModel
 
 __all__ = ["Port", "HubPorts", "Wire"]
@@ -44,11 +47,17 @@ class HubPorts:
 
 
 class Wire:
-    """The connection of one node with the hub, both ways. up, down: bytes of payload and heads that were sent."""
+    """The connection of one node with the hub, both ways. up, down: bytes of payload and heads that were sent.
+
+    noise: what becomes of its frames, None for nothing.  broken: is called when the connection breaks; the hub is not
+    told.
+    """
 
     def __init__(self, scheduler: Scheduler, link: LinkModel, hub: HubPorts) -> None:
         self.up = self.down = 0
         self.dead = False
+        self.noise: FrameNoise | None = None
+        self.broken: Callable[[], object] = lambda: None
         self._scheduler, self._link = scheduler, link
         self._hub_link = hub.link or link
         self._ports = {True: (Port(), hub.receiving), False: (hub.sending, Port())}
@@ -59,12 +68,28 @@ class Wire:
     def head(self, up: bool, size: int, deliver: Delivery) -> None:
         """Send a head of `size` bytes."""
         self._count(up, size)
-        self._send(self._connection, up, 0, deliver)
+        self._send_through_noise(up, 0, deliver, None)
 
-    def payload(self, up: bool, size: int, deliver: Delivery) -> None:
-        """Send a payload of `size` bytes through the ports."""
+    def payload(self, up: bool, size: int, deliver: Delivery, flipped: Delivery | None = None) -> None:
+        """Send a payload of `size` bytes through the ports. flipped: delivers it with a bit flipped, on the way up."""
         self._count(up, size)
-        self._send(self._connection, up, size, deliver)
+        self._send_through_noise(up, size, deliver, flipped)
+
+    def _send_through_noise(self, up: bool, size: int, deliver: Delivery, flipped: Delivery | None) -> None:
+        if self.noise is None or self.dead:
+            return self._send(self._connection, up, size, deliver)
+        fate, connection = self.noise.fate(flipped is not None), self._connection
+        if fate.breaks:
+            self.reconnect()
+            self._scheduler.call_later(0.0, self.broken)
+            return None
+        what = flipped if fate.flipped and flipped is not None else deliver
+        for late in fate.delays:
+            if late:
+                self._scheduler.call_later(late, partial(self._send, connection, up, size, what))
+            else:
+                self._send(connection, up, size, what)
+        return None
 
     def reconnect(self) -> None:
         """Give the connection up: what is on its way, or held, is lost."""

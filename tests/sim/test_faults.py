@@ -1,0 +1,113 @@
+"""Faults in virtual time: whatever befalls nodes and frames, what was acknowledged is in the parameters exactly once."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from zmqtrain.chaos.schedule import Fault, draw_schedule
+from zmqtrain.errors import ConfigError
+from zmqtrain.monitor.ledger import audit, lives_of, releases_of
+from zmqtrain.sim import SimNode, simulate
+from zmqtrain.sim.faults import SIM_KINDS, Fate, FrameNoise, flipped, pauses_and_cuts
+from zmqtrain.sim.reading import scenario_from_tables
+
+QUICK = {"heartbeat_seconds": 0.2, "lost_seconds": 0.6, "codec": "int8:block=8", "broadcast_codec": "int8:block=8"}
+
+
+def flat(params):
+    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(params)])
+
+
+def books(folder, nodes):
+    (broker,) = lives_of(folder / "broker.jsonl")
+    return releases_of(broker), [life for node in nodes for life in lives_of(folder / f"{node.name}.jsonl")]
+
+
+def nodes_named(count):
+    return [SimNode(name=f"pc-{number}", straggler=((0.0, 0.01, 1.0),)) for number in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["drop", "corrupt", "duplicate", "reorder"])
+def test_frames_that_fare_badly_are_made_good_and_everything_computed_lands_once(program, scenario, tmp_path, kind):
+    nodes = nodes_named(3)
+    faults = [Fault(0.5 + 0.1 * turn, kind, "pc-1", 0.05, 0.5) for turn in range(40)]
+    faults += [Fault(0.5, kind, "pc-2", 5.0, 0.05)]
+    run = scenario(
+        nodes, units=60, release="immediately", outer="sgd:rate=1", of_scenario={"faults": tuple(faults)}, **QUICK
+    )
+    result = simulate(run, program, record=tmp_path)
+    found = audit(*books(tmp_path, nodes))
+    assert found.faults == () and found.acknowledged == found.contributions > 20
+    assert found.computed == result.steps * program.samples_per_batch  # nobody was killed, and nothing is lost
+    for ended in result.nodes.values():
+        np.testing.assert_allclose(flat(ended.params), flat(result.params), atol=1e-5)
+
+
+def test_a_schedule_of_all_faults_at_many_nodes_leaves_exact_books_and_can_be_repeated(program, scenario, tmp_path):
+    nodes = nodes_named(24)
+    faults = draw_schedule(5, 40.0, [node.name for node in nodes], SIM_KINDS, mean_seconds=0.8)
+    assert {fault.kind for fault in faults} == set(SIM_KINDS)
+    runs = []
+    for repeat in range(2):
+        run = scenario(nodes, units=0, every=8, delay=4, of_scenario={"faults": faults, "max_seconds": 45.0}, **QUICK)
+        runs.append(
+            simulate(run, program, record=tmp_path / str(repeat)) if not (tmp_path / str(repeat)).mkdir() else None
+        )
+    found = audit(*books(tmp_path / "0", nodes))
+    assert found.faults == () and found.lives == 24 + sum(fault.kind == "kill" for fault in faults)
+    assert found.goodput > 0.9
+    assert flat(runs[0].params).tobytes() == flat(runs[1].params).tobytes()
+
+
+def test_windows_of_faults():
+    assert pauses_and_cuts(Fault(2.0, "stop", "a", 3.0)) == (((2.0, 5.0),), ((2.0, 5.0),))
+    assert pauses_and_cuts(Fault(2.0, "unplug", "a", 3.0)) == ((), ((2.0, 5.0),))
+    assert pauses_and_cuts(Fault(2.0, "slow", "a", 2.5, 0.25)) == (((2.0, 2.25), (3.0, 3.25)), ())
+    assert pauses_and_cuts(Fault(2.0, "kill", "a")) == ((), ())
+
+
+def test_the_fate_of_a_frame_is_drawn_from_the_seed_and_a_break_befalls_one():
+    noise = FrameNoise("1")
+    assert noise.fate(True) == Fate()
+    noise.drop()
+    assert noise.fate(False).breaks and noise.fate(False) == Fate()
+    noise.set("corrupt", 1.0)
+    assert noise.fate(True).flipped and noise.fate(False).breaks
+    noise.set("corrupt", 0.0)
+    noise.set("duplicate", 1.0)
+    assert len(noise.fate(True).delays) == 2
+    assert noise.done == {"drop": 1, "corrupt": 2, "duplicate": 1, "reorder": 0}
+    assert flipped(b"\0\0", 9) == b"\0\2"
+
+
+def tables(**more):
+    run = {"program": "text", "units": 4, "every": 4, "delay": 2}
+    return {"run": run, "node": [{"name": "a"}, {"name": "b"}], **more}
+
+
+def test_faults_are_written_or_drawn_in_a_scenario_file():
+    one = {"at": 3, "kind": "stop", "target": "b", "seconds": 10}
+    assert scenario_from_tables(tables(fault=[one]), "x.toml").faults == (Fault(3.0, "stop", "b", 10.0),)
+    drawn = scenario_from_tables(tables(chaos={"seed": 3, "seconds": 60, "kinds": ["kill"]}), "x.toml").faults
+    assert drawn == draw_schedule(3, 60.0, ["a", "b"], ["kill"])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"fault": [{"at": 1, "kind": "disk", "target": "a"}]}, "is not simulated"),
+        ({"fault": [{"at": 1, "kind": "kill", "target": "broker"}]}, "is not simulated"),
+        ({"fault": [{"at": 1, "kind": "kill", "target": "c"}]}, "befalls nobody"),
+        ({"fault": [{"at": 1, "kind": "kil", "target": "a"}]}, "there is no fault 'kil'"),
+        ({"fault": [{"kind": "kill", "target": "a"}]}, "says no at"),
+        ({"fault": [{"at": -1, "kind": "kill", "target": "a"}]}, "at least 0"),
+        ({"fault": {"at": 1}}, "two brackets"),
+        ({"chaos": {"sed": 1}}, "did you mean seed"),
+        ({"chaos": {"seed": "x"}}, "whole number"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused(more, words):
+    with pytest.raises(ConfigError, match=words):
+        scenario_from_tables(tables(**more), "x.toml")
