@@ -72,6 +72,7 @@ class Case:
         """Return what the broker's command line says. units: 0 for a run that ends when it is ended."""
         run = ["--program", "text", "--program-arguments", self.program_arguments, "--units", str(units)]
         run += ["--every", str(self.every), "--delay", str(self.delay), "--release", self.release]
+        run += ["--initial", "founder"]
         return [*run, "--start-nodes", str(self.nodes), "--checkpoint-every", self.checkpoint_every, *KEEP_ALL]
 
     def node_line(self, folder: Path, number: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Faults in virtual time: whatever befalls nodes and frames, what was acknowledged is in the parameters exactly once."""
+"""Faults in virtual time: whatever befalls nodes and frames, what was acknowledged is in the parameters once."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def nodes_named(count):
 @pytest.mark.parametrize("kind", ["drop", "corrupt", "duplicate", "reorder"])
 def test_frames_that_fare_badly_are_made_good_and_everything_computed_lands_once(program, scenario, tmp_path, kind):
     nodes = nodes_named(3)
-    faults = [Fault(0.5 + 0.1 * turn, kind, "pc-1", 0.05, 0.5) for turn in range(40)]
+    faults = [Fault(0.5 + 0.1 * turn, kind, "pc-1", 0.05, 0.5) for turn in range(20)]
     faults += [Fault(0.5, kind, "pc-2", 5.0, 0.05)]
     run = scenario(
-        nodes, units=60, release="immediately", outer="sgd:rate=1", of_scenario={"faults": tuple(faults)}, **QUICK
+        nodes, units=36, release="immediately", outer="sgd:rate=1", of_scenario={"faults": tuple(faults)}, **QUICK
     )
     result = simulate(run, program, record=tmp_path)
+    assert sum(record["what"] == kind for record in result.of_kind("membership")) > 10
     found = audit(*books(tmp_path, nodes))
     assert found.faults == () and found.acknowledged == found.contributions > 20
     assert found.computed == result.steps * program.samples_per_batch  # nobody was killed, and nothing is lost
@@ -45,20 +46,17 @@ def test_frames_that_fare_badly_are_made_good_and_everything_computed_lands_once
         np.testing.assert_allclose(flat(ended.params), flat(result.params), atol=1e-5)
 
 
-def test_a_schedule_of_all_faults_at_many_nodes_leaves_exact_books_and_can_be_repeated(program, scenario, tmp_path):
-    nodes = nodes_named(24)
-    faults = draw_schedule(5, 40.0, [node.name for node in nodes], SIM_KINDS, mean_seconds=0.8)
+def test_a_schedule_of_all_faults_leaves_exact_books_and_can_be_repeated(program, scenario, tmp_path):
+    nodes = nodes_named(12)
+    faults = draw_schedule(5, 24.0, [node.name for node in nodes], SIM_KINDS, mean_seconds=0.8)
     assert {fault.kind for fault in faults} == set(SIM_KINDS)
-    runs = []
-    for repeat in range(2):
-        run = scenario(nodes, units=0, every=8, delay=4, of_scenario={"faults": faults, "max_seconds": 45.0}, **QUICK)
-        runs.append(
-            simulate(run, program, record=tmp_path / str(repeat)) if not (tmp_path / str(repeat)).mkdir() else None
-        )
-    found = audit(*books(tmp_path / "0", nodes))
-    assert found.faults == () and found.lives == 24 + sum(fault.kind == "kill" for fault in faults)
-    assert found.goodput > 0.9
-    assert flat(runs[0].params).tobytes() == flat(runs[1].params).tobytes()
+    of_scenario = {"faults": faults, "max_seconds": 24.0}
+    run = scenario(nodes, units=0, every=8, delay=4, of_scenario=of_scenario, **QUICK)
+    result = simulate(run, program, record=tmp_path)
+    found = audit(*books(tmp_path, nodes))
+    assert found.faults == () and found.lives == 12 + sum(fault.kind == "kill" for fault in faults)
+    assert found.goodput > 0.85  # the run is cut off with what is on its way
+    assert flat(simulate(run, program).params).tobytes() == flat(result.params).tobytes()
 
 
 def test_windows_of_faults():
