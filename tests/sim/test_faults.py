@@ -48,7 +48,8 @@ def test_frames_that_fare_badly_are_made_good_and_everything_computed_lands_once
 
 def test_a_schedule_of_all_faults_leaves_exact_books_and_can_be_repeated(program, scenario, tmp_path):
     nodes = nodes_named(12)
-    faults = draw_schedule(5, 24.0, [node.name for node in nodes], SIM_KINDS, mean_seconds=0.8)
+    drawn = draw_schedule(5, 24.0, [node.name for node in nodes], SIM_KINDS, mean_seconds=0.8)
+    faults = (*drawn, Fault(4.0, "drop", "pc-0"), Fault(5.0, "corrupt", "pc-1", 4.0, 0.05))
     assert {fault.kind for fault in faults} == set(SIM_KINDS)
     of_scenario = {"faults": faults, "max_seconds": 24.0}
     run = scenario(nodes, units=0, every=8, delay=4, of_scenario=of_scenario, **QUICK)

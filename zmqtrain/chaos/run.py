@@ -28,7 +28,7 @@ KEEP_ALL = ("--checkpoint-keep", "1000000")
 """Said to the broker: its book begins where its oldest checkpoint does."""
 READY = "training"
 """What a broker says once it listens."""
-READY_SECONDS, END_SECONDS, LEAVE_SECONDS = 120.0, 120.0, 10.0
+READY_SECONDS, END_SECONDS, LEAVE_SECONDS = 300.0, 120.0, 10.0
 ASK_SECONDS = 0.25
 
 
