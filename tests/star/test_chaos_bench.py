@@ -15,6 +15,7 @@ from star import Star
 SMALL = "width=8,layers=1,heads=1,context=16,batch=4,batches_per_unit=8"
 
 
+@pytest.mark.timeout(300)
 def test_what_was_acknowledged_is_in_the_parameters_once_whatever_befalls_node_wire_and_broker(tmp_path: Path) -> None:
     case = chaos.Case(2, 0.05, SMALL, 8, every=4, delay=2)
     schedule = (
