@@ -28,7 +28,7 @@ def train(hub, name, exchange, **options):
     assert choice is not None
     with connect(hub, name, exchange=choice.name) as node:
         batches = node.batches_as_they_come(REGRESSION, unit_wait_seconds(node.settings))
-        gradients = partial(open_gradients, choice, node, (None, None))
+        gradients = partial(open_gradients, choice, node, None)
         return GradientLoop(REGRESSION, node, gradients, **{"bucket_bytes": 100} | options).run(batches)
 
 

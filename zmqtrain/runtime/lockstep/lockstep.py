@@ -73,14 +73,16 @@ def unit_wait_seconds(settings: RunSettings) -> float:
 
 
 def open_gradients(
-    choice: Lockstep, node: Node | MastersNode, credentials: Credentials, model: ModelSpec, version: Version
+    choice: Lockstep, node: Node | MastersNode, credentials: Credentials | None, model: ModelSpec, version: Version
 ) -> GradientExchange:
     """Return the way to the others of the node's run; waits for them.
 
-    model, version: of the run's parameters.  credentials: the broker's public key and this node's pair, or None twice.
+    model, version: of the run's parameters.  credentials: the broker's public key and this node's pair, None where
+    there are none.
     Raises ConfigError if the run does not have the masters that were asked for; what opening a communicator or a
     client of the parameter server raises.
     """
+    credentials = credentials or (None, None)
     if isinstance(choice, Allreduce):
         return _open_allreduce(choice, node, credentials)
     return _open_server(choice, node, credentials, model, version)
