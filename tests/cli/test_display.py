@@ -87,6 +87,13 @@ def test_the_headline_says_what_a_parameter_server_serves() -> None:
     assert " · serves 12 keys, 3.2 MB: 4.5 k pushes, 3 clients now" in roster_headline(roster(served=served))
 
 
+def test_the_headline_says_where_the_standby_is_and_what_was_not_believed() -> None:
+    headline = roster_headline(roster(hub={"term": 1, "standby": "tcp://pc2:5555", "former": 2, "double": 1}))
+    assert "3 stale or double messages dropped" in headline
+    assert "term 1 · standby tcp://pc2:5555" in headline
+    assert "term" not in roster_headline(roster(hub={"term": 0, "standby": ""}))
+
+
 def test_before_anybody_founds_the_run_the_headline_says_what_is_awaited() -> None:
     assert "waiting for the first node" in roster_headline(roster(version=-1, units_total=0, scores={}))
 

@@ -15,6 +15,7 @@ from zmqtrain.cli.settings import (
     LocalConfig,
     MergeConfig,
     NodeConfig,
+    PromoteConfig,
     StatusConfig,
     check_host,
     read_config,
@@ -241,3 +242,26 @@ def test_a_host_that_nobody_knows_is_refused_at_once(number: int, known: bool, m
     monkeypatch.setattr(socket, "getaddrinfo", ask)
     with contextlib.nullcontext() if known else pytest.raises(ConfigError, match="no host named 'hub'"):
         check_host("tcp://hub:5555")
+
+
+def test_a_standby_needs_the_address_of_another_broker_and_no_setting_of_the_run() -> None:
+    config = broker("--standby", HUB, "--insecure", "--takeover-seconds", "5", "--address", "tcp://10.0.0.2:5555")
+    assert (config.standby, config.takeover_seconds, config.address) == (HUB, 5.0, "tcp://10.0.0.2:5555")
+    for wrong, said in (
+        (["--every", "4"], "leave every out"),
+        (["--shard", "1/2", "--first", HUB], "leave --shard or --standby out"),
+        (["--first", HUB], "first is for the other masters"),
+        (["--record", "x.jsonl"], "leave --record out"),
+        (["--takeover-seconds", "0"], "takeover_seconds"),
+        (["--address", "here"], "here"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            broker("--standby", HUB, "--insecure", *wrong)
+    with pytest.raises(ConfigError, match="no address"):
+        broker("--standby", "pc1", "--insecure")
+
+
+def test_promote_needs_an_address() -> None:
+    assert read_config(PromoteConfig, "zmqtrain promote", [HUB]).hub == HUB
+    with pytest.raises(ConfigError):
+        read_config(PromoteConfig, "zmqtrain promote", ["pc2"])

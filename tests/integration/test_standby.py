@@ -5,6 +5,7 @@ from __future__ import annotations
 from runs import BrokerProcess, Trainer, batches, loss, parameters
 
 from zmqtrain.runtime.broker.standby import StandbyPlace
+from zmqtrain.runtime.node.node import promote
 from zmqtrain.settings import RunSettings
 
 SETTINGS = RunSettings(
@@ -39,3 +40,17 @@ def test_nodes_go_on_with_the_standby_when_the_first_is_killed_and_nothing_lands
             held_out = next(batches(10**6))
             assert all(loss(trainer.join(), held_out) < loss(parameters(), held_out) / 2 for trainer in trainers)
             assert standby.interrupt() == 0
+
+
+def test_a_standby_that_is_told_to_takes_over_and_the_first_steps_down_by_itself():
+    with BrokerProcess(SETTINGS, None) as first:
+        place = StandbyPlace(first=first.address)
+        with BrokerProcess(None, None, standby=place) as standby:
+            trainer = Trainer(first.address, "pc-1", endless=True)
+            trainer.wait_until(lambda: in_step(trainer))
+            _, at, term = promote(standby.address)
+            assert term == 1
+            assert first.process.wait(30) != 0, "it has stepped down"
+            trainer.wait_until(lambda: trainer.node.term == 1 and version(trainer) > at)
+            trainer.stop.set()
+            trainer.join()

@@ -42,7 +42,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import STANDBY, Follower, Succession, Tenure
+from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
 from zmqtrain.runtime.broker.replicas import Replicas
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
@@ -128,8 +128,10 @@ def test_a_first_goes_on_without_its_standby_only_with_more_than_half_of_its_nod
     again = Tenure()
     again.restore(tenure.state(9))
     assert (again.standby, again.holds(1), again.holds(2)) == (SECOND, False, True)
-    tenure.dismissed()
+    tenure.dismissed("")
     assert tenure.holds(0) and tenure.standby == ""
+    again.dismissed(TAKES_OVER)
+    assert again.ended and not again.holds(9)
 
 
 def test_a_hub_takes_one_standby_and_says_why_not_another():

@@ -120,6 +120,10 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     if dropped := sum(count for count in (roster.hub.get(kind, 0) for kind in DROPPED) if isinstance(count, int)):
         parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
+    if term := roster.hub.get("term"):
+        parts.append(f"term {term}")
+    if standby := roster.hub.get("standby"):
+        parts.append(f"standby {standby}")
     if missing := name_missing(roster.masters):
         parts.append(f"without {missing}")
     if served := roster.served:

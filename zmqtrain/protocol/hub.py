@@ -506,6 +506,8 @@ class Hub:
 
     def _on_goodbye(self, member: Member, goodbye: Goodbye, now: float) -> list[HubEffect]:
         text = f"said goodbye: {words(goodbye.reason)}" if goodbye.reason else "said goodbye"
+        if member.state is MemberState.STANDBY:
+            self.tenure.dismissed(goodbye.reason)
         return self._lose(member, text, now, reason="goodbye")
 
     def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
@@ -516,10 +518,7 @@ class Hub:
         if member.state is MemberState.OBSERVER:
             return [Disconnect(member.peer, "observer", text)]
         if member.state is MemberState.STANDBY:
-            if reason == "goodbye":
-                self.tenure.dismissed()
-            else:
-                self.tenure.lost(training(self.members))
+            self.tenure.lost(training(self.members))
             return [Disconnect(member.peer, "standby", text), Broadcast(self.roster(now))]
         if reason == "goodbye":
             self.tenure.said_goodbye()

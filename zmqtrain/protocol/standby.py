@@ -26,9 +26,11 @@ from zmqtrain.protocol.messages import Aggregate, Books, Goodbye, Hello, Holding
 from zmqtrain.protocol.peer import HUB, Peer, PeerState
 from zmqtrain.types import PeerId, Version
 
-__all__ = ["STANDBY", "VOTE_SECONDS", "Follower", "Succession", "Tenure"]
+__all__ = ["STANDBY", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Succession", "Tenure"]
 
 STANDBY = "this broker is the standby, and has not taken over"
+TAKES_OVER = "it takes over"
+"""The reason of a standby's Goodbye to a first that is there: who was told to take over says so before it does."""
 VOTE_SECONDS = 6.0
 """A node that turned to the standby so long ago may have found the first again: it comes several times in this time."""
 
@@ -150,11 +152,14 @@ class Succession:
 
 
 class Tenure:
-    """Whether a hub that had a standby may go on without it. standby: its address, as the hub last heard; "": none."""
+    """Whether a hub that had a standby may go on without it. standby: its address, as the hub last heard; "": none.
+
+    ended: the standby has said that it takes over.
+    """
 
     def __init__(self) -> None:
         self.standby = ""
-        self.follows = False
+        self.follows = self.ended = False
         self._crew = 0
 
     def joined(self, address: str) -> None:
@@ -166,9 +171,12 @@ class Tenure:
         if self.follows:
             self.follows, self._crew = False, len(nodes)
 
-    def dismissed(self) -> None:
-        """The standby has said goodbye: it will not take over."""
-        self.standby, self.follows, self._crew = "", False, 0
+    def dismissed(self, reason: str) -> None:
+        """The standby has said goodbye: it will not take over, or does so now."""
+        if reason == TAKES_OVER:
+            self.ended = True
+        else:
+            self.standby, self.follows, self._crew = "", False, 0
 
     def said_goodbye(self) -> None:
         """A node of those that were there has left for good: it turns to nobody."""
@@ -176,7 +184,7 @@ class Tenure:
 
     def holds(self, nodes: int) -> bool:
         """Return whether nodes may hear of what is new: the standby holds it, or cannot take over."""
-        return self.follows or not self._crew or 2 * nodes > self._crew
+        return not self.ended and (self.follows or not self._crew or 2 * nodes > self._crew)
 
     def state(self, nodes: int) -> dict[str, Any]:
         """Return what a checkpoint must hold. nodes: that are live."""

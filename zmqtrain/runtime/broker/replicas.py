@@ -146,17 +146,23 @@ class Replicas:
     def _ask_rival(self) -> None:
         """Look whether a standby that is not here has taken over. Raises SteppedDown."""
         tenure = self._hub.tenure
+        if tenure.ended:
+            raise self._stepped_down(self._hub.term + 1)
         address = "" if self._hub.standby is not None else tenure.standby
         if self._rival is not None and self._rival.address != address:
             self.close()
         if self._rival is None and address and self._open_line is not None:
             self._rival = _Rival(self._open_line, address, self._hub.run, self._hub.term)
         if self._rival is not None and (term := self._rival.peer.term) > self._hub.term:
-            raise SteppedDown(
-                f"the standby at {address} has taken over {self._hub.run} (term {term}; this broker has term "
-                f"{self._hub.term}): it is served there, and no longer here. To have this one as the standby of that: "
-                f"start it again with --standby {address}"
-            )
+            raise self._stepped_down(term)
+
+    def _stepped_down(self, term: int) -> SteppedDown:
+        address = self._hub.tenure.standby
+        return SteppedDown(
+            f"the standby at {address} has taken over {self._hub.run} (term {term}; this broker has term "
+            f"{self._hub.term}): it is served there, and no longer here. To have this one as the standby of that: "
+            f"start it again with --standby {address}"
+        )
 
 
 class _Rival:

@@ -25,7 +25,7 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Promote, Refused, Replica, Snapshot
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import STANDBY, Follower, Succession
+from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession
 from zmqtrain.runtime.broker.onlooker import Onlooker
 from zmqtrain.runtime.broker.replicas import OpenLine, unpack_replica
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
@@ -152,7 +152,7 @@ class Standby(Onlooker):
 
     async def _take_over(self) -> Inheritance:
         follower = self.follower
-        await asyncio.to_thread(self._close)  # all that has come is applied
+        await asyncio.to_thread(self._close, TAKES_OVER)  # all that has come is applied
         if self.failure is not None:
             raise self.failure
         if self._hub is None or self._aggregator is None:
@@ -172,8 +172,8 @@ class Standby(Onlooker):
         assert follower.settings is not None
         return Inheritance(state, follower.settings, self._aggregator)
 
-    def _close(self) -> None:
-        self._link.close("")
+    def _close(self, reason: str = "") -> None:
+        self._link.close(reason)
         self._worker.close(CLOSE_SECONDS)
 
     # ------------------------------------------------------------------ the port
