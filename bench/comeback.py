@@ -5,7 +5,8 @@ Rule 2: a node exchanges as it does in training, with the settings of a run's de
 what it would compute is left out.  Rule 3: all times are of one clock, of this machine.
 
 Columns: first, all: seconds until the first, and the last, of the nodes has applied a new aggregate: `restart` from the
-moment in which the broker that was started again is about to listen, `standby` from the kill.  bar: of a restart.
+moment in which the broker that was started again is about to listen, `standby` from the kill.  resumed: seconds that
+it took from there to read its checkpoint and begin.  bar: of a restart.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def measure_restarts(nodes: int, kills: int, down_seconds: float, chance: random
             broker.answer()
             time.sleep(down_seconds)
             broker = child("hub", "broker", folder)
-            listens_at = float(broker.answer()["at"])
-            rows.append(_row(f"restart {kill + 1}, {down_seconds:g} s down", children, listens_at, BAR_SECONDS))
+            begun = broker.answer()
+            row = _row(f"restart {kill + 1}, {down_seconds:g} s down", children, float(begun["at"]), BAR_SECONDS)
+            rows.append(row | {"resumed": float(begun["resumed"])})
     return rows
 
 
@@ -105,7 +107,14 @@ def _nodes(child: Any, star: Star, nodes: int) -> list[Child]:
 
 def _row(what: str, children: Sequence[Child], since: float, bar: float | None = None) -> dict[str, Any]:
     seconds = [float(answer["at"]) - since for answer in ask_all(children, "since", since)]
-    return {"what": what, "nodes": len(children), "first": min(seconds), "all": max(seconds), "bar": bar}
+    return {
+        "what": what,
+        "nodes": len(children),
+        "first": min(seconds),
+        "all": max(seconds),
+        "resumed": None,
+        "bar": bar,
+    }
 
 
 def main() -> None:
@@ -159,7 +168,7 @@ def _be_broker(folder: str, first: str) -> None:
         settings,
         checkpoint=Path(folder) if folder else None,
         checkpoint_every="1s",
-        ready=lambda broker: None if first else say({"at": began}),
+        ready=lambda broker: None if first else say({"at": began, "resumed": time.monotonic() - began}),
         standby=place,
         following=lambda standby: say({"follows": first}),
     )
