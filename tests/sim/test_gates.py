@@ -77,5 +77,5 @@ def test_no_delta_of_sound_training_is_refused_for_its_size(codec, away, program
     run = scenario(nodes, units=60, start_nodes=2, codec=codec.partition(",")[0], broadcast_codec="float32")
     run = replace(run, settings=replace(run.settings, fragments=2 if "fragments" in codec else 1, norm_gate="10"))
     result = simulate(run, program)
-    assert result.scores["loss"] < 1
+    assert result.scores["loss"] < 5  # of 34, untrained
     assert len(said) > 50 and set(said) == {""}
