@@ -269,6 +269,20 @@ def test_what_a_stranger_writes_without_measure_costs_it_its_place_and_is_answer
     assert "could not be taken" not in caplog.text
 
 
+def test_a_founder_that_claims_what_no_memory_holds_is_refused_before_anything_is_laid_out():
+    async def story(peers):
+        peers.wire.say("b#1", Hello("b"))
+        peers.wire.say("b#1", Fetch(-1, (("w", (1 << 33,), "float32"),)))
+        await peers.until(lambda: peers.wire.asked("b#1"))
+        peers.wire.say("b#1", Snapshot(1, 0, (1 << 22,) * 100))
+        await peers.until(lambda: [refused.reason for refused in peers.told("b#1", Refused)] == ["model"])
+        await peers.join("a#1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zmqtrain.runtime.broker.capacity.os.sysconf", lambda name: 1 << 12)
+        lived(story)
+
+
 # ---------------------------------------------------------------------- whose parameters
 
 

@@ -77,6 +77,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.rates import MESSAGES_PER_SECOND, Hearing, MessageRates
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.words import words
+from zmqtrain.runtime.broker.capacity import check_capacity
 from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.broker.registration import Registration
@@ -584,6 +585,8 @@ class Broker:
         now = time.monotonic()
         try:
             if isinstance(announcement, Snapshot):
+                if self.settings.masters == 1:  # of several each has a share
+                    check_capacity(self.hub.model)
                 self.aggregator.plan(self.hub.model)
                 check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
             else:
