@@ -23,10 +23,12 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -48,7 +50,10 @@ OPEN_TO_ALL = tuple(name for name in ATTACKS if name != "steal")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one run is made of. rate: of a port, attack_rate: of the attackers', bits per second; keys: with CURVE."""
+    """What one run is made of. rate: of a port, attack_rate: of the attackers', bits per second.
+
+    keys: the broker lets in whom it knows by a CURVE key; attackers know its public one, and have keys of their own.
+    """
 
     minutes: float = 60.0
     nodes: int = 3
@@ -80,9 +85,10 @@ def measure(case: Case) -> dict[str, Any]:
             stack.callback(child.close)
             return child
 
-        broker = start("hub", "broker")
+        folder = [stack.enter_context(tempfile.TemporaryDirectory())] if case.keys else []
+        broker = start("hub", "broker", *folder)
         key = broker.answer()["key"]
-        nodes = [start(number, "node", str(number), star.hub_address, key) for number in range(case.nodes)]
+        nodes = [start(number, "node", str(number), star.hub_address, *folder) for number in range(case.nodes)]
         for node in nodes:
             node.answer()
         attackers = start(case.nodes, "attackers", star.hub_address, key)
@@ -113,7 +119,7 @@ def main() -> None:
     parser.add_argument("--attack-rate", type=parse_rate, default="20mbit", help="of attackers (default %(default)s)")
     parser.add_argument("--block-seconds", type=float, default=default.block_seconds, help="(default %(default)g)")
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=[], help="which (default: see below)")
-    parser.add_argument("--keys", action="store_true", help="the broker has CURVE keys; attackers know the public one")
+    parser.add_argument("--keys", action="store_true", help="nodes are known by their CURVE keys, attackers are not")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the row and the machine's description here")
     options = parser.parse_args()
@@ -124,7 +130,7 @@ def main() -> None:
         rate=options.rate,
         attack_rate=options.attack_rate,
         block_seconds=min(options.block_seconds, 30 * options.minutes),
-        attacks=tuple(options.attacks) or OPEN_TO_ALL,
+        attacks=tuple(options.attacks) or (tuple(ATTACKS) if options.keys else OPEN_TO_ALL),
         keys=options.keys,
         seed=options.seed,
     )
@@ -217,15 +223,19 @@ def _complaints(about: str = "") -> _Complaints:
     return complaints
 
 
-def _be_broker(case: Case) -> None:
+def _be_broker(case: Case, folder: str = "") -> None:
     from zmqtrain.runtime.broker.serve import BrokerThread
     from zmqtrain.settings import RunSettings
-    from zmqtrain.transport.zmq_keys import CurveKeys
+    from zmqtrain.transport.key_folder import KeyFolder
 
     told, complaints = commands(), _complaints("pc-")
-    keys = CurveKeys.generate() if case.keys else None
+    keys, key = None, ""
+    if folder:
+        keys = KeyFolder(Path(folder))
+        key = keys.hub().public.decode()
+        keys.new([f"pc-{number}" for number in range(case.nodes)])
     with BrokerThread(f"tcp://*:{PORT}", RunSettings.from_dict(case.settings), keys=keys) as thread:
-        say({"key": keys.public.decode() if keys else ""})
+        say({"key": key})
         while True:
             told.get()
             held = vitals_of()
@@ -234,19 +244,21 @@ def _be_broker(case: Case) -> None:
             say(figures | {"descriptors": held.descriptors, "strangers": strangers, "troubles": complaints.texts})
 
 
-def _be_node(case: Case, number: str, host: str, key: str) -> None:
+def _be_node(case: Case, number: str, host: str, folder: str = "") -> None:
     import jax
     import numpy as np
 
     from zmqtrain.runtime.node.node import connect
     from zmqtrain.train.sync import DelayedSync
+    from zmqtrain.transport.key_folder import KeyFolder
 
     told, complaints = commands(), _complaints()
     random = np.random.default_rng(int(number))
     params: Any = {"w": jax.numpy.zeros(case.params)}
     pattern = jax.numpy.asarray(random.standard_normal(case.params, dtype="float32"))
     move = jax.jit(lambda tree, size: {"w": tree["w"] + size * pattern})
-    with connect(f"tcp://{host}:{PORT}", f"pc-{number}", key.encode() or None, timeout_seconds=60.0) as node:
+    keys = KeyFolder(Path(folder)).secret_of(f"pc-{number}") if folder else None
+    with connect(f"tcp://{host}:{PORT}", f"pc-{number}", keys=keys, timeout_seconds=60.0) as node:
         sync = DelayedSync(node, params)
         params, steps = sync.params, 0
         while sync.statistics().aggregates_applied < 4:

@@ -131,7 +131,7 @@ def _gradient_loop(address: str, hosts: Hosts) -> None:
     assert choice is not None
     with _broker(units=2) as own, zt.connect(own, "visitor", exchange=choice.name) as node:
         batches = node.batches_as_they_come(REGRESSION, unit_wait_seconds(node.settings))
-        zt.GradientLoop(REGRESSION, node, partial(open_gradients, choice, node, None)).run(batches)
+        zt.GradientLoop(REGRESSION, node, partial(open_gradients, choice, node, (None, None))).run(batches)
 
 
 def _communicator(address: str, hosts: Hosts) -> None:
