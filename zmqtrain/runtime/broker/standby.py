@@ -130,7 +130,7 @@ class Standby(Onlooker):
                 raise HubUnreachable(
                     f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby "
                     "must have heard it once: start that first, check the address, the port and the firewall; one with "
-                    "keys answers only who gives the same --server-keys",
+                    "keys answers only who has its keys folder (--keys)",
                     self.place.first,
                 )
             await asyncio.sleep(LOOK_SECONDS)
