@@ -19,7 +19,8 @@ from random import Random
 import zmq
 
 from zmqtrain.protocol.framing import decode_message, encode_message
-from zmqtrain.protocol.messages import Chunk, Fetch, Hello, JoinGroup, Publish, Roster, Snapshot
+from zmqtrain.protocol.group_messages import JoinGroup
+from zmqtrain.protocol.messages import Chunk, Fetch, Hello, Publish, Roster, Snapshot
 from zmqtrain.types import MAX_FRAME_BYTES
 
 from fuzz_broker import honest_sessions

@@ -27,21 +27,17 @@ from zmqtrain.errors import ChannelClosed, ChannelFull, CodecError
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import decode_message, encode_message, split
+from zmqtrain.protocol.group_messages import Fold, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.messages import (
     Aggregate,
     Credit,
     Fetch,
-    Fold,
     Goodbye,
-    GroupLost,
     Heartbeat,
     Hello,
-    JoinGroup,
     Message,
     Probe,
     Publish,
-    Relay,
-    Relayed,
     Report,
     Snapshot,
     WorkRequest,

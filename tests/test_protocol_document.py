@@ -22,38 +22,30 @@ import pytest
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, Relay, Relayed, WireProcess
 from zmqtrain.protocol.hub import ALLOWED, MemberState
 from zmqtrain.protocol.keys import Awaited, Done, Enrolled, Placed, Values, WirePlace
 from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     MESSAGES,
     Aggregate,
-    Books,
     Chunk,
     Credit,
     Fetch,
-    Fold,
-    Folded,
-    Forming,
     Goodbye,
-    Group,
-    GroupLost,
     Message,
     Preempt,
     Publish,
     Refused,
-    Relay,
-    Relayed,
-    Replica,
     Roster,
     Scalar,
     Snapshot,
     Welcome,
     WireLeaf,
-    WireProcess,
     WorkUnit,
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Peer, PeerState
+from zmqtrain.protocol.standby_messages import Books, Replica
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec, PeerId
 

@@ -19,7 +19,7 @@ from zmqtrain.errors import (
     LocalProtocolError,
     ZmqTrainError,
 )
-from zmqtrain.protocol.messages import GroupLost
+from zmqtrain.protocol.group_messages import GroupLost
 from zmqtrain.runtime.groups import hub_line
 from zmqtrain.runtime.groups.mesh import LEFT
 from zmqtrain.runtime.groups.rendezvous import open_port

@@ -16,6 +16,7 @@ from zmqtrain.protocol.framing import (
     encode_message,
     split,
 )
+from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
 from zmqtrain.protocol.keys import (
     Awaited,
     Declare,
@@ -32,31 +33,18 @@ from zmqtrain.protocol.keys import (
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
-    Books,
     Chunk,
     Credit,
     Fetch,
-    Fold,
-    Folded,
-    Forming,
     Goodbye,
-    Group,
-    GroupLost,
     Heartbeat,
     Hello,
-    Holding,
-    JoinGroup,
-    Leave,
     Preempt,
     Probe,
     Probed,
-    Promote,
     Publish,
     Quarantine,
     Refused,
-    Relay,
-    Relayed,
-    Replica,
     Report,
     Roster,
     Schedule,
@@ -65,6 +53,7 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     WorkUnit,
 )
+from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import MAX_FRAME_BYTES
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
+from zmqtrain.protocol.group_messages import Fold, Forming, Group, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.groups import (
     MAX_DESCRIPTION,
     MAX_GROUP_NAME,
@@ -22,7 +23,7 @@ from zmqtrain.protocol.groups import (
     list_names,
 )
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import Fold, Forming, Group, GroupLost, JoinGroup, Refused, Relay, Relayed
+from zmqtrain.protocol.messages import Refused
 
 FOLD = Fold(7, "sum", "float32", 100)
 ASKED = JoinGroup("default", 3, address="tcp://10.0.0.1:5000", token="0a")

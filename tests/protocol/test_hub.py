@@ -22,6 +22,7 @@ from zmqtrain.protocol.effects import (
     Serve,
 )
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
+from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.hub import ALLOWED, MOST_MEMBERS, MOST_WAITING, Hub, MemberState
 from zmqtrain.protocol.keys import (
@@ -41,31 +42,18 @@ from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     MESSAGES,
     Aggregate,
-    Books,
     Chunk,
     Credit,
     Fetch,
-    Fold,
-    Folded,
-    Forming,
     Goodbye,
-    Group,
-    GroupLost,
     Heartbeat,
     Hello,
-    Holding,
-    JoinGroup,
-    Leave,
     Preempt,
     Probe,
     Probed,
-    Promote,
     Publish,
     Quarantine,
     Refused,
-    Relay,
-    Relayed,
-    Replica,
     Report,
     Roster,
     Schedule,
@@ -76,6 +64,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 

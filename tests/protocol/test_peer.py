@@ -11,6 +11,7 @@ import pytest
 from zmqtrain.errors import ConfigError, LocalProtocolError
 from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS, Backoff
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send, Serve, Withdraw
+from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
 from zmqtrain.protocol.keys import (
     Awaited,
     Declare,
@@ -27,31 +28,18 @@ from zmqtrain.protocol.keys import (
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
-    Books,
     Chunk,
     Credit,
     Fetch,
-    Fold,
-    Folded,
-    Forming,
     Goodbye,
-    Group,
-    GroupLost,
     Heartbeat,
     Hello,
-    Holding,
-    JoinGroup,
-    Leave,
     Preempt,
     Probe,
     Probed,
-    Promote,
     Publish,
     Quarantine,
     Refused,
-    Relay,
-    Relayed,
-    Replica,
     Report,
     Roster,
     Schedule,
@@ -62,6 +50,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import HUB, PEER_TRANSITIONS, Peer, PeerState
+from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 

@@ -29,20 +29,11 @@ from zmqtrain.protocol.effects import (
 )
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import (
-    Aggregate,
-    Books,
-    Goodbye,
-    Hello,
-    Publish,
-    Refused,
-    Replica,
-    Snapshot,
-    Welcome,
-)
+from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Publish, Refused, Snapshot, Welcome
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
+from zmqtrain.protocol.standby_messages import Books, Replica
 from zmqtrain.runtime.broker.replicas import Replicas
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec

@@ -17,20 +17,10 @@ from typing import Any
 
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, HubEffect, SendTo
+from zmqtrain.protocol.group_messages import Fold, Forming, Group, GroupLost, JoinGroup, Relay, Relayed, WireProcess
 from zmqtrain.protocol.masters import ADDRESS
 from zmqtrain.protocol.members import Member
-from zmqtrain.protocol.messages import (
-    Fold,
-    Forming,
-    Group,
-    GroupLost,
-    JoinGroup,
-    Message,
-    Refused,
-    Relay,
-    Relayed,
-    WireProcess,
-)
+from zmqtrain.protocol.messages import Message, Refused
 from zmqtrain.protocol.words import words
 from zmqtrain.types import PeerId
 

@@ -36,19 +36,16 @@ from zmqtrain.protocol.masters import ADDRESS, Claim, Masters
 from zmqtrain.protocol.members import ALLOWED, MOST_CHECKPOINTS, MOST_WAITING, Member, MemberState, training
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
-    Books,
     Chunk,
     Credit,
     Fetch,
     Goodbye,
     Heartbeat,
     Hello,
-    Holding,
     KeyRequest,
     Message,
     Preempt,
     Probe,
-    Promote,
     Publish,
     Quarantine,
     Refused,
@@ -67,6 +64,7 @@ from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import AfterAll, ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning, Timetable
 from zmqtrain.protocol.standby import Tenure
+from zmqtrain.protocol.standby_messages import Books, Holding, Promote
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings

@@ -22,6 +22,7 @@ __all__ = [
     "Values",
     "Done",
     "Awaited",
+    "KeyMessage",
     "KEY_REQUESTS",
 ]
 
@@ -144,3 +145,5 @@ class Awaited:
 
 KEY_REQUESTS = (Enrol, Declare, Founded, Initialise, Push, Pull)
 """What a client says to a master."""
+
+KeyMessage = Enrol | Enrolled | Declare | Placed | Founded | Initialise | Push | Pull | Values | Done | Awaited

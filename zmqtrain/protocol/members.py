@@ -10,28 +10,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import isnan
 
+from zmqtrain.protocol.group_messages import Fold, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     Announcement,
     Fetch,
-    Fold,
     Goodbye,
-    GroupLost,
     Heartbeat,
     Hello,
-    Holding,
-    JoinGroup,
     Message,
     Probe,
-    Promote,
     Publish,
-    Relay,
-    Relayed,
     Report,
     Scalar,
     Snapshot,
     WorkRequest,
 )
+from zmqtrain.protocol.standby_messages import Holding, Promote
 from zmqtrain.protocol.words import words
 from zmqtrain.types import ModelSpec, PeerId
 

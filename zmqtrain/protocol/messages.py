@@ -3,6 +3,8 @@
 Rule 1: a message is frozen, flat and of plain types; arrays never ride in one, they follow as `Chunk`s of a transfer.
 Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the bytes of each frame, so that the receiver can
 refuse before it allocates.
+Rule 3: what is said in groups, to a standby and to a parameter server is in `group_messages`, `standby_messages` and
+`keys`.
 """
 
 from __future__ import annotations
@@ -10,22 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from math import prod
+from typing import get_args
 
 from zmqtrain.errors import FramingError
-from zmqtrain.protocol.keys import (
-    KEY_REQUESTS,
-    Awaited,
-    Declare,
-    Done,
-    Enrol,
-    Enrolled,
-    Founded,
-    Initialise,
-    Placed,
-    Pull,
-    Push,
-    Values,
-)
+from zmqtrain.protocol.group_messages import GroupMessage
+from zmqtrain.protocol.keys import KEY_REQUESTS, Declare, Enrol, Founded, Initialise, KeyMessage, Pull, Push, Values
+from zmqtrain.protocol.standby_messages import Replica, StandbyMessage
 from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
@@ -47,21 +39,8 @@ __all__ = [
     "Quarantine",
     "WorkRequest",
     "WorkUnit",
-    "JoinGroup",
-    "Forming",
-    "Group",
-    "GroupLost",
-    "Leave",
-    "Relay",
-    "Relayed",
-    "Fold",
-    "Folded",
     "Probe",
     "Probed",
-    "Replica",
-    "Books",
-    "Holding",
-    "Promote",
     "Message",
     "MESSAGES",
     "Announcement",
@@ -69,17 +48,12 @@ __all__ = [
     "KeyRequest",
     "KEY_REQUESTS",
     "WireLeaf",
-    "WireProcess",
     "model_to_wire",
     "model_from_wire",
 ]
 
 WireLeaf = tuple[str, tuple[int, ...], str]
 """A LeafSpec as it travels: path, shape, dtype."""
-
-WireProcess = tuple[str, str, str, str]
-"""One process of a group: its name, its address, its public CURVE key ("": none), and its token, which the connections
-of the others to it must carry."""
 
 MAX_LEAF_VALUES = 1 << 40
 Scalar = int | float | str | bool
@@ -380,105 +354,6 @@ class WorkUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinGroup:
-    """Process to hub: let me meet the others of `group`, of `size` processes who all give the same `description`.
-
-    rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.
-    """
-
-    group: str
-    size: int
-    rank: int = -1
-    description: str = ""
-    address: str = ""
-    key: str = ""
-    token: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Forming:
-    """Hub to process: your group waits for `missing` more. here: the names of those who have come, in that order."""
-
-    group: str
-    here: tuple[str, ...]
-    missing: int
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Hub to process: your group is complete, and you are its `rank`. members: by rank.
-
-    generation: one number for each group that was ever complete at this hub.
-    """
-
-    group: str
-    generation: int
-    rank: int
-    members: tuple[WireProcess, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLost:
-    """Hub to process: that rank of your group is gone for good, perhaps yourself. Process to hub: so I think; likewise
-    process to process, where the hub does not answer.  left: it said goodbye.
-    """
-
-    rank: int
-    why: str
-    left: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Process to process: I leave the group once you have had so many `messages` of mine."""
-
-    messages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Relay:
-    """Process to process through the hub: what comes behind it, `size` bytes. rank: the receiver's on the way up, the
-    sender's on the way down."""
-
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Relayed:
-    """The receiver of relayed messages has had `messages` more of them; to the sender, through the hub.
-
-    rank: the sender's on the way up, the receiver's on the way down.
-    """
-
-    rank: int
-    messages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """Process to hub: reduce this chunk with that of every other rank. `size` bytes come behind it, in frames: the last
-    one is the values, those before it are the sender's own and come back.
-
-    key: of one reduction all ranks send their chunks with the same key, in one order.  op, dtype: as in HubChunk.
-    """
-
-    key: int
-    op: str
-    dtype: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """Hub to process: a chunk of all ranks, reduced, in the frames behind it: the receiver's own of its Fold, and the
-    values."""
-
-    key: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Probe:
     """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
 
@@ -500,38 +375,6 @@ class Probed:
     software: str
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """Hub to standby: all that this hub is, at `version` (-1: the run is not founded).
-
-    state: how many of the first frames are its state (JSON); the others are a safetensors file of its arrays.
-    """
-
-    transfer: int
-    version: int
-    sizes: tuple[int, ...]
-    state: int
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and who is live."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Standby to hub: I hold this version: the nodes may hear of it."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    """Observer to standby: take over now, whoever else is there."""
-
-
 Message = (
     Hello
     | Welcome
@@ -551,79 +394,13 @@ Message = (
     | Quarantine
     | WorkRequest
     | WorkUnit
-    | JoinGroup
-    | Forming
-    | Group
-    | GroupLost
-    | Leave
-    | Relay
-    | Relayed
-    | Fold
-    | Folded
+    | GroupMessage
     | Probe
     | Probed
-    | Replica
-    | Books
-    | Holding
-    | Promote
-    | Enrol
-    | Enrolled
-    | Declare
-    | Placed
-    | Founded
-    | Initialise
-    | Push
-    | Pull
-    | Values
-    | Done
-    | Awaited
+    | StandbyMessage
+    | KeyMessage
 )
-MESSAGES: tuple[type[Message], ...] = (
-    Hello,
-    Welcome,
-    Refused,
-    Heartbeat,
-    Goodbye,
-    Report,
-    Roster,
-    Schedule,
-    Fetch,
-    Snapshot,
-    Publish,
-    Aggregate,
-    Chunk,
-    Credit,
-    Preempt,
-    Quarantine,
-    WorkRequest,
-    WorkUnit,
-    JoinGroup,
-    Forming,
-    Group,
-    GroupLost,
-    Leave,
-    Relay,
-    Relayed,
-    Fold,
-    Folded,
-    Probe,
-    Probed,
-    Replica,
-    Books,
-    Holding,
-    Promote,
-    Enrol,
-    Enrolled,
-    Declare,
-    Placed,
-    Founded,
-    Initialise,
-    Push,
-    Pull,
-    Values,
-    Done,
-    Awaited,
-)
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
 Announcement = Publish | Aggregate | Snapshot | Replica | Initialise | Push | Values
-ANNOUNCEMENTS = (Publish, Aggregate, Snapshot, Replica, Initialise, Push, Values)
+ANNOUNCEMENTS: tuple[type[Announcement], ...] = get_args(Announcement)
 KeyRequest = Enrol | Declare | Founded | Initialise | Push | Pull

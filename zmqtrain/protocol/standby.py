@@ -22,8 +22,9 @@ from typing import Any
 
 from zmqtrain.protocol.effects import Deliver, Expect, PeerEffect, Send
 from zmqtrain.protocol.masters import RUN_OVER
-from zmqtrain.protocol.messages import Aggregate, Books, Goodbye, Hello, Holding, Message, Replica
+from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message
 from zmqtrain.protocol.peer import HUB, Peer, PeerState
+from zmqtrain.protocol.standby_messages import Books, Holding, Replica
 from zmqtrain.types import PeerId, Version
 
 __all__ = ["STANDBY", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Succession", "Tenure"]

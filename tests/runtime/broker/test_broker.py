@@ -14,21 +14,16 @@ import pytest
 from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol import rates
 from zmqtrain.protocol.framing import decode_message, encode_message, split
+from zmqtrain.protocol.group_messages import Fold, Folded, Group, GroupLost, JoinGroup, Relay
 from zmqtrain.protocol.groups import RELAY_MESSAGES
 from zmqtrain.protocol.messages import (
     Fetch,
-    Fold,
-    Folded,
     Goodbye,
-    Group,
-    GroupLost,
     Heartbeat,
     Hello,
-    JoinGroup,
     Publish,
     Quarantine,
     Refused,
-    Relay,
     Snapshot,
     WorkRequest,
     model_to_wire,

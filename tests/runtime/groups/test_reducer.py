@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zmqtrain.collectives.reductions import find_reduction
 from zmqtrain.errors import ConfigError, FramingError, RemoteProtocolError
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.messages import Fold, Folded
+from zmqtrain.protocol.group_messages import Fold, Folded
 from zmqtrain.runtime.groups.reducer import (
     DTYPES,
     FOLD_BYTES,

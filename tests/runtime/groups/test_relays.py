@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zmqtrain.protocol.framing import decode_message
-from zmqtrain.protocol.messages import Relay
+from zmqtrain.protocol.group_messages import Relay
 from zmqtrain.runtime.groups.relays import Relays
 
 

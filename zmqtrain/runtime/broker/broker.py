@@ -52,6 +52,7 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import ProtocolVersionError, decode_head
+from zmqtrain.protocol.group_messages import Fold, Relay, Relayed
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.masters import RUN_OVER
@@ -59,7 +60,6 @@ from zmqtrain.protocol.messages import (
     Announcement,
     Chunk,
     Credit,
-    Fold,
     Goodbye,
     Hello,
     Probe,
@@ -67,8 +67,6 @@ from zmqtrain.protocol.messages import (
     Publish,
     Quarantine,
     Refused,
-    Relay,
-    Relayed,
     Report,
     Roster,
     Schedule,

@@ -22,10 +22,11 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Promote, Refused, Replica, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refused, Snapshot
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession
+from zmqtrain.protocol.standby_messages import Promote, Replica
 from zmqtrain.runtime.broker.onlooker import Onlooker
 from zmqtrain.runtime.broker.replicas import OpenLine, unpack_replica
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released

@@ -30,10 +30,10 @@ from zmqtrain.protocol.messages import (
     Probed,
     Publish,
     Refused,
-    Replica,
     Snapshot,
 )
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
+from zmqtrain.protocol.standby_messages import Replica
 from zmqtrain.protocol.words import words
 from zmqtrain.runtime.equation.aggregator import Released
 from zmqtrain.transport.pacing import Credits, Outbox

@@ -18,23 +18,9 @@ from typing import Protocol
 
 from zmqtrain.errors import ChannelClosed, CollectiveTimeout, FramingError, HubUnreachable, JoinRefused
 from zmqtrain.protocol.framing import decode_message, encode_message
+from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, list_names
-from zmqtrain.protocol.messages import (
-    Fold,
-    Folded,
-    Forming,
-    Goodbye,
-    Group,
-    GroupLost,
-    Heartbeat,
-    Hello,
-    JoinGroup,
-    Message,
-    Refused,
-    Relay,
-    Relayed,
-    Welcome,
-)
+from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Refused, Welcome
 from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.groups.outgoing import Outgoing, keep
 from zmqtrain.runtime.groups.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes

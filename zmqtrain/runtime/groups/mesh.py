@@ -21,7 +21,8 @@ from functools import partial
 from zmqtrain.errors import ChannelClosed, FramingError, LocalProtocolError
 from zmqtrain.interfaces import Clock, PortListener
 from zmqtrain.protocol.framing import decode_message
-from zmqtrain.protocol.messages import Goodbye, Group, GroupLost, Leave
+from zmqtrain.protocol.group_messages import Group, GroupLost, Leave
+from zmqtrain.protocol.messages import Goodbye
 from zmqtrain.protocol.vigil import BEAT_SECONDS, Accuse, CutOff, Declare, Vigil
 from zmqtrain.runtime.groups.door import Door, come_in_as
 from zmqtrain.runtime.groups.hub_line import HubLine

@@ -21,7 +21,7 @@ from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reductio
 from zmqtrain.collectives.steps import Values
 from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.messages import Fold, Folded
+from zmqtrain.protocol.group_messages import Fold, Folded
 from zmqtrain.protocol.words import words
 from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId

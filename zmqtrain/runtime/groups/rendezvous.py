@@ -11,8 +11,8 @@ import secrets
 import socket
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.groups import MAX_PROCESSES
-from zmqtrain.protocol.messages import JoinGroup
 from zmqtrain.runtime.broker.registration import public_address
 from zmqtrain.runtime.groups.hub_line import HubLine
 from zmqtrain.runtime.groups.mesh import Meeting, MeshPort

@@ -33,8 +33,9 @@ from zmqtrain.errors import (
 )
 from zmqtrain.interfaces import Channel, Clock
 from zmqtrain.protocol.fencing import begin_incarnation
-from zmqtrain.protocol.messages import Message, Promote, Report, Roster
+from zmqtrain.protocol.messages import Message, Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
