@@ -223,7 +223,7 @@ def test_a_single_node_founds_at_once():
 
 def test_nobody_is_compared_before_enough_nodes_are_there():
     hub, effects = population(0.5, 0.25, start_nodes=3)
-    assert effects == [] and hub._founding._preemption.scores == {}
+    assert effects == [] and hub.founding._preemption.scores == {}
     assert set(states(hub).values()) == {"APART"}
 
 
@@ -289,7 +289,7 @@ def test_where_nobody_knows_a_score_the_first_founds_and_the_others_take_its_par
 def test_who_was_lent_parameters_has_no_score_until_it_tells_the_new_one():
     hub, _ = population(0.25, 0.5, 0.3)
     give(hub, "a")
-    assert hub.members["b"].score != hub.members["b"].score and "b" in hub._founding._preemption.forgotten
+    assert hub.members["b"].score != hub.members["b"].score and "b" in hub.founding._preemption.forgotten
 
 
 def test_who_was_not_asked_may_not_give_its_parameters():

@@ -8,7 +8,7 @@ from math import nan
 import pytest
 
 from zmqtrain.errors import CheckpointError, RemoteProtocolError
-from zmqtrain.protocol import hub as hub_module
+from zmqtrain.protocol import publishing
 from zmqtrain.protocol.effects import (
     Accumulate,
     Broadcast,
@@ -24,7 +24,8 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
 from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.hub import ALLOWED, MOST_MEMBERS, MOST_WAITING, Hub, MemberState
+from zmqtrain.protocol.hub import ALLOWED, Hub, MemberState
+from zmqtrain.protocol.joining import MOST_MEMBERS
 from zmqtrain.protocol.keys import (
     Awaited,
     Declare,
@@ -38,6 +39,7 @@ from zmqtrain.protocol.keys import (
     Push,
     Values,
 )
+from zmqtrain.protocol.members import MOST_WAITING
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     MESSAGES,
@@ -838,7 +840,7 @@ def test_what_a_peer_calls_itself_stays_on_one_line():
 
 
 def test_a_node_has_no_more_bytes_waiting_than_its_model_and_the_settings_ask_for(monkeypatch):
-    monkeypatch.setattr(hub_module, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(publishing, "MOST_WAITING_BYTES", 1000)
     hub = live_hub("a", "b", release="all")
     for sequence in range(10):
         contribute(hub, "a", sequence, sizes=(100,))

@@ -35,7 +35,7 @@ class Run:
         self.keeper.resume(self.hub, self.aggregator)
 
     def found(self):
-        self.hub._founding.resume(MODEL)
+        self.hub.founding.resume(MODEL)
         self.hub.version = 0
         self.aggregator.plan(MODEL)
         self.aggregator.found(encode_snapshot(self.aggregator.layout, [np.zeros(10, np.float32)]))

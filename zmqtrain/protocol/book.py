@@ -1,0 +1,200 @@
+"""Hold what a hub knows of its run and of its peers, and write down what must outlive it.
+
+Rule 1: no decision is made here: `joining`, `publishing` and the `Hub` read it and write in it.
+Rule 2: `state` is what a checkpoint holds besides the arrays, `books` what of that a standby hears between releases.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zmqtrain.errors import CheckpointError, FramingError
+from zmqtrain.protocol.dealing import Dealing
+from zmqtrain.protocol.fencing import Fence
+from zmqtrain.protocol.founding import Founding, Preemption
+from zmqtrain.protocol.fragment_rounds import FragmentRounds
+from zmqtrain.protocol.masters import Masters
+from zmqtrain.protocol.members import Member, MemberState, training
+from zmqtrain.protocol.messages import Publish, Roster, Schedule, model_from_wire
+from zmqtrain.protocol.quarantine import Quarantines
+from zmqtrain.protocol.records import Records
+from zmqtrain.protocol.rounds import ReleaseRule
+from zmqtrain.protocol.schedules import Timetable
+from zmqtrain.protocol.standby import Tenure
+from zmqtrain.protocol.work import WorkLedger
+from zmqtrain.settings import RunSettings
+from zmqtrain.types import ModelSpec, PeerId
+
+__all__ = ["HubBook"]
+
+
+class HubBook:
+    """A hub's run and its peers.
+
+    version: of the last aggregate, -1 until somebody has founded the run.  exchange: how the nodes exchange gradients
+    in every step, past this hub; "": they publish to it.  rule: when a round is due, if they do.
+    complete: as many nodes as the run begins with have come; until then nothing is released.
+    The arguments are as in `Hub`.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        rule: ReleaseRule,
+        run: str,
+        now: float = 0.0,
+        preemption: Preemption | None = None,
+        shard: int = 0,
+        first: str = "",
+    ) -> None:
+        self.settings, self.rule, self.run, self.shard, self.first = settings, rule, run, shard, first
+        self.exchange = ""
+        self.version = -1
+        self.term, self.tenure = 0, Tenure()
+        self.complete = not (shard and settings.mode == "strict")
+        self.samples = self.contributions = self.refused = 0
+        self.scores: dict[str, float] = {}
+        self.score_version = -1
+        self.timetable = Timetable(settings)
+        self.masters = Masters(settings.masters)
+        self.members: dict[PeerId, Member] = {}
+        self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
+        self.dealing = Dealing(settings, self.members, shard)
+        self.records = Records()
+        self.fence = Fence()
+        self.quarantines = Quarantines()
+        self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
+        self._began = now
+
+    # ------------------------------------------------------------------ who is here
+
+    @property
+    def model(self) -> ModelSpec:
+        """The run's model; before the run has one, that of the node that is asked for its parameters."""
+        return self.founding.model
+
+    @property
+    def ledger(self) -> WorkLedger:
+        """The data units: which are dealt, which are done."""
+        return self.dealing.ledger
+
+    @property
+    def live(self) -> frozenset[PeerId]:
+        """The nodes that train now and from which a contribution can be awaited (an idle node has no data left)."""
+        return frozenset(
+            peer
+            for peer, member in self.members.items()
+            if member.state is MemberState.LIVE and not (member.idle or member.drained or member.quarantined)
+        )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes are here, in whatever state."""
+        return sum(member.is_node for member in self.members.values())
+
+    @property
+    def evaluator(self) -> PeerId | None:
+        """The node that scores the shared model: the one that has been live longest."""
+        return next((peer for peer, member in self.members.items() if member.state is MemberState.LIVE), None)
+
+    @property
+    def standby(self) -> Member | None:
+        """The standby that follows this hub."""
+        return next((one for one in self.members.values() if one.state is MemberState.STANDBY), None)
+
+    @property
+    def may_announce(self) -> bool:
+        """Whether this hub, without its standby, has enough of its nodes to go on: see `standby.Tenure`."""
+        return self.tenure.holds(len(training(self.members)))
+
+    def roster(self, now: float) -> Roster:
+        """Describe the run and its members as they stand."""
+        settings = self.timetable.at(self.version)
+        return Roster(
+            version=self.version,
+            members=tuple(member.describe() for member in self.members.values() if member.is_node),
+            evaluator=self.evaluator or "",
+            samples=self.samples,
+            contributions=self.contributions,
+            units_done=self.ledger.done_count,
+            units_total=self.ledger.total,
+            seconds=now - self._began,
+            scores=dict(self.scores),
+            score_version=self.score_version,
+            every=settings.every,
+            delay=settings.delay,
+            masters=self.masters.addresses if not self.shard else (),
+            exchange=self.exchange,
+            hub={"term": self.term, "standby": self.tenure.standby, **self.fence.dropped},
+        )
+
+    # ------------------------------------------------------------------ what outlives it
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold besides the arrays."""
+        return {
+            "run": self.run,
+            "shard": self.shard,
+            "founding": self.founding.number,
+            "version": self.version,
+            "settings": self.settings.to_dict(),
+            "model": [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in self.model],
+            "samples": self.samples,
+            "contributions": self.contributions,
+            "records": self.records.state(),
+            "term": self.term,
+            "tenure": self.tenure.state(len(training(self.members))),
+            **self._between_releases(),
+        }
+
+    def _between_releases(self) -> dict[str, Any]:
+        """What of the state changes besides the releases, as far as a standby must know it."""
+        return {
+            "ledger": self.ledger.state(),
+            "scores": self.scores,
+            "score_version": self.score_version,
+            "schedules": [list(one) for one in self.timetable.since(self.version)],
+        }
+
+    def books(self) -> str:
+        """Return what a standby must hear of besides releases, and who is live, as JSON."""
+        crew = {"nodes": sorted(training(self.members)), "in_step": self.tenure.follows}
+        return json.dumps({**self._between_releases(), **crew}, separators=(",", ":"))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""
+        try:
+            self.run, self.version = str(state["run"]), int(state["version"])
+            self.founding.number = int(state.get("founding", 0))
+            model = model_from_wire(
+                tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
+            )
+            self.dealing.restore(state["ledger"])
+            self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
+            self.scores = {str(name): float(score) for name, score in state["scores"].items()}
+            self.score_version = int(state["score_version"])
+            self.records.restore(state["records"])
+            schedules = [tuple(int(number) for number in one) for one in state.get("schedules", ())]
+            for from_version, every, delay in schedules:
+                self.timetable.add(Schedule(every, delay, from_version))
+            self.term = int(state.get("term", 0))
+            if "tenure" in state:
+                self.tenure.restore(state["tenure"])
+        except (AttributeError, FramingError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
+        if self.version >= 0:
+            self.founding.resume(model)
+        self.complete |= self.version > 0
+
+    def replay(self, version: int, landed: tuple[tuple[str, int], ...], samples: int) -> None:
+        """Take note of a release that is in the journal but not in the checkpoint."""
+        self.version, self.complete = version, True
+        for peer, sequence in landed:
+            self.records.land(PeerId(peer), sequence, version)
+        self.samples += samples
+        self.contributions += len(landed)
+
+    def clear_rounds(self) -> None:
+        """Drop what waits for a round: of a run that begins anew, or of nodes that exchange otherwise now."""
+        self.rounds = FragmentRounds(self.rounds.rule, self.settings.fragments)

@@ -1,0 +1,118 @@
+"""Decide which publishes a hub takes, and which of those that it has taken make the next version (pure).
+
+Rule 1: a publish is judged by its head, before anything of it is held; what is in it is the aggregator's affair.
+Rule 2: one that is under way, accepted or landed is no second one, and is not refused: it would be offered again.
+Rule 3: what is released is stated in an order that follows from who took part, where floats depend on it.
+"""
+
+from __future__ import annotations
+
+from zmqtrain.protocol.book import HubBook
+from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Reduce
+from zmqtrain.protocol.members import MOST_WAITING, Member, training
+from zmqtrain.protocol.messages import Publish
+from zmqtrain.protocol.words import words
+from zmqtrain.types import PeerId, count_values
+
+__all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "release"]
+
+MAX_SAMPLES = 1 << 40
+"""What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
+MOST_WAITING_BYTES = 64 << 20
+"""What one node may have on its way or waiting for a round, in bytes; more only if the model is so large: one publish
+of the whole of it for each that may be on its way, and one."""
+
+
+def is_double(book: HubBook, member: Member, publish: Publish) -> bool:
+    """Tell whether this very publish is under way, accepted or landed."""
+    return (
+        any(isinstance(one, Publish) and one.sequence == publish.sequence for one in member.open.values())
+        or any(peer == member.peer and one.sequence == publish.sequence for peer, one in book.rounds.pending)
+        or any(sequence == publish.sequence for sequence, _ in book.records.landed(member.peer))
+    )
+
+
+def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str] | None:
+    """Return the code and the sentence with which a publish is refused; None if it may come."""
+    settings = book.settings
+    if publish.sequence <= book.records.heard(member.peer) or publish.transfer in member.open:
+        return "duplicate", f"sequence {publish.sequence} was heard before"
+    if member.quarantined:
+        return "quarantine", "this node is quarantined: nothing of it is taken now"
+    if not 0 <= publish.fragment < settings.fragments:
+        return "fragment", f"fragment {publish.fragment} of a run with {settings.fragments}"
+    if publish.codec != ("float32" if publish.dense else settings.codec):
+        return "codec", f"coded as {words(publish.codec)!r}; this run takes {settings.codec!r}"
+    if publish.base_version > book.version:
+        return "version", f"based on version {publish.base_version}; the run is at {book.version}"
+    staleness = book.version - publish.base_version
+    if _too_stale(book, staleness) and settings.stale == "return" and not publish.dense:
+        text = f"based on version {publish.base_version}, {staleness} behind; this run takes what is at most "
+        return "stale", f"{text}{settings.max_staleness} behind"
+    if not (0 <= publish.samples <= MAX_SAMPLES and 0 <= publish.steps <= MAX_SAMPLES):
+        return "samples", f"stands for {publish.samples} samples in {publish.steps} steps"
+    waiting = [one for peer, one in book.rounds.pending if peer == member.peer]
+    waiting += [one for one in member.open.values() if isinstance(one, Publish)]
+    in_flight = book.timetable.at(book.version).offers_in_flight
+    most_bytes = max(MOST_WAITING_BYTES, (1 + in_flight) * 4 * count_values(book.model))
+    waiting_bytes = sum(sum(one.sizes) for one in (*waiting, publish))
+    if len(waiting) >= max(MOST_WAITING, in_flight) or waiting_bytes > most_bytes:
+        text = f"{len(waiting)} publishes of this node have not landed; no node that keeps to the settings has so "
+        return "waiting", f"{text}many, or such large ones"
+    return None
+
+
+def release(book: HubBook, now: float) -> list[HubEffect]:
+    """Make versions of the rounds that are due, and return what the aggregator is to do for them."""
+    if book.version < 0:
+        return []
+    effects: list[HubEffect] = []
+    if not book.complete:  # the first began with so many at once; here they come one after another
+        book.complete = len(training(book.members)) >= book.settings.start_nodes
+    while book.complete and (taken := book.rounds.take(_awaited(book), now)):
+        if book.rounds.rule.one_each:
+            # a stated order: the sum of floats depends on it (strict mode is bit-identical)
+            taken.sort(key=lambda one: one[0])
+            effects += [Accumulate(peer, publish) for peer, publish in taken]
+        senders = {peer for peer, _ in taken}
+        everybody = max(len(training(book.members) | senders), book.dealing.nodes_at_the_end)
+        reduce = Reduce(
+            version=book.version + 1,
+            fragments=tuple(sorted({publish.fragment for _, publish in taken})),
+            contributions=tuple(_contribution(book, peer, publish) for peer, publish in taken),
+            live=len(senders) if book.exchange else everybody,
+            dense=any(publish.dense for _, publish in taken),
+            plain=bool(book.exchange),
+        )
+        book.version = reduce.version
+        for peer, sequence in reduce.landed:
+            book.records.land(peer, sequence, book.version)
+        book.samples += reduce.samples
+        book.contributions += len(taken)
+        effects.append(reduce)
+    return effects
+
+
+def _awaited(book: HubBook) -> frozenset[PeerId]:
+    """The nodes from which a round may await a contribution: all that end together, where nodes are in lockstep."""
+    if not book.exchange:
+        return book.live
+    return frozenset(peer for peer in training(book.members) if not book.members[peer].drained)
+
+
+def _contribution(book: HubBook, peer: PeerId, publish: Publish) -> Contribution:
+    staleness = book.version - publish.base_version
+    return Contribution(
+        peer=peer,
+        sequence=publish.sequence,
+        fragment=publish.fragment,
+        samples=publish.samples,
+        score=publish.score,
+        base_version=publish.base_version,
+        staleness=staleness,
+        too_stale=_too_stale(book, staleness) and book.settings.stale == "drop" and not publish.dense,
+    )
+
+
+def _too_stale(book: HubBook, staleness: int) -> bool:
+    return 0 < book.settings.max_staleness < staleness
