@@ -65,7 +65,7 @@ CLINGER = """
 import asyncio, sys
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat, Hello
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import Lane, PeerId
 address, file = sys.argv[1:]
@@ -88,7 +88,7 @@ import asyncio, json, sys, time
 from pathlib import Path
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import KeyFolder
-from zmqtrain.transport.zmq_channel import RouterChannel
+from zmqtrain.transport.zmq_router import RouterChannel
 seconds, folder = float(sys.argv[1]), sys.argv[2]
 async def main():
     keys = KeyFolder(Path(folder)) if folder else None
@@ -109,7 +109,7 @@ asyncio.run(main())
 
 PUMP_NODE = """
 import asyncio, json, sys, time
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import read_credentials
 from zmqtrain.types import Lane, PeerId
 address, file = sys.argv[1:]

@@ -9,7 +9,8 @@ from typing import Any
 
 import zmq
 
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Lane
 
 

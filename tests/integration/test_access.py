@@ -21,8 +21,9 @@ from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.limits import MAX_WIRE_FRAME_BYTES
 from zmqtrain.transport.zmq_access import descriptor_room
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Lane, PeerId
 
 A, B = PeerId("pc-1#11"), PeerId("pc-2#22")

@@ -94,7 +94,7 @@ class KeyedBroker:
         import threading
 
         from zmqtrain.runtime.broker.broker import Broker
-        from zmqtrain.transport.zmq_channel import RouterChannel
+        from zmqtrain.transport.zmq_router import RouterChannel
 
         ready = threading.Event()
 

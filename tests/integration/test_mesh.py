@@ -24,7 +24,7 @@ from zmqtrain.runtime.groups import hub_line
 from zmqtrain.runtime.groups.mesh import LEFT
 from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import HUB, HubChunk, Lane, PeerId
 

@@ -17,7 +17,8 @@ from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
 from zmqtrain.runtime.node.node import connect
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Lane, PeerId
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.transport.address import parse_address
-from zmqtrain.transport.zmq_channel import libzmq_version
+from zmqtrain.transport.zmq_port import libzmq_version
 from zmqtrain.types import VERSION
 
 __all__ = ["WayToHub", "Machine", "find_way", "look_at_machine"]

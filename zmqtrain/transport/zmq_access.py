@@ -1,6 +1,6 @@
 """Stand at the door of a ROUTER: answer libzmq who may come in (ZAP), watch its connections, and cut some.
 
-Rule 1: as in zmq_channel, no call waits inside zmq: each socket is read until nothing is left.
+Rule 1: as in zmq_port, no call waits inside zmq: each socket is read until nothing is left.
 Rule 2: a descriptor that libzmq names may be closed, and its number taken by another connection, while its event is on
 its way.  So it is duplicated, looked at, and only then shut down: what was looked at is what is shut.
 Rule 3: who is refused is told so (status 400), and nothing else.  libzmq then tries no more; a channel of ours does

@@ -18,7 +18,7 @@ from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, MAX_WIRE_FRAME_BYTES
 from zmqtrain.types import Buffer
 
-__all__ = ["Port", "as_buffer", "open_socket", "terminate_context"]
+__all__ = ["Port", "as_buffer", "open_socket", "terminate_context", "libzmq_version"]
 
 # As plain numbers: pyzmq's enumerations cost as much as the calls they are for.
 _EVENTS, _READABLE, _WRITABLE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -156,3 +156,8 @@ async def terminate_context(context: zmq.Context[zmq.SyncSocket]) -> None:
         context.term()
     else:
         await ended.wait()
+
+
+def libzmq_version() -> str:
+    """Return the version of the library under pyzmq."""
+    return zmq.zmq_version()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.transport.key_folder import KeyFolder, Stamp
-from zmqtrain.transport.zmq_channel import RouterChannel
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import PeerId
 
 __all__ = ["LOOK_SECONDS", "Doorkeeper"]

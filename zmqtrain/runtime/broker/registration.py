@@ -21,7 +21,7 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import Buffer, PeerId
 

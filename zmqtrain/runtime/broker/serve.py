@@ -26,8 +26,9 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import PeerId
 
 __all__ = ["serve", "BrokerThread"]

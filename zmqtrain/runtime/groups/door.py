@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from zmqtrain.errors import ChannelFull, PeerLost
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat
-from zmqtrain.transport.zmq_channel import RouterChannel
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["Door", "come_in_as"]

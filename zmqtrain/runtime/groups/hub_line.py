@@ -25,7 +25,7 @@ from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.groups.outgoing import Outgoing, keep
 from zmqtrain.runtime.groups.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
 __all__ = ["HubListener", "HubLine"]

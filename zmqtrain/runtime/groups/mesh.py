@@ -30,8 +30,9 @@ from zmqtrain.runtime.groups.port_thread import PortThread
 from zmqtrain.runtime.groups.reducer import check_chunk
 from zmqtrain.runtime.groups.way import Way, WayState
 from zmqtrain.transport.limits import check_message
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
 __all__ = ["LEFT", "MeshPort", "MeshStatistics", "Meeting"]

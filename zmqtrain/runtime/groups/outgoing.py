@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from zmqtrain.errors import ChannelClosed
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.types import Buffer, Lane
 
 __all__ = ["Outgoing", "keep"]

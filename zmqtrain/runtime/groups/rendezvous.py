@@ -18,8 +18,9 @@ from zmqtrain.runtime.groups.hub_line import HubLine
 from zmqtrain.runtime.groups.mesh import Meeting, MeshPort
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import PeerId
 
 __all__ = ["TIMEOUT_SECONDS", "DIRECT_SECONDS", "open_port"]

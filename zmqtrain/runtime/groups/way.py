@@ -12,7 +12,7 @@ from enum import Enum
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Message
 from zmqtrain.runtime.groups.outgoing import Outgoing, keep
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.types import Buffer, Lane
 
 __all__ = ["Way", "WayState"]

@@ -49,7 +49,7 @@ from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 

@@ -22,7 +22,7 @@ from zmqtrain.parameter_server.store import cut_frames, join_frames
 from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
 from zmqtrain.runtime.parameter_server.master_line import MasterLine
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import Credentials
 from zmqtrain.types import LeafSpec, PeerId
 

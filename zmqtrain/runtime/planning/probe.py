@@ -21,7 +21,7 @@ from zmqtrain.protocol.framing import decode_message, encode_message
 from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Probe, Probed, Refused, Roster, Welcome
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.zmq_channel import DealerChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import Buffer, Lane, PeerId
 

@@ -20,8 +20,9 @@ from channels import StrangeSockets, meet, run
 
 from zmqtrain.errors import AddressInUse, ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.transport.address import is_loopback
-from zmqtrain.transport.zmq_channel import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
+from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 
 A, B = PeerId("pc-1#é1"), PeerId("pc-2#22")
@@ -571,7 +572,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_sent_without_a_copy_outlives_who_closes_at_the_end_of_a_process() -> None:
     program = (
-        "import atexit, sys, zmqtrain.transport.zmq_channel\n"
+        "import atexit, sys, zmqtrain.transport.zmq_router\n"
         "atexit.register(lambda: print(sys.modules['zmq.utils.garbage'].gc._stay_down))\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)

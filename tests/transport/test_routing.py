@@ -1,0 +1,25 @@
+"""Whose connection it is, as its routing id says."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.transport.routing import new_life, routing_id_of, sender_of
+from zmqtrain.types import Lane, PeerId
+
+PEER = PeerId("pc-1#é1")
+
+
+@pytest.mark.parametrize("lane", Lane)
+@pytest.mark.parametrize("life", [b"", b"one\0with zero bytes\0", new_life()])
+def test_a_routing_id_says_lane_peer_and_life(lane: Lane, life: bytes) -> None:
+    assert sender_of(routing_id_of(lane, PEER, life)) == (PEER, lane, life)
+
+
+@pytest.mark.parametrize("strange", [b"", b"C", b"\0C1234", b"Xpc-1", b"C\xff\xfe", b"B\0life", b"C" + 300 * b"a"])
+def test_a_strangers_routing_id_is_nobodys(strange: bytes) -> None:
+    assert sender_of(strange) is None
+
+
+def test_a_new_life_is_told_from_the_former_one() -> None:
+    assert new_life() != new_life()

@@ -1,0 +1,42 @@
+"""Say whose connection it is: the routing id under which a node's socket speaks on one lane (pure: no socket).
+
+Rule: a routing id is the lane, b"C" or b"B", the peer's id in utf-8, a zero byte, and the life of that channel: random,
+so that nobody else can take the place of a connection (libzmq gives it to whoever comes last with the same id).
+Source: ZeroMQ RFC 28 (ROUTER, DEALER).
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from zmqtrain.transport.limits import is_peer_id
+from zmqtrain.types import Lane, PeerId
+
+__all__ = ["new_life", "routing_id_of", "sender_of"]
+
+_LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
+_LANES = {value: lane for lane, value in _LANE_BYTES.items()}
+_LIFE_BYTES = 8
+
+
+def new_life() -> bytes:
+    """Return what tells a new channel of a peer from its former ones: random."""
+    return secrets.token_bytes(_LIFE_BYTES)
+
+
+def routing_id_of(lane: Lane, peer: PeerId, life: bytes) -> bytes:
+    """Return the routing id of one lane of a peer's channel. life: `new_life`; b"" for none."""
+    return _LANE_BYTES[lane] + peer.encode() + (b"\0" + life if life else b"")
+
+
+def sender_of(routing_id: bytes) -> tuple[PeerId, Lane, bytes] | None:
+    """Return (peer, lane, life) of a routing id, None if it is none of ours (libzmq's own begin with a zero byte)."""
+    lane = _LANES.get(routing_id[:1])
+    if lane is None:
+        return None
+    who, _, life = routing_id[1:].partition(b"\0")
+    try:
+        name = who.decode()
+    except UnicodeDecodeError:
+        return None
+    return (PeerId(name), lane, life) if is_peer_id(name) else None

@@ -1,0 +1,259 @@
+"""Carry a node's messages over ZeroMQ: two DEALERs, one for each lane, to the one port of the hub.
+
+Rule 1: a call on a socket never blocks and never waits inside zmq: try, wait at a gate, try again.  So a cancelled
+`receive` loses no message, and closing leaves no future behind.  (zmq.asyncio takes the message first and hands it to a
+future; if its task is cancelled just then the message is gone.)
+Rule 2: every queue is bounded.  The high-water marks are a net under the credits, not the flow control.
+Rule 3: no ZMTP heartbeats: they time out in the middle of large messages.  Heartbeats are the protocol's messages.
+
+Needs an event loop with `add_reader` (on Windows the selector loop).
+Source: ZeroMQ RFC 28 (ROUTER, DEALER).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from zmqtrain.errors import ChannelClosed, ConfigError
+from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.gate import Fairness, Gate
+from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message, check_peer_id
+from zmqtrain.transport.routing import new_life, routing_id_of
+from zmqtrain.transport.zmq_keys import CurveKeys, check_key
+from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
+from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_watch import ConnectionWatch
+from zmqtrain.types import Buffer, Lane, PeerId
+
+__all__ = ["DealerChannel"]
+
+# High-water marks: whole messages, per connection and side; a message of ours is at most one chunk (4 MiB) and a head.
+# Control messages are small; of bulk a node queues what was granted (out, 4), and what its window lets come (in, 16).
+_SEND_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 4}
+_RECEIVE_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 16}
+
+_REFUSED_SECONDS = 1.0
+_RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS = 100, 500
+"""libzmq adds a random time of up to the first: who all lost one hub do not all come at once."""
+
+
+class DealerChannel:
+    """A node's end (a `Channel`): one connection per lane to the hub's one port.  Made by `connect`.
+
+    libzmq connects in the background, and again when the connection is lost; until it is there, what is sent queues.
+    While the hub does not authorise this channel's key, it is asked again every second, and what had queued is lost.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        peer: PeerId,
+        configure: Callable[[zmq.SyncSocket], None],
+        context: zmq.Context[zmq.SyncSocket] | None = None,
+        keyed: bool = False,
+    ) -> None:
+        self.address, self.peer = address, peer
+        self._keyed = keyed
+        self._configure, self._shares = configure, context is not None
+        self._watches: list[ConnectionWatch] = []
+        self._refused = ""
+        self._retry: asyncio.TimerHandle | None = None
+        self._context: zmq.Context[zmq.SyncSocket] = context or zmq.Context()
+        self._incoming = Gate()
+        self._writable = {lane: Gate() for lane in Lane}
+        self._ports: dict[Lane, Port] = {}
+        self._told: Callable[[], None] = lambda: None
+        self._fairness = Fairness()
+        self._attempt = 0
+        self._closed = False
+        try:
+            self._open()
+        except BaseException:
+            self._close_ports(0.0)
+            if not self._shares:
+                self._context.term()
+            raise
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        peer: PeerId,
+        keys: CurveKeys | None = None,
+        server_key: bytes | None = None,
+        beside: RouterChannel | None = None,
+    ) -> DealerChannel:
+        """Connect to the hub at `address` as `peer`.  Call it in a running loop; it does not wait for the hub.
+
+        server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is only a server_key, which
+        comes in only where all do that know it).
+        beside: a channel of this process, with which this one shares libzmq's threads; it must be closed after this.
+        Raise ConfigError for an address, a name or keys that cannot be used.
+        """
+        host, port = parse_address(address)
+        if host == "*" or port == 0:
+            raise ConfigError(
+                f"{address!r} says where to listen, not where to connect to: name the hub, for example"
+                " tcp://192.168.1.10:5555"
+            )
+        check_peer_id(peer)
+        if server_key is None and keys is not None:
+            raise ConfigError("keys without a server_key: the hub's public key is needed too (its file NAME.key)")
+        if server_key is not None:
+            check_key("public", server_key)
+            keys = keys or CurveKeys.generate()
+
+        def configure(socket: zmq.SyncSocket) -> None:
+            if keys is not None and server_key is not None:
+                socket.curve_serverkey = server_key
+                socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+
+        context = beside.context if beside is not None else None
+        return cls(address, peer, configure, context, server_key is not None)
+
+    @property
+    def refused(self) -> str:
+        """Why the last attempt to connect ended in its handshake: "key" (this channel's is not authorised there),
+        "handshake" (what listens there wants other keys, or none, or is no hub); "" if it did not."""
+        return self._refused
+
+    @property
+    def obstacle(self) -> str:
+        """See Channel: what is known of an attempt to connect that ended in its handshake."""
+        if self._refused == "key":
+            return "it does not authorise this PC's key (on the hub, `zmqtrain keys list` shows whose it does)"
+        if self._refused:
+            return (
+                "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
+                "--keys) this hub's?"
+                if self._keyed
+                else "what listens there wants keys: give the file that was made for this PC (--keys FILE)"
+            )
+        return ""
+
+    def _handshake_ended(self, how: str) -> None:
+        self._refused = how
+        if how == "key" and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        if not self._closed:
+            self._reopen()
+
+    def _open(self) -> None:
+        life = new_life()
+        for lane in Lane:
+            socket = open_socket(self._context, zmq.DEALER, _SEND_MESSAGES[lane], _RECEIVE_MESSAGES[lane])
+            self._ports[lane] = Port(socket, self._incoming, self._writable[lane])
+            socket.routing_id = routing_id_of(lane, self.peer, life)
+            socket.probe_router = 1
+            socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
+            self._configure(socket)
+            self._watches.append(ConnectionWatch(socket, lambda: self._told(), self._handshake_ended))
+            socket.ipv6 = ":" in parse_address(self.address)[0]
+            try:
+                socket.connect(self.address)
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"cannot connect to {self.address!r} ({error.strerror}); an address is, for example,"
+                    " tcp://192.168.1.10:5555"
+                ) from error
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called in the loop when a connection that was there has gone."""
+        self._told = told
+
+    def _close_ports(self, linger_seconds: float) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
+        for port in self._ports.values():
+            port.close(linger_seconds)
+        self._ports.clear()
+
+    def _wake_all(self) -> None:
+        for gate in (self._incoming, *self._writable.values()):
+            gate.open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"the channel of {self.peer} to {self.address} is closed")
+
+    def try_send(self, lane: Lane, frames: Sequence[Buffer]) -> bool:
+        """Send one message as `send` does, but never wait: False if the lane is full."""
+        check_message(frames)
+        self._check_open()
+        try:
+            self._ports[lane].send(frames)
+        except zmq.Again:
+            return False
+        return True
+
+    async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; wait while the lane is full.
+
+        Large frames are not copied: nobody may write into them again.  Raise ChannelClosed, and LocalProtocolError for
+        a message that no channel carries.  One that still waits when `reconnect` is called is lost like all that is
+        queued.
+        """
+        check_message(frames)
+        attempt = self._attempt
+        await self._fairness.turn()
+        while self._attempt == attempt:
+            self._check_open()
+            try:
+                self._ports[lane].send(frames)
+                return
+            except zmq.Again:
+                if not self._ports[lane].writable:
+                    await self._writable[lane].wait()
+
+    async def receive(self) -> tuple[Lane, list[Buffer]]:
+        """Return the next message of either lane, CONTROL first; raise ChannelClosed.
+
+        Frames from 64 KiB on are read-only views of what zmq received, the others bytes.
+        """
+        while True:
+            await self._fairness.turn()
+            self._check_open()
+            for lane, port in self._ports.items():
+                frames = port.receive(limit=MAX_MESSAGE_FRAMES)
+                if frames:
+                    return lane, [as_buffer(frame) for frame in frames]
+                if frames is not None:  # too many of them: not a hub of ours; look again
+                    break
+            else:
+                if not any(port.readable for port in self._ports.values()):
+                    await self._incoming.wait()
+
+    async def reconnect(self, address: str = "") -> None:
+        """Drop both connections and all that is queued on them, and connect anew under the same name.
+
+        address: where the hub is from now on; "": where it was.  Raise ChannelClosed.
+        """
+        self._check_open()
+        self.address = address or self.address
+        self._reopen()
+
+    def _reopen(self) -> None:
+        self._attempt += 1
+        self._close_ports(0.0)
+        self._open()
+        self._wake_all()
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        self._wake_all()
+        self._close_ports(linger_seconds)
+        if not self._shares:
+            await terminate_context(self._context)

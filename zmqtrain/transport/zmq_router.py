@@ -1,0 +1,274 @@
+"""Carry a hub's messages over ZeroMQ: one ROUTER, for both lanes of every node.
+
+Rule 1: a call on a socket never blocks and never waits inside zmq: try, wait at a gate, try again (`zmq_port`).
+Rule 2: who is not one of ours (a stranger's routing id, junk, too many frames) is counted and ignored.
+Rule 3: every queue is bounded.  The high-water marks are a net under the credits, not the flow control.
+Rule 4: no ZMTP heartbeats: they time out in the middle of large messages.  Heartbeats are the protocol's messages.
+Rule 5: a message counts only if its connection may speak as the peer that it names: with an authorised key, which
+opened this peer's id, and in the life of the peer that connected last (`admission`).  That is asked of each message, so
+a key that is revoked is out with the next one.
+
+A node's first message on a lane is empty: it shows whose connection that is, and is not handed on.  Needs an event loop
+with `add_reader` (on Windows the selector loop).
+Source: ZeroMQ RFC 28 (ROUTER, DEALER).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import zmq
+
+from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
+from zmqtrain.transport.address import bind_error, connectable_host, parse_address
+from zmqtrain.transport.admission import EVERYBODY, Admission, Seats
+from zmqtrain.transport.connections import ConnectionLimits
+from zmqtrain.transport.gate import Fairness, Gate
+from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message
+from zmqtrain.transport.refusals import Refusals
+from zmqtrain.transport.routing import routing_id_of, sender_of
+from zmqtrain.transport.zmq_access import ZAP_DOMAIN, Doorway, ZapHandler, descriptor_room
+from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
+from zmqtrain.types import Buffer, Lane, PeerId
+
+__all__ = ["RouterChannel"]
+
+logger = logging.getLogger(__name__)
+
+# High-water marks: whole messages, per connection and side; a message of ours is at most one chunk (4 MiB) and a head.
+# The hub's port has one pair for both lanes of every node.  Out, 64: bulk is held to its window (4 MiB) by the Outbox,
+# so these are control messages; 64 of them unread mean a node that has stopped.  In, 8: at most 32 MiB per connection
+# if somebody sends without being granted; what does not fit waits in TCP, on the sender's side.
+_SEND_MESSAGES, _RECEIVE_MESSAGES = 64, 8
+
+_SOURCE, _USER = int(zmq.SRCFD), "User-Id"
+
+_BACKLOG = 128  # connections that wait to be accepted: a whole classroom started at once
+
+
+class RouterChannel:
+    """The hub's end (a `HubChannel`): one port for both lanes of every node.  Made by `bind`.
+
+    context: libzmq's threads, for channels beside this one.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.SyncSocket],
+        socket: zmq.SyncSocket,
+        doorway: Doorway,
+        refusals: Refusals,
+        admission: Admission | None,
+        handler: ZapHandler | None,
+        seats: Seats,
+    ) -> None:
+        self.context = context
+        self._doorway, self._refusals, self._admission, self._handler = doorway, refusals, admission, handler
+        self._seats = seats
+        self._speakers: dict[int, tuple[PeerId, bytes, str]] = {}  # by descriptor: who was heard there
+        self._incoming = Gate()
+        self._port = Port(socket, self._incoming, Gate())
+        self._fairness = Fairness()
+        self._strangers = 0
+        self._closed = False
+        self._address = ""
+
+    @classmethod
+    def bind(
+        cls,
+        address: str,
+        *,
+        keys: CurveKeys | None = None,
+        admission: Admission | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> RouterChannel:
+        """Listen at `address`: tcp://*:5555, or an IP address or interface of this machine; port 0 chooses a free one.
+
+        keys: the hub's CURVE keys; then every client must use CURVE, and know the public one.  admission: which
+        clients' keys come in; without it, every client's that knows the hub's.  limits: of connections.  Call it in a
+        running loop.
+        Raise ConfigError for an address that cannot be used, AddressInUse if somebody listens there.
+        """
+        host, _ = parse_address(address, "tcp://*:5555")
+        if admission is not None and keys is None:
+            raise ConfigError("who comes in is decided by keys, and this hub has none: give it a pair")
+        limits = limits or ConnectionLimits()
+        limits = replace(limits, total=descriptor_room(limits.total))
+        context: zmq.Context[zmq.SyncSocket] = zmq.Context()
+        refusals, seats = Refusals(f"the port at {address}"), Seats()
+        handler = None
+        if admission is not None:
+            handler = ZapHandler(context, admission, lambda whose: refusals.count("key", whose))
+        socket = open_socket(context, zmq.ROUTER, _SEND_MESSAGES, _RECEIVE_MESSAGES)
+        doorway = Doorway(socket, limits, refusals)
+        channel = cls(context, socket, doorway, refusals, admission, handler, seats)
+        doorway.gone = channel._gone
+        try:
+            socket.router_mandatory = 1
+            socket.router_handover = 1
+            socket.backlog = _BACKLOG
+            socket.handshake_ivl = round(1000 * limits.handshake_seconds)
+            socket.ipv6 = ":" in host
+            if keys is not None:
+                socket.curve_server = 1
+                socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+                socket.zap_domain = ZAP_DOMAIN
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            channel._close(0.0)
+            context.term()
+            raise bind_error(address, error.errno or 0) from error
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        channel._address = f"tcp://{connectable_host(host)}:{endpoint.rpartition(':')[2]}"
+        return channel
+
+    @property
+    def address(self) -> str:
+        """Where nodes on this machine connect to; from others, its name takes the place of 127.0.0.1."""
+        return self._address
+
+    @property
+    def strangers(self) -> int:
+        """How many messages were ignored because no node of ours could have sent them."""
+        return self._strangers
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """How many connections and messages were refused, by `refusals.REASONS`."""
+        return Counter(self._refusals.counts)
+
+    @property
+    def connections(self) -> int:
+        """How many TCP connections there are now."""
+        self._doorway.look()
+        return len(self._doorway.connections)
+
+    def name_of(self, peer: PeerId) -> str:
+        """Return the name of the key with which a peer came; "" where no keys are asked for, or it never came."""
+        seat = self._seats.get(peer)
+        return "" if seat is None else seat.name
+
+    def admit(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Let clients with these public keys in from now on, under these names, and no others.
+
+        Return those that were let in before and are not any more: nothing of theirs is received from now on; `cut`
+        ends their connections.  Raise ConfigError where no keys are asked for.
+        """
+        if self._admission is None or self._handler is None:
+            raise ConfigError(f"the port at {self._address} asks for no keys")
+        gone = self._admission.change(names)
+        self._handler.answer_waiting()
+        return gone
+
+    def peers_with(self, key: str) -> list[PeerId]:
+        """Return the peers that are connected, and came with this public key."""
+        return self._seats.with_key(key)
+
+    def cut(self, key: str) -> None:
+        """End all connections of a public key; and those from the same addresses that were not heard yet."""
+        self._doorway.look()
+        theirs = [descriptor for descriptor, (_, _, used) in self._speakers.items() if used == key]
+        table = self._doorway.connections
+        addresses = {here.address for descriptor in theirs if (here := table.get(descriptor)) is not None}
+        for address in addresses:
+            theirs += [here.descriptor for here in table.of(address) if here.descriptor not in self._speakers]
+        for descriptor in theirs:
+            self._doorway.cut(descriptor)
+
+    def _gone(self, descriptor: int) -> None:
+        if (speaker := self._speakers.pop(descriptor, None)) is not None:
+            self._seats.left(speaker[0], descriptor)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"the hub's channel at {self._address} is closed")
+
+    def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; never waits.  Large frames are not copied: nobody may write into them again.
+
+        Raise PeerLost, ChannelFull, ChannelClosed, and LocalProtocolError for a message that no channel carries.
+        """
+        check_message(frames)
+        self._check_open()
+        if (seat := self._seats.get(peer)) is None:
+            raise PeerLost(peer)
+        try:
+            self._port.send(frames, routing_id_of(lane, peer, seat.life))
+        except zmq.Again as error:
+            raise ChannelFull(f"the {lane.name} lane to {peer} holds {_SEND_MESSAGES} messages") from error
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            raise PeerLost(peer) from error
+
+    async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
+        """Return the next message of any peer (fair among connections); raise ChannelClosed.
+
+        Frames from 64 KiB on are read-only views of what zmq received, the others bytes.
+        """
+        while True:
+            await self._fairness.turn()
+            self._check_open()
+            frames = self._port.receive(limit=1 + MAX_MESSAGE_FRAMES)
+            if frames is None:
+                await self._incoming.wait()
+            elif len(frames) < 2 or (sender := sender_of(frames[0].bytes)) is None:
+                self._strangers += 1
+            elif self._counts(frames[1], sender[0], sender[2]) and (len(frames) > 2 or len(frames[1])):
+                return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
+
+    def _counts(self, frame: zmq.Frame, peer: PeerId, life: bytes) -> bool:
+        """Whether the connection over which this frame came may speak as `peer` in this life of it."""
+        key = name = EVERYBODY
+        if self._admission is not None:
+            key = str(frame.get(_USER))
+            known = self._admission.name_of(key)
+            if known is None:
+                self._refusals.count("revoked", _name_in_a_log(peer))
+                return False
+            name = known
+        descriptor = int(frame.get(_SOURCE))
+        if self._speakers.get(descriptor) == (peer, life, key):
+            return True
+        self._doorway.look()  # so that the number is this connection's
+        connection = self._doorway.connections.get(descriptor)
+        number = -1 if connection is None else connection.number
+        reason, ended = self._seats.hear(peer, name, key, life, descriptor, number)
+        if reason:
+            self._refusals.count(reason, name or _name_in_a_log(peer))
+            self._doorway.cut(descriptor)
+            return False
+        for former in ended - {descriptor}:
+            self._speakers.pop(former, None)
+            self._doorway.cut(former)
+        if name and peer not in (speaker[0] for speaker in self._speakers.values()):
+            logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
+        self._speakers[descriptor] = (peer, life, key)
+        self._doorway.connections.proved(descriptor)
+        return True
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once."""
+        if self._closed:
+            return
+        self._close(linger_seconds)
+        await terminate_context(self.context)
+
+    def _close(self, linger_seconds: float) -> None:
+        self._closed = True
+        self._incoming.open()
+        self._doorway.close()
+        self._port.close(linger_seconds)
+        if self._handler is not None:
+            self._handler.close()
+        self._refusals.close()
+
+
+def _name_in_a_log(peer: PeerId) -> str:
+    """Return what may be read of a peer's id: of one within a group (RANK@TOKEN) not the token, which is a secret."""
+    return peer if "#" in peer else peer.partition("@")[0]
