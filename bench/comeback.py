@@ -175,7 +175,7 @@ def _be_broker(folder: str, first: str) -> None:
 
 
 def _be_node(hub: str, number: int) -> None:
-    from zmqtrain.runtime.node.node import connect
+    from zmqtrain.runtime.node.connect import connect
     from zmqtrain.types import LeafSpec
 
     told = commands()

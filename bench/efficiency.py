@@ -367,7 +367,7 @@ class _Node:
 
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""
-        from zmqtrain.runtime.node.node import connect
+        from zmqtrain.runtime.node.connect import connect
         from zmqtrain.train.sync import DelayedSync
 
         self.exchange = connect(address, f"pc-{number}")

@@ -226,7 +226,7 @@ class Trainer:
 
 def measure_node(size: Size, codec_on: str) -> dict[str, Any]:
     """Train with exchanges on and off in turns; return one row. Raises RuntimeError if the exchange does not work."""
-    from zmqtrain.runtime.node.node import connect
+    from zmqtrain.runtime.node.connect import connect
 
     with _broker(size) as address, connect(address, "gpu", codec_on=codec_on) as node:  # type: ignore[arg-type]
         trainer = Trainer(node, size)

@@ -248,7 +248,7 @@ def _be_node(case: Case, number: str, host: str, folder: str = "") -> None:
     import jax
     import numpy as np
 
-    from zmqtrain.runtime.node.node import connect
+    from zmqtrain.runtime.node.connect import connect
     from zmqtrain.train.sync import DelayedSync
     from zmqtrain.transport.key_folder import KeyFolder
 

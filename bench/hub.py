@@ -249,7 +249,7 @@ class _Node:
 
     def join(self, address: str) -> None:
         """Join the run."""
-        from zmqtrain.runtime.node.node import connect
+        from zmqtrain.runtime.node.connect import connect
 
         self.exchange = connect(address, f"pc-{self.number}")
         self.exchange.join(self.model, self.leaves)

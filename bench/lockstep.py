@@ -152,7 +152,7 @@ class _Node:
         import numpy as np
 
         from zmqtrain.runtime.lockstep.lockstep import open_gradients, read_exchange
-        from zmqtrain.runtime.node.node import connect
+        from zmqtrain.runtime.node.connect import connect
         from zmqtrain.train.buckets import Buckets
 
         choice = read_exchange(case.exchange)

@@ -42,7 +42,7 @@ NODE = """
 import sys, threading
 import numpy as np
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.types import LeafSpec
 name, address, keys = sys.argv[1:]
 leaf = np.random.default_rng(7).standard_normal(50_000, np.float32)

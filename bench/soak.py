@@ -244,7 +244,7 @@ def _be_node(case: Case, address: str, number: str) -> None:
     import jax
     import numpy as np
 
-    from zmqtrain.runtime.node.node import connect
+    from zmqtrain.runtime.node.connect import connect
     from zmqtrain.train.sync import DelayedSync
 
     noted, told = watch_unraisable(), commands()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker.broker import Broker
     from zmqtrain.runtime.groups.communicator import Communicator
-    from zmqtrain.runtime.node.node import Node, connect
+    from zmqtrain.runtime.node.connect import connect
+    from zmqtrain.runtime.node.node import Node
     from zmqtrain.runtime.parameter_server.parameter_client import ParameterClient
     from zmqtrain.train.gradients import GradientLoop
     from zmqtrain.train.loop import TrainingLoop
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "connect": "zmqtrain.runtime.node.node",
+    "connect": "zmqtrain.runtime.node.connect",
     "Node": "zmqtrain.runtime.node.node",
     "Broker": "zmqtrain.runtime.broker.broker",
     "Communicator": "zmqtrain.runtime.groups.communicator",

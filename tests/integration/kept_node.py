@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from runs import batches, loss, parameters
 
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.train.sync import DelayedSync
 
 OPTIMIZER = optax.adamw(0.02)

@@ -15,7 +15,7 @@ from runs import broker
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.programs import load_program
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.footprint import measure_footprint
 from zmqtrain.train.loop import TrainingLoop

@@ -19,7 +19,8 @@ import numpy as np
 from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.runtime.broker.standby import StandbyPlace
-from zmqtrain.runtime.node.node import Node, connect
+from zmqtrain.runtime.node.connect import connect
+from zmqtrain.runtime.node.node import Node
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
 

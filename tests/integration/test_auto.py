@@ -12,7 +12,7 @@ from runs import Trainer, batches, broker, loss, parameters
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 

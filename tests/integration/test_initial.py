@@ -10,7 +10,7 @@ import pytest
 from runs import batches, broker, loss, parameters
 
 from zmqtrain.errors import JoinRefused
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.apart import own_seed
 from zmqtrain.train.loop import TrainingLoop

@@ -19,7 +19,7 @@ from runs import BrokerProcess, batches, broker, parameters, sgd
 
 from zmqtrain.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
 

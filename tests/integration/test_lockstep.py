@@ -19,7 +19,7 @@ from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
 from zmqtrain.errors import JoinRefused
 from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 
 BATCHES_OF_A_UNIT = 2

@@ -19,7 +19,8 @@ from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.broker.parts import merge_parts
 from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.node.node import Node, connect
+from zmqtrain.runtime.node.connect import connect
+from zmqtrain.runtime.node.node import Node
 from zmqtrain.settings import RunSettings
 
 QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "masters": 2}

@@ -12,7 +12,8 @@ from runs import broker
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record, read_records
 from zmqtrain.programs import load_program
-from zmqtrain.runtime.node.node import Node, connect
+from zmqtrain.runtime.node.connect import connect
+from zmqtrain.runtime.node.node import Node
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.replay import replay
 from zmqtrain.train.leaves import host_leaves

@@ -15,7 +15,7 @@ from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 from zmqtrain.errors import HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel

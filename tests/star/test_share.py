@@ -25,7 +25,7 @@ serve("tcp://*:5555", settings, share=share, ready=ready, interrupted=lambda cou
 NODE = """
 import sys, threading
 import numpy as np
-from zmqtrain.runtime.node.node import connect
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.types import LeafSpec
 name, address, share = sys.argv[1:]
 link = "" if share == "1" else "1gbit"

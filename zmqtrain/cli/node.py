@@ -36,8 +36,9 @@ from zmqtrain.cli.settings import NodeConfig, check_host, read_config
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.node.masters import MastersNode
-from zmqtrain.runtime.node.node import Node, connect
+from zmqtrain.runtime.node.node import Node
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce

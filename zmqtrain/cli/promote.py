@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import PromoteConfig, check_host, read_config
-from zmqtrain.runtime.node.node import promote
+from zmqtrain.runtime.node.connect import promote
 
 __all__ = ["main"]
 

@@ -26,7 +26,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
-from zmqtrain.runtime.node.node import NO_CHECKPOINT_IN_LOCKSTEP
+from zmqtrain.runtime.node.connect import NO_CHECKPOINT_IN_LOCKSTEP
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings, read_steps

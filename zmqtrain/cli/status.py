@@ -17,8 +17,9 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import StatusConfig, check_host, read_config
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.node.masters import MastersNode
-from zmqtrain.runtime.node.node import Node, connect
+from zmqtrain.runtime.node.node import Node
 
 __all__ = ["main", "roster_as_json"]
 

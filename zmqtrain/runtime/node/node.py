@@ -2,8 +2,7 @@
 
 Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what they decide
 is in `PeerExchange`.  Rule 2: whatever happens to the broker, offers are refused, training goes on, and the node comes
-back by itself.  Rule 3: where parameters live on an accelerator, deltas are coded there; who has not imported jax is
-not made to.
+back by itself.
 """
 
 from __future__ import annotations
@@ -11,94 +10,43 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import secrets
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.errors import (
     AggregateTimeout,
     CodecError,
-    ConfigError,
     HubUnreachable,
     JoinRefused,
     NonFiniteDelta,
     ZmqTrainError,
 )
 from zmqtrain.interfaces import Channel, Clock
-from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Message, Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.protocol.standby_messages import Promote
-from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.runtime.node.coder_place import CodecOn, CoderPlace
 from zmqtrain.runtime.node.exchange import PeerExchange
-from zmqtrain.runtime.node.keeper import SavedNode, read_saved
+from zmqtrain.runtime.node.keeper import SavedNode
 from zmqtrain.runtime.node.link import HubLink
-from zmqtrain.runtime.node.masters import MastersNode
-from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
-from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
+from zmqtrain.types import ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
-__all__ = ["CodecOn", "promote", "new_incarnation", "Node", "connect"]
+__all__ = ["Node"]
 
 logger = logging.getLogger(__name__)
 
 SAY_WAITING_SECONDS = 2.0
 SAY_AGAIN_SECONDS = 5.0
-NO_CHECKPOINT_IN_LOCKSTEP = (
-    "nodes in lockstep keep no checkpoints: all hold the same parameters, and one that is started again takes them "
-    "from the others; leave --checkpoint out here, or --exchange"
-)
-
-CodecOn = Literal["auto", "host", "device"]
-"""Where deltas are compressed: on the processor, on the device that trains, or there if it is no processor (auto)."""
-
-
-def promote(
-    address: str, server_key: GivenServerKey = None, keys: GivenKeys = None, timeout_seconds: float = 10.0
-) -> tuple[str, Version, int]:
-    """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
-
-    server_key, keys: as in `connect`.
-    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused.
-    """
-    peer = PeerId(f"promote#{secrets.token_hex(4)}")
-    hub_key, pair = read_credentials(server_key, keys)
-    told = Node(
-        lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key),
-        peer,
-        "promote",
-        address,
-        observer=True,
-    )
-    try:
-        told.say(Promote())
-        told.wait_welcome(timeout_seconds)
-        return told.run, told.run_version, told.term
-    finally:
-        told.close()
-
-
-def new_incarnation(before: int = 0) -> int:
-    """Return the incarnation above which this process begins to say Hello.
-
-    before: `Node.incarnation` of the life that it continues, as that saved it.
-    """
-    return begin_incarnation(before, time.time_ns(), secrets.randbits(20))
 
 
 class Node(PeerExchange):
@@ -137,10 +85,11 @@ class Node(PeerExchange):
         self._is_first = first is None
         if first is not None:  # it says the same of the training
             self._progress = first._progress
-        self.peer_id, self.codec_on = peer, codec_on
+        self.peer_id = peer
         self.message_delay: Callable[[], float] | None = None
         """For experiments: draws by how many seconds a delta is sent late."""
-        self._closed = self._settled = False
+        self._closed = False
+        self._place = CoderPlace(codec_on, name)
         self._link = HubLink(open_channel, self._peer, address, self, share)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         if keep is not None:
@@ -401,11 +350,10 @@ class Node(PeerExchange):
     def _make_coder(self, model: ModelSpec) -> DeltaCoder:
         if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
             kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
-        return DeltaCoder(model, self.settings, self._device_coder(), self.shard)
+        return DeltaCoder(model, self.settings, self._place.coder(), self.shard)
 
     def _encode(self, offer: Offer, base: Version) -> None:
-        if not self._settled:
-            self._settle(self._joined_coder, offer)
+        self._place.settle(self._joined_coder, offer.segments)
         try:
             super()._encode(offer, base)
         except NonFiniteDelta as error:
@@ -419,25 +367,6 @@ class Node(PeerExchange):
     def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
         late = self.message_delay() if self.message_delay is not None else 0.0
         self._link.call(lambda: self._link.publish(offer, base, encoded, score), late)
-
-    def _device_coder(self) -> OnDevice | None:
-        """Return the coder of jax's device if parameters live there, as far as can be known before the first offer."""
-        jax = sys.modules.get("jax")  # who has not imported it has no parameters on a device
-        if self.codec_on == "device" or (self.codec_on == "auto" and jax and jax.default_backend() != "cpu"):
-            from zmqtrain.codecs.payload_jax import DeviceCoder
-
-            return DeviceCoder()
-        return None
-
-    def _settle(self, coder: DeltaCoder, offer: Offer) -> None:
-        """Decide for good where deltas are coded: "auto" goes by where the first offer's segments are."""
-        self._settled = True
-        if self.codec_on == "auto":
-            coder.device = (coder.device or self._device_coder()) if _on_accelerator(offer.segments) else None
-        elif coder.device is not None and len(_devices_of(offer.segments)) > 1:
-            text = "%s cannot compress on its device: its parameters lie on several; it is done on the processor"
-            logger.warning(text, self.name)
-            coder.device = None
 
     def _warm_up(self, fragment: int) -> None:
         """Compile for one fragment, and the next ones after what has come meanwhile."""
@@ -458,148 +387,3 @@ class Node(PeerExchange):
         else:
             logger.error("the codec thread of %s failed", self.name, exc_info=error)
             self.on_failed(ZmqTrainError(f"the codec thread of {self.name} failed: {error!r}"))
-
-
-def _on_accelerator(segments: Sequence[Array]) -> bool:
-    """True if these are jax arrays, all on one device that is not a processor; what is spread goes by the host."""
-    devices = _devices_of(segments)
-    everything = all(hasattr(segment, "devices") for segment in segments)
-    return everything and len(devices) == 1 and devices.pop().platform != "cpu"
-
-
-def _devices_of(segments: Sequence[Array]) -> set[Any]:
-    return {device for segment in segments if hasattr(segment, "devices") for device in segment.devices()}
-
-
-def connect(
-    address: str,
-    name: str | None = None,
-    server_key: GivenServerKey = None,
-    keys: GivenKeys = None,
-    observer: bool = False,
-    timeout_seconds: float = 10.0,
-    codec_on: CodecOn = "auto",
-    events: NodeEvents | None = None,
-    link: str = "",
-    share: float = 1.0,
-    exchange: str = "",
-    checkpoint: str | Path | None = None,
-    checkpoint_every: str = "",
-    checkpoint_keep: int = 3,
-    new_run: bool = False,
-) -> Node | MastersNode:
-    """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
-
-    Of several masters it is the first whose address is needed; the node that is returned speaks with all of them.
-
-    A script that ends without closing its node says goodbye all the same.
-
-    name: for people; the host's name if not given.
-    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one.  server_key: the hub's public
-    key, or its file; not needed if the file of the pair names it.
-    codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
-    events: who is told what happens here, as a `NodeRecorder`.
-    link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
-    each way; the rest is left to others. With no link and the whole share nothing is limited.
-    exchange: what people call the way in which this node trains in step with the others, past the broker; all nodes of
-    a run have the same.
-    checkpoint: a folder of this node's own, where it saves what it can go on from, and goes on from if there is
-    something: then it is the node that it was, and needs no hub to begin.  checkpoint_every: after so much time
-    ("60s") or so many versions ("64"); checkpoint_keep: how many stay.  new_run: if the hub's run is another than the
-    checkpoint's, set that aside and join; else that is a JoinRefused.
-    Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
-    HubUnreachable when no broker answers, JoinRefused, CheckpointError.
-    """
-    if not isinstance(address, str) or not address:
-        raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
-    name = name or socket.gethostname().partition(".")[0] or "node"
-    if not name.isprintable() or len(name) > 64 or "#" in name:
-        raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
-    if codec_on not in get_args(CodecOn):
-        raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
-    given = link_share(link, share)
-    hub_key, pair = read_credentials(server_key, keys)
-    every_from_text(checkpoint_every)
-    if checkpoint is not None and (exchange or observer):
-        raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else "who only looks on has nothing to save")
-    folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
-
-    def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
-        return lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
-
-    def open_node(saved: SavedNode | None) -> Node:
-        peer = PeerId(f"{name}#{secrets.token_hex(4)}") if saved is None else saved.peer
-        return Node(
-            open_channel(address, peer),
-            peer,
-            peer.rpartition("#")[0],
-            address,
-            observer,
-            codec_on,
-            events,
-            given,
-            exchange=exchange,
-            incarnation=new_incarnation(0 if saved is None else saved.incarnation),
-            keep=None if folder is None else (folder, checkpoint_every, saved),
-        )
-
-    saved = None
-    if folder is not None:
-        folder.lock()
-        try:
-            saved = read_saved(folder)
-        except BaseException:
-            folder.close()
-            raise
-    node = open_node(saved)
-    try:
-        if saved is not None and not node.wait_hub_of_checkpoint(timeout_seconds, new_run):
-            assert folder is not None
-            node.close()
-            folder.lock()
-            folder.set_all_aside()
-            node = open_node(None)
-        atexit.register(node.close)
-        settings = node.wait_welcome(timeout_seconds)
-        if settings.masters > 1 and checkpoint is not None:
-            raise ConfigError(
-                "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "
-                "version; leave --checkpoint out here, the masters may have theirs"
-            )
-        if node.shard and not observer:
-            raise ConfigError(
-                f"the broker at {address} has shard {node.shard} of {settings.masters} of its run's model: join at the "
-                f"first master, {', '.join(node.masters)}"
-            )
-        if settings.masters > 1 and events is not None:
-            raise ConfigError(
-                "what happens at a node of several masters cannot be recorded, nor lived again: leave --record out"
-            )
-        if settings.masters > 1 and (link or share < 1) and not observer:
-            raise ConfigError(
-                "a node of several masters keeps no share of its link free, as each master paces its own part only: "
-                "leave --link and --share out here; the masters may have theirs"
-            )
-    except BaseException:
-        node.close()
-        raise
-    if settings.masters == 1 or observer:
-        return node
-
-    def open_line(address: str) -> Node:
-        # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
-        line = PeerId(f"{name}#{secrets.token_hex(4)}")
-        return Node(
-            open_channel(address, line),
-            line,
-            name,
-            address,
-            codec_on=codec_on,
-            first=node,
-            exchange=exchange,
-            incarnation=new_incarnation(),
-        )
-
-    several = MastersNode(node, open_line, timeout_seconds)
-    atexit.register(several.close)
-    return several

@@ -1,0 +1,205 @@
+"""Open a node, as whoever trains or looks on asks for it: its name, its keys, its checkpoint, its masters.
+
+Rule: what is given is checked here, before and right after the first Welcome; whoever is refused holds nothing then, no
+thread and no folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.interfaces import Channel
+from zmqtrain.protocol.fencing import begin_incarnation
+from zmqtrain.protocol.standby_messages import Promote
+from zmqtrain.runtime.checkpoints.every import every_from_text
+from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
+from zmqtrain.runtime.events import NodeEvents
+from zmqtrain.runtime.node.coder_place import CodecOn
+from zmqtrain.runtime.node.keeper import SavedNode, read_saved
+from zmqtrain.runtime.node.masters import MastersNode
+from zmqtrain.runtime.node.node import Node
+from zmqtrain.runtime.planning.auto import link_share
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
+from zmqtrain.types import PeerId, Version
+
+__all__ = ["NO_CHECKPOINT_IN_LOCKSTEP", "connect", "promote", "new_incarnation"]
+
+NO_CHECKPOINT_IN_LOCKSTEP = (
+    "nodes in lockstep keep no checkpoints: all hold the same parameters, and one that is started again takes them "
+    "from the others; leave --checkpoint out here, or --exchange"
+)
+
+
+def connect(
+    address: str,
+    name: str | None = None,
+    server_key: GivenServerKey = None,
+    keys: GivenKeys = None,
+    observer: bool = False,
+    timeout_seconds: float = 10.0,
+    codec_on: CodecOn = "auto",
+    events: NodeEvents | None = None,
+    link: str = "",
+    share: float = 1.0,
+    exchange: str = "",
+    checkpoint: str | Path | None = None,
+    checkpoint_every: str = "",
+    checkpoint_keep: int = 3,
+    new_run: bool = False,
+) -> Node | MastersNode:
+    """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
+
+    Of several masters it is the first whose address is needed; the node that is returned speaks with all of them.
+
+    A script that ends without closing its node says goodbye all the same.
+
+    name: for people; the host's name if not given.
+    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one.  server_key: the hub's public
+    key, or its file; not needed if the file of the pair names it.
+    codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
+    events: who is told what happens here, as a `NodeRecorder`.
+    link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
+    each way; the rest is left to others. With no link and the whole share nothing is limited.
+    exchange: what people call the way in which this node trains in step with the others, past the broker; all nodes of
+    a run have the same.
+    checkpoint: a folder of this node's own, where it saves what it can go on from, and goes on from if there is
+    something: then it is the node that it was, and needs no hub to begin.  checkpoint_every: after so much time
+    ("60s") or so many versions ("64"); checkpoint_keep: how many stay.  new_run: if the hub's run is another than the
+    checkpoint's, set that aside and join; else that is a JoinRefused.
+    Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
+    HubUnreachable when no broker answers, JoinRefused, CheckpointError.
+    """
+    if not isinstance(address, str) or not address:
+        raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
+    name = name or socket.gethostname().partition(".")[0] or "node"
+    if not name.isprintable() or len(name) > 64 or "#" in name:
+        raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
+    if codec_on not in get_args(CodecOn):
+        raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
+    given = link_share(link, share)
+    hub_key, pair = read_credentials(server_key, keys)
+    every_from_text(checkpoint_every)
+    if checkpoint is not None and (exchange or observer):
+        raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else "who only looks on has nothing to save")
+    folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
+
+    def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
+        return lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
+
+    def open_node(saved: SavedNode | None) -> Node:
+        peer = PeerId(f"{name}#{secrets.token_hex(4)}") if saved is None else saved.peer
+        return Node(
+            open_channel(address, peer),
+            peer,
+            peer.rpartition("#")[0],
+            address,
+            observer,
+            codec_on,
+            events,
+            given,
+            exchange=exchange,
+            incarnation=new_incarnation(0 if saved is None else saved.incarnation),
+            keep=None if folder is None else (folder, checkpoint_every, saved),
+        )
+
+    saved = None
+    if folder is not None:
+        folder.lock()
+        try:
+            saved = read_saved(folder)
+        except BaseException:
+            folder.close()
+            raise
+    node = open_node(saved)
+    try:
+        if saved is not None and not node.wait_hub_of_checkpoint(timeout_seconds, new_run):
+            assert folder is not None
+            node.close()
+            folder.lock()
+            folder.set_all_aside()
+            node = open_node(None)
+        atexit.register(node.close)
+        settings = node.wait_welcome(timeout_seconds)
+        if settings.masters > 1 and checkpoint is not None:
+            raise ConfigError(
+                "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "
+                "version; leave --checkpoint out here, the masters may have theirs"
+            )
+        if node.shard and not observer:
+            raise ConfigError(
+                f"the broker at {address} has shard {node.shard} of {settings.masters} of its run's model: join at the "
+                f"first master, {', '.join(node.masters)}"
+            )
+        if settings.masters > 1 and events is not None:
+            raise ConfigError(
+                "what happens at a node of several masters cannot be recorded, nor lived again: leave --record out"
+            )
+        if settings.masters > 1 and (link or share < 1) and not observer:
+            raise ConfigError(
+                "a node of several masters keeps no share of its link free, as each master paces its own part only: "
+                "leave --link and --share out here; the masters may have theirs"
+            )
+    except BaseException:
+        node.close()
+        raise
+    if settings.masters == 1 or observer:
+        return node
+
+    def open_line(address: str) -> Node:
+        # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
+        line = PeerId(f"{name}#{secrets.token_hex(4)}")
+        return Node(
+            open_channel(address, line),
+            line,
+            name,
+            address,
+            codec_on=codec_on,
+            first=node,
+            exchange=exchange,
+            incarnation=new_incarnation(),
+        )
+
+    several = MastersNode(node, open_line, timeout_seconds)
+    atexit.register(several.close)
+    return several
+
+
+def promote(
+    address: str, server_key: GivenServerKey = None, keys: GivenKeys = None, timeout_seconds: float = 10.0
+) -> tuple[str, Version, int]:
+    """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
+
+    server_key, keys: as in `connect`.
+    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused.
+    """
+    peer = PeerId(f"promote#{secrets.token_hex(4)}")
+    hub_key, pair = read_credentials(server_key, keys)
+    told = Node(
+        lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key),
+        peer,
+        "promote",
+        address,
+        observer=True,
+    )
+    try:
+        told.say(Promote())
+        told.wait_welcome(timeout_seconds)
+        return told.run, told.run_version, told.term
+    finally:
+        told.close()
+
+
+def new_incarnation(before: int = 0) -> int:
+    """Return the incarnation above which this process begins to say Hello.
+
+    before: `Node.incarnation` of the life that it continues, as that saved it.
+    """
+    return begin_incarnation(before, time.time_ns(), secrets.randbits(20))
