@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.settings import BrokerConfig, LocalConfig, NodeConfig, read_config
+from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.local import LocalConfig
+from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.settings import read_config
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
 from zmqtrain.train.lockstep import Allreduce, Server

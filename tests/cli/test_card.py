@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from zmqtrain.cli.card import check_card
+from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
-from zmqtrain.cli.settings import NodeConfig
 from zmqtrain.errors import ConfigError
 from zmqtrain.programs import load_program
 from zmqtrain.settings import RunSettings

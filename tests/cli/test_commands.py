@@ -23,10 +23,10 @@ from zmqtrain.cli.broker import (
     open_keys,
     shard_greeting,
 )
+from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, paced
-from zmqtrain.cli.settings import BrokerConfig
 from zmqtrain.errors import CheckpointError, ConfigError, DataError, HubUnreachable
 from zmqtrain.runtime.broker import registration
 from zmqtrain.runtime.broker.registration import public_address

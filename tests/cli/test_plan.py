@@ -26,7 +26,7 @@ def test_the_tables_hold_the_plan_its_variants_and_the_memory(capsys):
 
 
 def test_the_line_to_type_is_one_that_a_broker_takes(capsys):
-    from zmqtrain.cli.settings import BrokerConfig
+    from zmqtrain.cli.broker_settings import BrokerConfig
 
     _, document = asked(capsys)
     program, *argv = document["plan"]["command"].split()

@@ -9,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.settings import (
-    BrokerConfig,
-    DemoConfig,
-    LocalConfig,
-    MergeConfig,
-    NodeConfig,
-    PromoteConfig,
-    StatusConfig,
-    check_host,
-    read_config,
-)
+from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.demo import DemoConfig
+from zmqtrain.cli.local import LocalConfig
+from zmqtrain.cli.merge import MergeConfig
+from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.promote import PromoteConfig
+from zmqtrain.cli.settings import check_host, read_config
+from zmqtrain.cli.status import StatusConfig
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.train.lockstep import Allreduce, Server

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zmqtrain import __version__
+from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.display import Display, log_to_stderr
 from zmqtrain.cli.ending import leave_at_once, run_command
-from zmqtrain.cli.settings import BrokerConfig, check_host, read_config
+from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import parse_arguments, program_names

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
-from zmqtrain.cli.settings import NodeConfig
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
 from zmqtrain.runtime.planning.memory import Place, estimate

@@ -13,20 +13,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.cli.display import Display, format_bytes, format_count, format_number, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
+from zmqtrain.cli.fields import Verbose, require
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
-from zmqtrain.cli.settings import DemoConfig, read_config
+from zmqtrain.cli.settings import read_config
 from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.settings import RunSettings
 
-__all__ = ["main", "Point", "Curve", "Recorder", "draw", "summary_table", "pace_sentence"]
+__all__ = ["DemoConfig", "main", "Point", "Curve", "Recorder", "draw", "summary_table", "pace_sentence"]
 
 PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
@@ -45,6 +47,33 @@ ALONE = replace(SHARED, codec="float32", broadcast_codec="float32")
 NOT_SHARED = "nothing"
 KEPT_PACE = 0.8
 COLOURS = {"federation": "#0b6e99", "alone": "#c2571a"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Train a language model on real text with several nodes on this PC, then with one alone, and draw the two curves.
+
+    Every node is paced to a fixed time per step, as if it had a PC of its own: otherwise the processes would only share
+    this PC's cores, and several nodes would compute no more than one.
+    """
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path()
+    """Where demo.png and demo.json are written."""
+    nodes: int = 3
+    """How many nodes the federation has."""
+    seconds: float = 75.0
+    """How long each of the two runs trains."""
+    pace_seconds: float = 0.08
+    """Every step of every node takes at least so long."""
+    data: str = ""
+    """A text file to train on; empty: the source of Python's standard library."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        require("nodes", self.nodes, 2)
+        require("seconds", self.seconds, 5)
+        require("pace_seconds", self.pace_seconds, 0)
 
 
 @dataclass(frozen=True)

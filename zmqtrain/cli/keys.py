@@ -19,6 +19,7 @@ from rich.table import Table
 
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.fields import Folder
 from zmqtrain.cli.settings import read_config
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
@@ -33,7 +34,6 @@ USAGE = """usage: zmqtrain keys COMMAND [OPTIONS]      (zmqtrain keys COMMAND --
 """
 
 Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...")]
-Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,20 +22,70 @@ from typing import IO
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
-from zmqtrain.cli.settings import LocalConfig, read_config
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, require
+from zmqtrain.cli.settings import read_config
+from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.serve import BrokerThread
+from zmqtrain.runtime.lockstep.lockstep import read_exchange
+from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import RunSettings
 
-__all__ = ["main", "Federation", "Departure", "share_of_cores"]
+__all__ = ["LocalConfig", "main", "Federation", "Departure", "share_of_cores"]
 
 PROGRAM = "zmqtrain local"
 HERE = "tcp://127.0.0.1:0"
 FLUSH_SECONDS = 45.0
 LOOK_SECONDS = 0.1
 LAST_WORDS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(RunOptions):
+    """Run a broker and several nodes on this PC alone: to try out, and to see a run at work.
+
+    Example: zmqtrain local --nodes 3 --program text
+    """
+
+    program: str = "text"
+    """What the nodes train: "text", "image", or an installed one."""
+    nodes: int = 3
+    """How many nodes, each a process of its own; they share this PC's cores."""
+    seconds: float = 0.0
+    """End the run after so long; 0: when its units are done, or at Ctrl-C."""
+    pace_seconds: float = 0.0
+    """Every step of every node takes at least so long: to emulate slower PCs."""
+    exchange: str = "hub"
+    """To train in lockstep: "allreduce:ring", "server:async" ..., as for zmqtrain-node; the run then begins with all
+    nodes."""
+    checkpoint: Folder = None
+    """Save the run here, and resume it from here if there is one."""
+    checkpoint_every: str = ""
+    """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
+    checkpoint_keep: int = 3
+    """How many checkpoints stay."""
+    config: File = None
+    """A TOML file with any of these settings as keys; flags count more."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        if read_exchange(self.exchange) is not None and self.start_nodes == 1:
+            object.__setattr__(self, "start_nodes", self.nodes)
+        super().__post_init__()
+        check_rules(self)
+        require("nodes", self.nodes, 1)
+        require("seconds", self.seconds, 0)
+        require("pace_seconds", self.pace_seconds, 0)
+        check_checkpoints(self, self.mode == "strict")
+        if not self.program:
+            raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
+        if self.start_nodes > self.nodes:
+            raise ConfigError(
+                f"start_nodes ({self.start_nodes}) is more than nodes ({self.nodes}): the run would never begin; say "
+                f"--nodes {self.start_nodes}"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import MergeConfig, read_config
+from zmqtrain.cli.fields import Verbose
+from zmqtrain.cli.settings import read_config
+from zmqtrain.errors import ConfigError
 from zmqtrain.runtime.broker.parts import merge_parts
 
-__all__ = ["main"]
+__all__ = ["MergeConfig", "main"]
 
 PROGRAM = "zmqtrain merge"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Make one file of the parts of a model that several masters have written.
+
+    Each wrote its part to its --checkpoint folder when it ended; give all these folders, or the files
+    (model-I-of-M.safetensors), in any order.
+
+    Example: zmqtrain merge first/ second/ --out model.safetensors
+    """
+
+    parts: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
+    """The folders, or files."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("model.safetensors")
+    """Where to write the model: safetensors, with the leaf paths as names."""
+    verbose: Verbose = False
+    """Log what is of use only to who looks for an error."""
+
+    def __post_init__(self) -> None:
+        if self.out.exists():
+            raise ConfigError(f"{self.out} exists: name another file (--out), or remove it first")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

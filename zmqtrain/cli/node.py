@@ -32,7 +32,8 @@ from zmqtrain.cli.display import (
     log_to_stderr,
 )
 from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command
-from zmqtrain.cli.settings import NodeConfig, check_host, read_config
+from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds

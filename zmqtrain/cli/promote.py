@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import PromoteConfig, check_host, read_config
+from zmqtrain.cli.fields import File, Hub, require
+from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.runtime.node.connect import promote
+from zmqtrain.transport.address import parse_address
 
-__all__ = ["main"]
+__all__ = ["PromoteConfig", "main"]
 
 PROGRAM = "zmqtrain promote"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromoteConfig:
+    """Tell the standby at HUB to take over its run now, whether or not the broker that it follows is there.
+
+    For maintenance, and where too few nodes are left to say that the broker is gone. The broker that was followed steps
+    down as soon as it hears of it; what it has accepted and not sent to the standby is offered again by the nodes.
+    """
+
+    hub: Hub
+    """The standby's address, for example tcp://192.168.1.11:5555."""
+    keys: File = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
+    server_key: str = ""
+    """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: they use none."""
+    wait_seconds: float = 10.0
+    """How long to wait for the takeover."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.hub)
+        require("wait_seconds", self.wait_seconds, 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,24 +7,54 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import StatusConfig, check_host, read_config
+from zmqtrain.cli.fields import File, Hub, require
+from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.node import Node
+from zmqtrain.transport.address import parse_address
 
-__all__ = ["main", "roster_as_json"]
+__all__ = ["StatusConfig", "main", "roster_as_json"]
 
 PROGRAM = "zmqtrain status"
 LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Show how the run at HUB stands: who is there, at what step, with what loss. Looks on; changes nothing.
+
+    age: steps from an offer to the aggregate that answers it. stale: how many versions the node's last delta was
+    behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker saw
+    it. k, d: steps between two offers, and until their aggregate is applied. *: the node that scores the shared model
+    on held-out data.
+    """
+
+    hub: Hub
+    """The broker's address, for example tcp://192.168.1.10:5555."""
+    watch: bool = False
+    """Go on showing it until Ctrl-C."""
+    json: bool = False
+    """One JSON object (with --watch: one a line for each report of the broker)."""
+    keys: File = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
+    server_key: str = ""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
+    wait_seconds: float = 5.0
+    """How long to wait for the broker's answer."""
+
+    def __post_init__(self) -> None:
+        parse_address(self.hub)
+        require("wait_seconds", self.wait_seconds, 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

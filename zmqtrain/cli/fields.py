@@ -1,0 +1,93 @@
+"""The fields that several programs have: how each is typed, shown and checked.
+
+Rule: what only one program has stands with that program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.runtime.checkpoints.every import every_from_text
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+
+__all__ = [
+    "Verbose",
+    "Hub",
+    "Folder",
+    "File",
+    "Every",
+    "Delay",
+    "RunOptions",
+    "KeepsCheckpoints",
+    "require",
+    "check_checkpoints",
+]
+
+Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
+Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
+
+def _steps(name: str, least: int, auto: int) -> PrimitiveConstructorSpec[int]:
+    """How a number of steps is read from a flag: "auto", or a number."""
+
+    def read(written: list[str]) -> int:
+        if written[0] == "auto":
+            return auto
+        if not written[0].isdecimal() or int(written[0]) < least:
+            raise ValueError(f"{name} is auto, or a number of at least {least}")
+        return int(written[0])
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{auto,STEPS}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: ["auto" if value == auto else str(value)],
+    )
+
+
+Every = Annotated[int, _steps("every", 1, AUTO_EVERY)]
+Delay = Annotated[int, _steps("delay", 0, AUTO_DELAY)]
+
+
+class KeepsCheckpoints(Protocol):
+    """A program's settings that say how its checkpoints are kept."""
+
+    @property
+    def checkpoint_every(self) -> str:
+        """How often to save, as typed."""
+
+    @property
+    def checkpoint_keep(self) -> int:
+        """How many stay."""
+
+
+def require(name: str, value: float, least: float) -> None:
+    """Raise ConfigError unless a number is at least so much."""
+    if not value >= least:
+        raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
+
+
+def check_checkpoints(config: KeepsCheckpoints, strict: bool) -> None:
+    """Raise ConfigError for what nothing can be saved by. strict: for a broker in strict mode."""
+    every_from_text(config.checkpoint_every, strict)
+    require("checkpoint_keep", config.checkpoint_keep, 2 if strict else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunSettings):
+    """The settings of a run as they are typed."""
+
+    every: Every = 8
+    """k: a node offers a delta every so many steps; auto: as often as links and machines allow, as measured."""
+    delay: Delay = 4
+    """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; auto: when
+    it has come, as measured."""
