@@ -153,7 +153,9 @@ def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, ca
         trainer.wait_until(lambda: shared(trainer))
         second.kill()
         trainer.wait_until(lambda: trainer.node.unreachable == (1,))
-        trainer.wait_until(lambda: trainer.node.roster.masters == ("", ""))  # the first has forgotten it too
+        trainer.wait_until(
+            lambda: (roster := trainer.node.roster) is not None and roster.masters == ("", "")
+        )  # the first has forgotten it too
         back = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
         assert back.address != second.address
         trainer.wait_until(lambda: not trainer.node.unreachable)

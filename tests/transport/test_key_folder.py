@@ -13,6 +13,10 @@ from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys, fingerprint, load_public_key, read_credentials
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def test_a_new_key_is_one_private_file_for_its_pc_and_a_public_one_that_is_authorised(tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path / "keys")
     (secret,) = folder.new(["pc1"])
@@ -68,18 +72,18 @@ def test_a_key_that_is_there_twice_counts_once_and_a_file_that_is_none_is_named_
     (folder.authorised_folder / "notes.txt").write_text("nothing")
     for _ in range(3):
         assert list(folder.authorised().values()) == ["hub", "pc1"]
-    said = [record.getMessage() for record in caplog.records]
+    said = warnings_of(caplog)
     assert len(said) == 2 and "broken.key" in said[0] and "holds the key of pc1 once more" in said[1]
 
 
 def test_a_secret_that_others_can_read_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (secret,) = KeyFolder(tmp_path).new(["pc1"])
     CurveKeys.load(secret)
-    assert not caplog.records
+    assert not warnings_of(caplog)
     secret.chmod(0o644)
     pair = CurveKeys.load(secret)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and f"chmod 600 {secret}" in record.getMessage()
+    (said,) = warnings_of(caplog)
+    assert f"chmod 600 {secret}" in said
     assert pair.secret.decode() not in caplog.text
 
 
