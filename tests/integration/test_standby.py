@@ -5,7 +5,7 @@ from __future__ import annotations
 from runs import BrokerProcess, Trainer, batches, loss, parameters
 
 from zmqtrain.runtime.broker.standby import StandbyPlace
-from zmqtrain.runtime.node.node import promote
+from zmqtrain.runtime.node.connect import promote
 from zmqtrain.settings import RunSettings
 
 SETTINGS = RunSettings(
