@@ -43,7 +43,9 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     model_to_wire,
 )
+from zmqtrain.runtime.broker import arrivals as arrivals_room
 from zmqtrain.runtime.broker import broker as broker_room
+from zmqtrain.runtime.broker import telling
 from zmqtrain.runtime.broker import traffic as traffic_room
 from zmqtrain.runtime.equation.delta import DENSE, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
@@ -178,9 +180,9 @@ class _Noted(logging.Handler):
 def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
     an exception."""
-    before = [(room, room.time) for room in (broker_room, traffic_room, parameters_room)]
+    before = [(room, room.time) for room in (broker_room, arrivals_room, traffic_room, parameters_room)]
     jobs, noted = broker_room.Jobs, _Noted()
-    logger = broker_room.logger
+    logger = logging.getLogger(telling.__name__)
     propagates, level = logger.propagate, logger.level
 
     def make_jobs(name: str, broken: Callable[[], object]) -> _Jobs:
@@ -259,7 +261,9 @@ def _check_bounds(broker: Any) -> None:
         most = max(64, hub.timetable.at(hub.version).offers_in_flight)
         assert len(member.open) + pending.count(peer) <= most, "more publishes of a node wait than may"
         assert sum(owner == peer for owner in hub.ledger._dealt.values()) <= 4096, "more units dealt than a node needs"
-    assert len(broker._whole) <= len(pending) + len(hub.members) + sum(len(m.open) for m in hub.members.values())
+    assert len(broker._arrivals.whole) <= len(pending) + len(hub.members) + sum(
+        len(m.open) for m in hub.members.values()
+    )
     assert broker.traffic._credits.in_flight_bytes >= 0
     assert broker.traffic._lines.keys() <= set(PEERS)
 
@@ -285,7 +289,7 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
     }
     assert not any(held.values()), {name: one for name, one in held.items() if one}
     left = {peer for peer, _ in hub.rounds.pending}
-    assert {peer for peer, _ in broker._whole} <= left, "frames of publishes that do not wait"
+    assert {peer for peer, _ in broker._arrivals.whole} <= left, "frames of publishes that do not wait"
 
 
 # ---------------------------------------------------------------------- honest sessions

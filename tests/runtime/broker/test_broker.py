@@ -348,7 +348,7 @@ def test_one_of_a_population_is_lent_what_another_gave():
         await peers.until(lambda: peers.wire.asked("a#1") == 2)
         give(peers, "a#1", transfer=2)
         await peers.until(lambda: snapshots(peers)["b#1"].version == 0)
-        assert not snapshots(peers)["b#1"].reset and not peers.broker._whole
+        assert not snapshots(peers)["b#1"].reset and not peers.broker._arrivals.whole
 
     lived(story, initial="own", start_nodes=2, preemption="score:patience=1,margin=0")
 
@@ -360,12 +360,12 @@ def test_the_mean_of_related_parameters_founds_and_who_left_is_not_in_it():
         await peers.until(lambda: peers.wire.asked("c#1"))
         give(peers, "a#1", [3 * LEAVES[0]])
         give(peers, "c#1", [LEAVES[0] * 100])
-        await peers.until(lambda: len(peers.broker._whole) == 2)
+        await peers.until(lambda: len(peers.broker._arrivals.whole) == 2)
         peers.wire.say("c#1", Goodbye())
         give(peers, "b#1", [LEAVES[0]])
         await peers.until(lambda: peers.broker.aggregator.version == 0)
         np.testing.assert_array_equal(peers.broker.aggregator.parameters[0], 2 * LEAVES[0])
-        assert not peers.broker._whole
+        assert not peers.broker._arrivals.whole
 
     lived(story, initial="mean", start_nodes=3)
 

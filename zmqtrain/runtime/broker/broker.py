@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import time
 from collections import deque
@@ -57,14 +56,12 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import (
-    Announcement,
     Chunk,
     Credit,
     Goodbye,
     Hello,
     Probe,
     Probed,
-    Publish,
     Quarantine,
     Refused,
     Report,
@@ -74,55 +71,36 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rates import MESSAGES_PER_SECOND, Hearing, MessageRates
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.words import words
-from zmqtrain.runtime.broker.capacity import check_capacity
+from zmqtrain.runtime.broker.arrivals import Arrivals
 from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.broker.loads import Loads
 from zmqtrain.runtime.broker.registration import Registration
 from zmqtrain.runtime.broker.replicas import OpenLine, Replicas, pack_replica
 from zmqtrain.runtime.broker.serving import Serving
 from zmqtrain.runtime.broker.standby import Inheritance
+from zmqtrain.runtime.broker.telling import Telling
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
-from zmqtrain.runtime.equation.gate import reason_of
-from zmqtrain.runtime.equation.moments import MOMENT_MODELS, check_sizes, split_snapshot
+from zmqtrain.runtime.equation.moments import MOMENT_MODELS, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.groups.reducer import Reducers
 from zmqtrain.runtime.groups.relays import Relays
 from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.parameter_server.parameters import Parameters
-from zmqtrain.runtime.planning.auto import LoadPlanner, typical_rate
+from zmqtrain.runtime.planning.auto import LoadPlanner
 from zmqtrain.runtime.rules import canonical
-from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.types import VERSION, Buffer, Lane, PeerId, Version, count_values
+from zmqtrain.types import VERSION, Buffer, Lane, PeerId
 
 __all__ = ["BrokerStatistics", "Broker"]
 
-logger = logging.getLogger(__name__)
-
 TICK_SECONDS = 0.05
-RATE_NEWS = 1.05
-"""A link is said to be faster than it was said to be when it was seen so many times as fast."""
-CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
-"""What a contribution costs here is measured over so many, once the first ones are over, for which code is compiled."""
-LOGGED_CHARACTERS = 500
-"""Of why a peer is sent away: it may quote what that wrote."""
 OUTBOX_MODELS = 3
 """So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
-
-
-def _name(peer: PeerId) -> str:
-    """What people call a peer: its id without the random part."""
-    return peer.rpartition("#")[0] or peer
-
-
-def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
-    """What tells the publishes of a peer apart while they wait: it may use a transfer's number again, no sequence."""
-    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
 
 
 @dataclass(frozen=True)
@@ -168,7 +146,7 @@ class Broker:
         inheritance: Inheritance | None = None,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
-        self.channel, self.settings, self.watch, self._events = channel, canonical(settings), watch, events
+        self.channel, self.settings, self.watch = channel, canonical(settings), watch
         run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
         self.share = share or LinkShare()
         rule = preemption_from_spec(settings.preemption)
@@ -178,10 +156,11 @@ class Broker:
             run,
             time.monotonic(),
             None if rule is None else Laggards(rule),
-            LoadPlanner(self.settings, self.share, self._contribution_seconds),
+            LoadPlanner(self.settings, self.share, lambda: self._loads.contribution_seconds()),
             shard,
             registration.place.first if registration is not None else "",
         )
+        self._telling = Telling(self.hub, events)
         self.aggregator = Aggregator(self.settings, shard) if inheritance is None else inheritance.aggregator
         self._jobs = Jobs("zmqtrain-aggregate", self.stop)
         every = every_from_text(checkpoint_every, settings.mode == "strict")
@@ -199,7 +178,8 @@ class Broker:
                 "all masters without"
             )
         self.traffic = Traffic(channel, self._queue_bytes, self._lost, self.hub.stamp)
-        self.traffic.limit(self.share.limit())
+        self._loads = Loads(self.hub, self.traffic, self._jobs, self.share)
+        self._arrivals = Arrivals(self.hub, self.traffic, self._jobs, self.aggregator, self._telling, self._carry_out)
         self._replicas = Replicas(self.hub, self._send_standby_away, self._carry_out, open_line)
         self.rates = MessageRates()
         self._copies = Jobs("zmqtrain-snapshots", self.stop)
@@ -209,7 +189,7 @@ class Broker:
             self._copies,
             self.aggregator,
             lambda peer: peer in self.hub.members,
-            self._joined,
+            self._telling.joined,
             self._expel_deaf,
             lambda version, action: self._replicas.announce(version, action, time.monotonic()),
         )
@@ -219,16 +199,11 @@ class Broker:
         kept = ParameterKeeper(checkpoint, self._jobs.fail)
         name = f"keys-{secrets.token_hex(4)}"
         self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, every.seconds)
-        self._log = SparingLogger(logger)
         self._stop = asyncio.Event()
         self._effects: deque[HubEffect] = deque()
         self._forgotten: deque[PeerId] = deque()
         self._carrying_out = False
-        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # by `_key`: accepted, not yet added
         self._bytes_received = 0
-        self._contributions_before = self.hub.contributions
-        self._measured_from: tuple[int, float] | None = None
-        self._limited: float | None = self.share.limit()
         self._over_at = time.monotonic()
 
     # ------------------------------------------------------------------ living
@@ -237,8 +212,7 @@ class Broker:
         """Serve until `stop` or the end of the run; then save, say goodbye and close. Raises what went wrong here."""
         self._jobs.start()
         self._copies.start()
-        if self._events is not None:
-            self._events.began(self.hub.run, self.settings, self.hub.version)
+        self._telling.began()
         receiving = asyncio.create_task(self._receive_forever())
         try:
             while not self._stop.is_set():
@@ -266,13 +240,13 @@ class Broker:
                     await asyncio.to_thread(self.parameters.close)
             finally:
                 await self.channel.close()
-                self._tell_end()
+                self._telling.ended(self.aggregator, self._bytes_received, self.traffic.bytes_sent)
         if (failure := self._jobs.failure or self._copies.failure) is not None:
             raise failure
 
     def _look_around(self, now: float) -> None:
         """Do what time asks for: rounds that are due, who is silent, what waits for room."""
-        self._see_rates()
+        self._loads.look()
         self._carry_out(self.hub.tick(now))
         self._replicas.tick(now)
         self._relays.pump_all()
@@ -287,7 +261,7 @@ class Broker:
         if self._registration is not None:
             return self._is_over_at_first(self._registration)
         if self.hub.ledger.finished and not self.hub.nodes:
-            logger.info("all %d data units are done and every node has left: the run is over", self.hub.ledger.total)
+            self._telling.over()
             return True
         return False
 
@@ -300,7 +274,7 @@ class Broker:
             self._over_at = now
         late = now - self._over_at > self.settings.lost_seconds
         if registration.over and (late or not self.hub.nodes):
-            logger.info("the first master says that the run is over")
+            self._telling.over(by_first=True)
             return True
         return False
 
@@ -327,22 +301,6 @@ class Broker:
             self.traffic.dropped,
         )
 
-    def _tell_end(self) -> None:
-        if self._events is not None:
-            figures = {
-                "version": self.aggregator.version,
-                "samples": self.hub.samples,
-                "contributions": self.hub.contributions,
-                "refused": self.hub.refused,
-                "dropped": dict(self.hub.fence.dropped),
-                "bytes_up": self._bytes_received,
-                "bytes_down": self.traffic.bytes_sent,
-                **self.hub.scores,
-            }
-            arrays = self.aggregator
-            leaves = arrays.layout.join(arrays.published) if arrays.version >= 0 else []
-            self._events.ended(figures, leaves)
-
     async def _receive_forever(self) -> None:
         while True:
             try:
@@ -359,7 +317,7 @@ class Broker:
             except (FramingError, RemoteProtocolError) as error:
                 self._expel(peer, error)
             except Exception as error:  # a message that we did not think of costs its sender, not the run
-                self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
+                self._telling.unthought_of(peer)
                 self._expel(peer, error)
 
     def _is_heard(self, peer: PeerId) -> bool:
@@ -385,7 +343,7 @@ class Broker:
                 if isinstance(whole[0], Initialise | Push):
                     self.parameters.whole(peer, whole[0], whole[1])
                 else:
-                    self._jobs.do(partial(self._check, peer, *whole), self._checked, peer, *whole)
+                    self._arrivals.arrived(peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
             self.traffic.heard(len(frames[0]))
@@ -401,34 +359,13 @@ class Broker:
             if isinstance(message, Relayed):
                 self._relays.pump(peer)
             if isinstance(message, Hello):
-                self._limit(peer)
-            if isinstance(message, Report) and message.scores and self._events is not None:
-                self._events.evaluated(message.score_version, self.hub.samples, message.scores)
-
-    def _check(self, peer: PeerId, announcement: Announcement, frames: Sequence[Buffer]) -> None:
-        if isinstance(announcement, Publish):
-            self.aggregator.check(announcement, frames)
-            self.aggregator.judge(peer, announcement, frames)
-        else:
-            assert isinstance(announcement, Snapshot)
-            self.aggregator.check_snapshot(announcement, frames)
-
-    def _checked(self, result: object, peer: PeerId, announcement: Announcement, received: Sequence[Buffer]) -> None:
-        now = time.monotonic()
-        member = self.hub.members.get(peer)
-        if member is None or announcement.transfer not in member.open:
-            return  # its node has left, or came back, in the meantime: what it sent before does not count
-        if isinstance(result, CodecError):
-            self._log.warning("refused what %s sent: %s", _name(peer), result)
-            self._carry_out(self.hub.broken(peer, announcement.transfer, reason_of(result), str(result), now))
-        else:
-            self._whole[_key(peer, announcement)] = received
-            self._carry_out(self.hub.received(peer, announcement.transfer, now))
+                self._loads.limit(peer)
+            if isinstance(message, Report):
+                self._telling.evaluated(message)
 
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
         """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
-        text = words(str(error), LOGGED_CHARACTERS)
-        self._log.warning("sending %s away: %s", _name(peer), text)
+        text = self._telling.sent_away(peer, error)
         self.traffic.send(peer, Refused(reason, text))
         self._carry_out(self.hub.gone(peer, f"sent away: {text}", time.monotonic()))
 
@@ -457,28 +394,29 @@ class Broker:
         match effect:
             case SendTo(peer, message, stamp):
                 if isinstance(message, Quarantine):
-                    self._say_quarantine(peer, message)
+                    self._telling.quarantined(peer, message)
+                    self._forget_norms(peer)  # it begins again
                 self.traffic.send(peer, self.parameters.describe(message), stamp)
             case Broadcast(message):
                 message = self.parameters.describe(message)
                 if isinstance(message, Roster) and self.watch is not None:
                     self.watch(message)
                 if isinstance(message, Schedule):
-                    self._say_schedule(message)
+                    self._telling.scheduled(message)
                 for peer in list(self.hub.members):
                     self.traffic.send(peer, message)
             case Expect(peer, announcement):
-                self._expect(peer, announcement)
+                self._arrivals.expect(peer, announcement)
             case Found(peer, announcement, model):
-                logger.info("%s founded %s: %d values", _name(peer), self.hub.run, count_values(model))
-                frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                self._telling.founding(peer, model)
+                frames, self._moments = split_snapshot(announcement, self._arrivals.take(peer, announcement))
                 self.serving.begin_anew()
-                self._whole.clear()  # what was pending in a run that is founded anew
+                self._arrivals.clear()  # what was pending in a run that is founded anew
                 self._jobs.do(partial(self._found, frames, self.hub.state(), peer, self._moments))
                 if (standby := self.hub.standby) is not None:
                     self._replicate(standby.peer)
             case Average(snapshots):
-                gathered = [self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots]
+                gathered = [self._arrivals.take(peer, snapshot) for peer, snapshot in snapshots]
                 parts: dict[str, Sequence[Buffer]] = {
                     peer: split_snapshot(snapshot, frames)[0]
                     for (peer, snapshot), frames in zip(snapshots, gathered, strict=True)
@@ -487,7 +425,7 @@ class Broker:
             case Lend(lender, announcement, peers):
                 self._lend(lender, announcement, peers)
             case Accumulate(peer, publish):
-                self._jobs.do(partial(self.aggregator.accumulate, peer, publish, self._whole.pop(_key(peer, publish))))
+                self._jobs.do(partial(self.aggregator.accumulate, peer, publish, self._arrivals.take(peer, publish)))
             case Reduce():
                 self._jobs.do(partial(self._release, effect, len(self.hub.live)), self._released, effect)
                 if self.hub.version == effect.version and self.keeper.is_due(effect.version, together=True):
@@ -499,11 +437,7 @@ class Broker:
             case Hear(version):
                 self._replicas.holds(version, time.monotonic())
             case Rewind(version) if version < 0:
-                if self.hub.version > 0:
-                    text = (
-                        "no version is kept by all %d nodes and here: the run goes on from version %d, not to the bits "
-                    )
-                    logger.warning(text + "that it would have had", self.hub.settings.start_nodes, self.hub.version)
+                self._telling.going_back(version)
             case Rewind(version):
                 self._jobs.do(partial(self.keeper.rewind, version, self.aggregator), self._rewound)
             case Answer(peer, probe):
@@ -522,23 +456,6 @@ class Broker:
             case Disconnect(peer, reason, text):
                 self._disconnect(peer, reason, text)
 
-    def _count_nodes(self, verb: str) -> str:
-        count = self.hub.nodes
-        return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
-
-    def _say_schedule(self, schedule: Schedule) -> None:
-        why = self.hub.replanning.text
-        logger.info("from version %d: k = %d, d = %d: %s", schedule.from_version, schedule.every, schedule.delay, why)
-        if self._events is not None:
-            self._events.scheduled(schedule.every, schedule.delay, schedule.from_version, why)
-
-    def _say_quarantine(self, peer: PeerId, quarantine: Quarantine) -> None:
-        text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
-        logger.warning("%s is quarantined %s", _name(peer), text)
-        if self._events is not None:
-            self._events.member(peer, "quarantined", text)
-        self._forget_norms(peer)  # it begins again
-
     def _forget_norms(self, peer: PeerId) -> None:
         """Have the gate take a node for a new one; however often nodes come and go, one job does it for all."""
         self._forgotten.append(peer)
@@ -548,30 +465,6 @@ class Broker:
         while self._forgotten:
             self.aggregator.gate.forget(self._forgotten.popleft())
 
-    def _see_rates(self) -> None:
-        """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
-        for peer, member in self.hub.members.items():
-            measured = self.traffic.measured(peer)
-            if measured > RATE_NEWS * member.measured:
-                self.hub.measured(peer, measured)
-                self._limit(peer)
-        if (limit := self.share.limit(typical_rate(self.hub.members.values()))) != self._limited:
-            self._limited = limit
-            self.traffic.limit(limit)
-
-    def _limit(self, peer: PeerId) -> None:
-        if (member := self.hub.members.get(peer)) is not None:
-            self.traffic.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
-
-    def _contribution_seconds(self) -> float:
-        """The CPU of the codec thread for one contribution, all its work; 0 as long as too few were seen."""
-        count, seconds = self.hub.contributions, self._jobs.seconds
-        if self._measured_from is None and count >= self._contributions_before + CONTRIBUTIONS_WARM:
-            self._measured_from = (count, seconds)
-        before, seconds_before = self._measured_from or (count, seconds)
-        here = count - before
-        return (seconds - seconds_before) / here if here >= CONTRIBUTIONS_MEASURED else 0.0
-
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
         return models * 4 * sum(leaf.values for leaf in self.hub.model)
@@ -579,68 +472,35 @@ class Broker:
     def _lost(self, peer: PeerId, why: str) -> None:
         self._carry_out(self.hub.gone(peer, why, time.monotonic()))
 
-    def _expect(self, peer: PeerId, announcement: Announcement) -> None:
-        now = time.monotonic()
-        try:
-            if isinstance(announcement, Snapshot):
-                if self.settings.masters == 1:  # of several each has a share
-                    check_capacity(self.hub.model)
-                self.aggregator.plan(self.hub.model)
-                check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
-            else:
-                assert isinstance(announcement, Publish)
-                self.aggregator.check_sizes(announcement)
-            self.traffic.expect(peer, announcement)
-        except FramingError as error:
-            self._carry_out(self.hub.broken(peer, announcement.transfer, "size", str(error), now))
-        except ConfigError as error:
-            self._carry_out(self.hub.broken(peer, announcement.transfer, "model", str(error), now))
-
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
-        levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
-        level = levels.get(reason, logging.WARNING)
-        if reason == "again":
-            self._log.info("%s", text)
-        elif reason == "standby":
-            logger.warning("the standby left: %s; the nodes go on here without it", text)
-        elif reason == "master":
-            self._log.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
-        else:
-            self._log.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
-        if self._events is not None and reason not in ("observer", "process", "master", "standby"):
-            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+        self._telling.left(peer, reason, text)
         self.traffic.forget(peer)
         self._relays.forget(peer)
         self.serving.forget(peer)
         self.parameters.lost(peer)
         if reason not in ("again", "observer", "process", "master"):
             self._forget_norms(peer)
-        self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
-        if self.hub.exchange and peer not in self.hub.members:  # but one of a node in lockstep does not
-            self._whole = {key: frames for key, frames in self._whole.items() if key[0] != peer}
+        self._arrivals.forget(peer)
 
     # ------------------------------------------------------------------ the codec thread
 
     def _found(self, frames: Sequence[Buffer], state: dict[str, Any], peer: PeerId, moments: Sequence[Buffer]) -> None:
         self.aggregator.found(frames)
-        if self._events is not None:
-            self._events.founded(peer)
+        self._telling.founded(peer)
         # before the founder, or anybody, hears of the run
         self.keeper.save(state, self.aggregator, wait=True, moments=moments)
 
     def _release(self, reduce: Reduce, nodes: int) -> Released:
         released = self.aggregator.release(reduce)
         self.keeper.released(released, reduce)
-        if self._events is not None:
-            self._events.released(reduce, nodes, released.codec, released.frames)
+        self._telling.released(reduce, nodes, released)
         return released
 
     def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
         if isinstance(released, CodecError):
             raise released
         if released.overflowed:
-            names = ", ".join(_name(peer) for peer, _ in reduce.landed)
-            logger.error("version %d: the deltas of %s add up to infinity; not used", released.version, names)
+            self._telling.overflowed(released.version, reduce)
         self._moments = ()
         standby = self.hub.standby
         first = standby.peer if standby is not None else ""
@@ -662,24 +522,19 @@ class Broker:
     def _send_standby_away(self, peer: PeerId, text: str) -> None:
         self._expel(peer, ZmqTrainError(text), "unknown")
 
-    def _joined(self, peer: PeerId, version: Version) -> None:
-        self._log.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
-        if self._events is not None:
-            self._events.member(peer, "joined", f"at version {version}")
-
     def _rewound(self, result: tuple[dict[str, Any], Sequence[Buffer]] | CodecError) -> None:
         assert not isinstance(result, CodecError)
         state, self._moments = result
         self.serving.begin_anew()
-        logger.info("all %d nodes are back: the run goes on from version %d", self.hub.nodes, state["version"])
+        self._telling.going_back(state["version"])
         self._carry_out(self.hub.rewound(state))
 
     def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""
-        frames, moments = split_snapshot(announcement, self._whole.pop(_key(lender, announcement)))
+        frames, moments = split_snapshot(announcement, self._arrivals.take(lender, announcement))
         here = [peer for peer in peers if peer in self.hub.members]
         for peer in here:
-            logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
+            self._telling.preempted(peer, lender)
         self.serving.lend(here, frames, moments)
 
     def _averaged(
@@ -689,13 +544,11 @@ class Broker:
             raise result
         frames, why = result
         if why:
-            names = ", ".join(_name(peer) for peer, _ in snapshots)
-            logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
+            self._telling.unrelated([peer for peer, _ in snapshots], why)
             self._carry_out(self.hub.unrelated(why))
         else:
-            self._whole[_key(*snapshots[0])] = frames
-            if self._events is not None:
-                self._events.averaged([peer for peer, _ in snapshots])
+            self._arrivals.put(*snapshots[0], frames)
+            self._telling.averaged([peer for peer, _ in snapshots])
             self._carry_out(self.hub.averaged())
 
     def _save_when_due(self) -> None:

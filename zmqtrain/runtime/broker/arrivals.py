@@ -1,0 +1,114 @@
+"""Hold what peers have sent until it is used: announced, checked by the codec thread, whole.
+
+Rule 1: nothing is expected that is larger than it can be, and nothing counts before all of it is checked.
+Rule 2: what a peer announced on a connection that it has left does not count, whatever it has announced since.
+Rule 3: used by the broker's loop alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from zmqtrain.errors import CodecError, ConfigError, FramingError
+from zmqtrain.protocol.effects import HubEffect
+from zmqtrain.protocol.founding import takes_moments
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
+from zmqtrain.runtime.broker.capacity import check_capacity
+from zmqtrain.runtime.broker.jobs import Jobs
+from zmqtrain.runtime.broker.telling import Telling
+from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.gate import reason_of
+from zmqtrain.runtime.equation.moments import check_sizes
+from zmqtrain.types import Buffer, PeerId
+
+__all__ = ["Arrivals"]
+
+Frames = Sequence[Buffer]
+
+
+class Arrivals:
+    """What has come to one broker and is not used yet. carry_out: does what the hub wishes."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        traffic: Traffic,
+        jobs: Jobs,
+        aggregator: Aggregator,
+        telling: Telling,
+        carry_out: Callable[[Sequence[HubEffect]], None],
+    ) -> None:
+        self._hub, self._traffic, self._jobs, self._aggregator = hub, traffic, jobs, aggregator
+        self._telling, self._carry_out = telling, carry_out
+        self.whole: dict[tuple[PeerId, int], Frames] = {}
+        """By peer and sequence (of its parameters -1): accepted, and not yet added."""
+
+    def expect(self, peer: PeerId, announcement: Announcement) -> None:
+        """Let a peer send what it has announced, or have the hub refuse it."""
+        now = time.monotonic()
+        try:
+            if isinstance(announcement, Snapshot):
+                if self._hub.settings.masters == 1:  # of several each has a share
+                    check_capacity(self._hub.model)
+                self._aggregator.plan(self._hub.model)
+                check_sizes(announcement, self._aggregator.snapshot_bound(), takes_moments(self._hub.settings))
+            else:
+                assert isinstance(announcement, Publish)
+                self._aggregator.check_sizes(announcement)
+            self._traffic.expect(peer, announcement)
+        except FramingError as error:
+            self._carry_out(self._hub.broken(peer, announcement.transfer, "size", str(error), now))
+        except ConfigError as error:
+            self._carry_out(self._hub.broken(peer, announcement.transfer, "model", str(error), now))
+
+    def arrived(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        """All of a transfer is here: have it checked, and the hub told of what comes out."""
+        self._jobs.do(lambda: self._check(peer, announcement, frames), self._checked, peer, announcement, frames)
+
+    def take(self, peer: PeerId, announcement: Announcement) -> Frames:
+        """Return what is used now, and hold it no more."""
+        return self.whole.pop(_key(peer, announcement))
+
+    def put(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        """Hold these frames as those of this announcement."""
+        self.whole[_key(peer, announcement)] = frames
+
+    def clear(self) -> None:
+        """Hold nothing any more: the run begins anew."""
+        self.whole.clear()
+
+    def forget(self, peer: PeerId) -> None:
+        """Take note that a peer has gone: a publish that was accepted counts all the same, but of one in lockstep."""
+        self.whole.pop((peer, -1), None)
+        if self._hub.exchange and peer not in self._hub.members:
+            self.whole = {key: frames for key, frames in self.whole.items() if key[0] != peer}
+
+    # ------------------------------------------------------------------ the codec thread
+
+    def _check(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        if isinstance(announcement, Publish):
+            self._aggregator.check(announcement, frames)
+            self._aggregator.judge(peer, announcement, frames)
+        else:
+            assert isinstance(announcement, Snapshot)
+            self._aggregator.check_snapshot(announcement, frames)
+
+    def _checked(self, result: object, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        now = time.monotonic()
+        member = self._hub.members.get(peer)
+        if member is None or announcement.transfer not in member.open:
+            return  # its node has left, or came back, in the meantime: what it sent before does not count
+        if isinstance(result, CodecError):
+            self._telling.refused(peer, result)
+            self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(result), str(result), now))
+        else:
+            self.put(peer, announcement, frames)
+            self._carry_out(self._hub.received(peer, announcement.transfer, now))
+
+
+def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
+    """What tells the publishes of a peer apart while they wait: it may use a transfer's number again, no sequence."""
+    return peer, announcement.sequence if isinstance(announcement, Publish) else -1

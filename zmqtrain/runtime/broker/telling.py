@@ -1,0 +1,171 @@
+"""Tell people what happens at a broker: its log, and who listens to its events.
+
+Rule: what peers bring about is logged so many times, and then counted; what they wrote is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Quarantine, Report, Schedule
+from zmqtrain.protocol.words import words
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.sparing import SparingLogger
+from zmqtrain.types import ModelSpec, PeerId, Version, count_values
+
+__all__ = ["Telling"]
+
+logger = logging.getLogger(__name__)
+
+LOGGED_CHARACTERS = 500
+"""Of why a peer is sent away: it may quote what that wrote."""
+
+
+class Telling:
+    """What is told of one hub. events: None for nobody."""
+
+    def __init__(self, hub: Hub, events: BrokerEvents | None) -> None:
+        self._hub, self._events = hub, events
+        self._log = SparingLogger(logger)
+
+    # ------------------------------------------------------------------ the run
+
+    def began(self) -> None:
+        """The broker serves from now on."""
+        if self._events is not None:
+            self._events.began(self._hub.run, self._hub.settings, self._hub.version)
+
+    def founding(self, peer: PeerId, model: ModelSpec) -> None:
+        """The run has parameters: this peer's."""
+        logger.info("%s founded %s: %d values", _name(peer), self._hub.run, count_values(model))
+
+    def founded(self, peer: PeerId) -> None:
+        """They are with the aggregator (codec thread)."""
+        if self._events is not None:
+            self._events.founded(peer)
+
+    def averaged(self, peers: Sequence[PeerId]) -> None:
+        """The run begins with the mean of what these had."""
+        if self._events is not None:
+            self._events.averaged(list(peers))
+
+    def unrelated(self, peers: Sequence[PeerId], why: str) -> None:
+        """It does not: there is none."""
+        names = ", ".join(_name(peer) for peer in peers)
+        logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
+
+    def preempted(self, peer: PeerId, lender: PeerId) -> None:
+        """One of a population is to go on from another's parameters."""
+        logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
+
+    def scheduled(self, schedule: Schedule) -> None:
+        """Another k and d hold."""
+        why = self._hub.replanning.text
+        logger.info("from version %d: k = %d, d = %d: %s", schedule.from_version, schedule.every, schedule.delay, why)
+        if self._events is not None:
+            self._events.scheduled(schedule.every, schedule.delay, schedule.from_version, why)
+
+    def released(self, reduce: Reduce, nodes: int, released: Released) -> None:
+        """A version is made, and in the journal (codec thread). nodes: that were live."""
+        if self._events is not None:
+            self._events.released(reduce, nodes, released.codec, released.frames)
+
+    def overflowed(self, version: Version, reduce: Reduce) -> None:
+        """A version's sum was not finite."""
+        names = ", ".join(_name(peer) for peer, _ in reduce.landed)
+        logger.error("version %d: the deltas of %s add up to infinity; not used", version, names)
+
+    def evaluated(self, report: Report) -> None:
+        """A node has scored the shared model."""
+        if report.scores and self._events is not None:
+            self._events.evaluated(report.score_version, self._hub.samples, report.scores)
+
+    def going_back(self, version: Version) -> None:
+        """All nodes are back after a restart, in strict mode: whether the run goes back to a version that all have."""
+        if version >= 0:
+            text = "all %d nodes are back: the run goes on from version %d"
+            logger.info(text, self._hub.nodes, version)
+        elif self._hub.version > 0:
+            text = "no version is kept by all %d nodes and here: the run goes on from version %d, not to the bits "
+            logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
+
+    def over(self, by_first: bool = False) -> None:
+        """The run has come to its end."""
+        if by_first:
+            logger.info("the first master says that the run is over")
+        else:
+            total = self._hub.ledger.total
+            logger.info("all %d data units are done and every node has left: the run is over", total)
+
+    def ended(self, aggregator: Aggregator, bytes_up: int, bytes_down: int) -> None:
+        """The broker has ended: how its run stands."""
+        if self._events is not None:
+            figures = {
+                "version": aggregator.version,
+                "samples": self._hub.samples,
+                "contributions": self._hub.contributions,
+                "refused": self._hub.refused,
+                "dropped": dict(self._hub.fence.dropped),
+                "bytes_up": bytes_up,
+                "bytes_down": bytes_down,
+                **self._hub.scores,
+            }
+            leaves = aggregator.layout.join(aggregator.published) if aggregator.version >= 0 else []
+            self._events.ended(figures, leaves)
+
+    # ------------------------------------------------------------------ the peers
+
+    def joined(self, peer: PeerId, version: Version) -> None:
+        """A node is brought to the parameters for the first time."""
+        self._log.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
+        if self._events is not None:
+            self._events.member(peer, "joined", f"at version {version}")
+
+    def refused(self, peer: PeerId, error: Exception) -> None:
+        """What a peer sent is of no use."""
+        self._log.warning("refused what %s sent: %s", _name(peer), error)
+
+    def quarantined(self, peer: PeerId, quarantine: Quarantine) -> None:
+        """A node's deltas are not taken for a while."""
+        text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
+        logger.warning("%s is quarantined %s", _name(peer), text)
+        if self._events is not None:
+            self._events.member(peer, "quarantined", text)
+
+    def unthought_of(self, peer: PeerId) -> None:
+        """A message could not be taken, for a reason that nobody thought of; with the trace of the error at hand."""
+        self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
+
+    def sent_away(self, peer: PeerId, error: Exception) -> str:
+        """A peer cannot stay; return why, in words for it."""
+        text = words(str(error), LOGGED_CHARACTERS)
+        self._log.warning("sending %s away: %s", _name(peer), text)
+        return text
+
+    def left(self, peer: PeerId, reason: str, text: str) -> None:
+        """A peer has gone, as Disconnect says it."""
+        levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
+        level = levels.get(reason, logging.WARNING)
+        if reason == "again":
+            self._log.info("%s", text)
+        elif reason == "standby":
+            logger.warning("the standby left: %s; the nodes go on here without it", text)
+        elif reason == "master":
+            self._log.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
+        else:
+            self._log.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
+        if self._events is not None and reason not in ("observer", "process", "master", "standby"):
+            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+
+    def _count_nodes(self, verb: str) -> str:
+        count = self._hub.nodes
+        return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
+
+
+def _name(peer: PeerId) -> str:
+    """What people call a peer: its id without the random part."""
+    return peer.rpartition("#")[0] or peer
