@@ -145,6 +145,23 @@ def test_a_transfers_number_used_twice_confuses_nothing():
     np.testing.assert_array_equal(broker.aggregator.published[0], LEAVES[0] + 0.5 + 1.5)
 
 
+def test_what_was_sent_on_a_former_connection_is_not_taken_for_what_has_its_number_on_this_one():
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        go_on = threading.Event()
+        peers.broker._jobs.do(go_on.wait)
+        peers.publish("a#1", 0, transfer=7, value=1.0)  # whole, and checked once the codec thread goes on
+        peers.wire.say("a#1", Hello("a#1"))
+        peers.wire.say("a#1", Fetch(0, model_to_wire(MODEL)))
+        peers.publish("a#1", 1, transfer=7, value=3.0)
+        await peers.until(peers.wire.heard.empty)
+        go_on.set()
+        await peers.until(lambda: peers.broker.aggregator.version == 1)
+
+    broker = lived(story)
+    np.testing.assert_array_equal(broker.aggregator.published[0], LEAVES[0] + 1.5)
+
+
 def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(tmp_path):
     async def story(peers):
         checking, go_on = threading.Event(), threading.Event()
@@ -452,6 +469,25 @@ def test_who_asks_for_parameters_again_and_again_is_looked_to_once():
         peers.publish("a#1", 0, transfer=7)
         await peers.until(lambda: peers.broker.aggregator.version == 1)
         assert len(looked) <= 2
+
+    lived(story)
+
+
+def test_who_connects_and_asks_for_parameters_again_and_again_is_looked_to_once_too():
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        await peers.until(lambda: peers.broker.traffic.follows("b#1"))
+        looked, go_on = [], threading.Event()
+        peers.broker._jobs.do(go_on.wait)
+        look = peers.broker.serving._look
+        peers.broker.serving._look = lambda *facts: looked.append(facts[1]) or look(*facts)
+        for _ in range(100):
+            peers.wire.say("b#1", Hello("b#1"))
+            peers.wire.say("b#1", Fetch(-1, model_to_wire(MODEL)))
+        await peers.until(peers.wire.heard.empty)
+        go_on.set()
+        await peers.until(lambda: peers.broker.traffic.follows("b#1"))
+        assert looked == ["b#1"]
 
     lived(story)
 

@@ -99,8 +99,8 @@ class Arrivals:
     def _checked(self, result: object, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
         now = time.monotonic()
         member = self._hub.members.get(peer)
-        if member is None or announcement.transfer not in member.open:
-            return  # its node has left, or came back, in the meantime: what it sent before does not count
+        if member is None or member.open.get(announcement.transfer) is not announcement:
+            return  # its node has left, or came back (and uses the number again): what it sent before does not count
         if isinstance(result, CodecError):
             self._telling.refused(peer, result)
             self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(result), str(result), now))

@@ -201,7 +201,7 @@ class Broker:
         self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, every.seconds)
         self._stop = asyncio.Event()
         self._effects: deque[HubEffect] = deque()
-        self._forgotten: deque[PeerId] = deque()
+        self._forgotten: set[PeerId] = set()  # by the codec thread, soon
         self._carrying_out = False
         self._bytes_received = 0
         self._over_at = time.monotonic()
@@ -458,12 +458,12 @@ class Broker:
 
     def _forget_norms(self, peer: PeerId) -> None:
         """Have the gate take a node for a new one; however often nodes come and go, one job does it for all."""
-        self._forgotten.append(peer)
+        self._forgotten.add(peer)
         self._jobs.do_once("forget", self._forget_all_norms)
 
     def _forget_all_norms(self) -> None:
         while self._forgotten:
-            self.aggregator.gate.forget(self._forgotten.popleft())
+            self.aggregator.gate.forget(self._forgotten.pop())
 
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)

@@ -54,6 +54,7 @@ class Serving:
         self.shelf = Shelf()
         self.served = 0
         self._asked: dict[PeerId, Serve] = {}  # until the codec thread says how far it is
+        self._looked_to: set[PeerId] = set()  # for whom it has been asked, also if they have gone meanwhile
         self._waiting: list[Serve] = []  # until the codec thread has copied what is published
         self._copying = False
         self._foundings = 0
@@ -61,11 +62,11 @@ class Serving:
     def serve(self, serve: Serve, moments: Frames) -> None:
         """Bring a peer to the parameters as they are after all that the codec thread has been given by now.
 
-        Who asks again before it was looked to is looked to once.
+        Who asks again before it was looked to is looked to once, on whatever connection.
         """
-        asks_again = serve.peer in self._asked
         self._asked[serve.peer] = serve
-        if not asks_again:
+        if serve.peer not in self._looked_to:
+            self._looked_to.add(serve.peer)
             self._jobs.do(lambda: self._aggregator.version, self._look, serve.peer, moments)
 
     def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
@@ -97,6 +98,7 @@ class Serving:
 
     def _bring(self, version: Version, peer: PeerId, moments: Frames) -> None:
         """Bring a peer to this version, which all that follow have been sent."""
+        self._looked_to.discard(peer)
         serve = self._asked.pop(peer, None)
         if serve is None or not self._here(peer):
             return
