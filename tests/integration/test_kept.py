@@ -63,7 +63,7 @@ def test_a_node_that_is_killed_goes_on_from_its_checkpoint_as_the_node_that_it_w
         with killed(hub.address, tmp_path, ["pc-1"], "0.1s", 60):
             pass
         kept = CheckpointFolder(tmp_path / "pc-1").load()[0]
-        before = kept["loop"]["step"]
+        before = kept["loop"]["account"]["step"]
         again = Course(steps=before + 40)
         assert again.run(hub.address, tmp_path) == ("began", before, kept["node"]["version"], kept["node"]["peer"])
         assert before > 0 and again.said[-1][0] == "ended"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import optax
 import pytest
 
 from zmqtrain.errors import ModelMismatch
-from zmqtrain.train.keeping import describe_tree, pack_tree, unpack_tree
+from zmqtrain.train.keeping import describe_tree, kept_leaves, pack_tree, pack_trees, unpack_tree
 
 PARAMS = {"w": jnp.arange(12.0).reshape(3, 4) / 7, "half": jnp.array([1.5, -0.1], jnp.bfloat16)}
 
@@ -62,3 +64,11 @@ def test_another_form_is_refused_with_the_leaf():
 def test_paths_that_come_twice_are_told_apart():
     tree = {"a/b": 1, "a": {"b": 2}}
     assert len({leaf.path for leaf in describe_tree(tree)}) == 2
+
+
+def test_several_trees_are_kept_by_their_names():
+    trees = {"params": {"w": jnp.ones(3)}, "anchor": {"w": jnp.zeros(3)}, "state": tree_of(2)}
+    described, arrays = pack_trees(trees)
+    for name, tree in trees.items():
+        again = unpack_tree(tree, *kept_leaves(name, json.loads(json.dumps(described)), arrays), name)
+        assert bits(again) == bits(tree)

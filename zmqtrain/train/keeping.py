@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ModelMismatch
-from zmqtrain.types import LeafSpec, ModelSpec, describe_mismatch
+from zmqtrain.types import LeafSpec, ModelSpec, describe_mismatch, spec_from_plain, spec_to_plain
 
-__all__ = ["describe_tree", "pack_tree", "unpack_tree", "named"]
+__all__ = ["describe_tree", "pack_tree", "unpack_tree", "pack_trees", "kept_leaves"]
 
 NUMPY_KINDS = "biuf"
 """The kinds of dtype that are written as they are."""
@@ -61,9 +61,21 @@ def unpack_tree(like: Any, saved: ModelSpec, arrays: Sequence[NDArray[Any]], wha
     return jax.tree.unflatten(tree, [_placed(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
 
 
-def named(prefix: str, spec: ModelSpec, arrays: Sequence[NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-    """Return arrays by the names that they have in a file."""
-    return {f"{prefix}/{leaf.path}": array for leaf, array in zip(spec, arrays, strict=True)}
+def pack_trees(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return what each tree is made of, as JSON can hold it, and a copy of all their leaves by name, as `pack_tree`."""
+    trees = dict(sorted(trees.items()))  # the order in which jax has them
+    specs = {name: describe_tree(tree) for name, tree in trees.items()}
+    names = [f"{name}/{leaf.path}" for name, spec in specs.items() for leaf in spec]
+    arrays = pack_tree(trees)
+    return {name: spec_to_plain(spec) for name, spec in specs.items()}, dict(zip(names, arrays, strict=True))
+
+
+def kept_leaves(
+    name: str, trees: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+) -> tuple[ModelSpec, list[NDArray[Any]]]:
+    """Return what the tree of this name was made of, and its leaves, of what `pack_trees` gave."""
+    spec = spec_from_plain(trees[name])
+    return spec, [arrays[f"{name}/{leaf.path}"] for leaf in spec]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -19,12 +18,14 @@ import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, ModelMismatch
 from zmqtrain.interfaces import Exchange, Keeps
+from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
-from zmqtrain.train.keeping import describe_tree, named, pack_tree, unpack_tree
-from zmqtrain.train.minibatch import dynamic_every
+from zmqtrain.train.drain import Drain
+from zmqtrain.train.keeping import kept_leaves, pack_trees, unpack_tree
 from zmqtrain.train.parts import whole_leaves
+from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.step import describe_model
-from zmqtrain.types import Array, Update, Version, spec_from_plain, spec_to_plain
+from zmqtrain.types import Array, Update, Version
 
 __all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 
@@ -35,8 +36,6 @@ STRICT_LOOK_SECONDS = 10.0
 """After so long without an aggregate, strict mode looks again whether it still has one to wait for."""
 FLUSH_SECONDS = 30.0
 LANDING_LOOK_SECONDS = 0.005
-AGES_KEPT = 1024
-SCORES_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -62,45 +61,6 @@ class Adoption(NamedTuple):
     """This node has another's parameters. moments: the state of its optimizer; None: it did not come with them."""
 
     moments: Sequence[Array] | None
-
-
-class _Offered(NamedTuple):
-    """An offer on its way: the step at which it was made, the master that it went to, and what it stands for."""
-
-    step: int
-    master: int
-    samples: int
-    steps: int
-
-
-class _Drain:
-    """What is to be sent uncompressed to one master at the end. fragments: that have not landed; sequence: of the
-    offer that holds the first of them; tried_at: when that was taken, or its master last within reach."""
-
-    def __init__(self, fragments: Iterable[int], now: float) -> None:
-        self.fragments, self.tried_at = deque(fragments), now
-        self.sequence: int | None = None
-
-
-class _Unsaid:
-    """The samples, the steps and their scores that no offer to one master, on its way or landed, stands for."""
-
-    def __init__(self) -> None:
-        self.samples = self.steps = 0
-        self.scores: list[Any] = []
-        self.said: tuple[Any, ...] = ()
-
-    def to_plain(self) -> list[Any]:
-        """Return it as JSON can hold it; waits for scores that a device still computes."""
-        return [self.samples, self.steps, [float(one) for one in self.scores], [float(one) for one in self.said]]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any]) -> _Unsaid:
-        """Read what `to_plain` wrote."""
-        unsaid = cls()
-        unsaid.samples, unsaid.steps, unsaid.scores, said = plain
-        unsaid.said = tuple(said)
-        return unsaid
 
 
 class DelayedSync:
@@ -159,17 +119,10 @@ class DelayedSync:
         self._adopted = update is not None and not update.keep
         self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
-        self._step = self._samples = 0
-        self._unsaid = [_Unsaid() for _ in range(self.settings.masters)]
-        self._offers = self._refused = self._applied = 0
-        self._offered: dict[int, _Offered] = {}
-        self._ages: list[int] = []
+        self._account, self._rhythm = Account(self.settings.masters), Rhythm(exchange)
         self._held_seconds = 0.0
         self._score_before: Any = None
-        self._planned_at = 0
         self._resumed = self._untaken = False
-        self._schedule = self._every, self._delay = self._read_schedule()
-        self._offer_at = self._every
         if self._keeping is not None and (saved := self._keeping.take()) is not None:
             self._go_on_from(leaves, *saved)
         elif self._keeping is not None and self.settings.mode == "strict":
@@ -207,7 +160,7 @@ class DelayedSync:
     @property
     def steps(self) -> int:
         """How many step boundaries there have been."""
-        return self._step
+        return self._account.step
 
     @property
     def version(self) -> Version:
@@ -238,27 +191,26 @@ class DelayedSync:
         began = time.perf_counter()
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
-            params, self._unsaid = self.params, [_Unsaid() for _ in self._unsaid]
+            params = self.params
+            self._account.forget_unsaid()
         if self._untaken:  # likewise, before it had those of its checkpoint
             params = self.start
         self._own = None
         leaves = self._apply_due(self._flatten(params))
-        if self.settings.is_planned and self._read_schedule() != self._schedule:
-            self._plan(self._planned_at)
+        self._rhythm.follow()
         if self.exchange.wanted:
             self.exchange.lend(_to_host(leaves), moments())
         if score is not None:
-            for unsaid in self._unsaid:
-                unsaid.scores.append(score)
-        if self._step >= self._offer_at:
+            self._account.scored(score)
+        if self._rhythm.is_due(self.steps):
             leaves = self._offer(leaves)
-            self._plan(self._step)
+            self._rhythm.offered(self.steps)
         self.exchange.report(
-            step=self._step,
-            samples=self._samples,
+            step=self.steps,
+            samples=self._account.samples,
             loss=float("nan") if score is None else score,
-            age_steps=float(self._ages[-1]) if self._ages else float("nan"),
-            offers_refused=self._refused,
+            age_steps=float(self._account.ages[-1]) if self._account.ages else float("nan"),
+            offers_refused=self._account.refused,
         )
         result: Params = jax.tree.unflatten(self._tree, leaves)
         if self._keeping is not None and self._keeping.is_due():
@@ -273,52 +225,28 @@ class DelayedSync:
         """
         if self._keeping is None or not self.exchange.founded:
             return
-        self._take_back_withdrawn()
+        self._account.take_back(self.exchange.in_flight())
         kept = {"params": params, "anchor": jax.tree.unflatten(self._tree, self._anchor), "state": state}
-        specs = {name: describe_tree(tree) for name, tree in kept.items()}
-        arrays: dict[str, Array] = {}
-        for name, tree in kept.items():
-            arrays |= named(name, specs[name], pack_tree(tree))
-        facts = {
-            "trees": {name: spec_to_plain(spec) for name, spec in specs.items()},
-            "step": self._step,
-            "samples": self._samples,
-            "unsaid": [one.to_plain() for one in self._unsaid],
-            "counts": [self._offers, self._refused, self._applied],
-            "offered": [[sequence, *one] for sequence, one in self._offered.items()],
-            "ages": self._ages,
-            "plan": [self._planned_at, self._offer_at, self._every, self._delay],
-            "schedule": list(self._schedule),
-        }
+        trees, arrays = pack_trees(kept)
+        facts = {"trees": trees, "account": self._account.to_plain(), "rhythm": self._rhythm.to_plain()}
         self._keeping.save(facts, arrays, wait)
 
     def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
         """Be where `save` was."""
-        trees = {}
-        for name, like in (("params", leaves), ("anchor", self._anchor), ("state", self.state)):
-            spec = spec_from_plain(facts["trees"][name])
-            trees[name] = (spec, [arrays[f"{name}/{leaf.path}"] for leaf in spec], like)
-        spec, values, _ = trees["params"]
-        self._own = jax.tree.leaves(unpack_tree(jax.tree.unflatten(self._tree, leaves), spec, values, "parameters"))
-        self._anchor = self._moves.place(trees["anchor"][1])
-        spec, values, like = trees["state"]
-        self.state = unpack_tree(like, spec, values, "loop's state (its optimizer's, for one)")
+        trees = facts["trees"]
+        own = unpack_tree(jax.tree.unflatten(self._tree, leaves), *kept_leaves("params", trees, arrays), "parameters")
+        self._own = jax.tree.leaves(own)
+        self._anchor = self._moves.place(kept_leaves("anchor", trees, arrays)[1])
+        what = "loop's state (its optimizer's, for one)"
+        self.state = unpack_tree(self.state, *kept_leaves("state", trees, arrays), what)
         self._adopted, self._adoption = False, None
-        self._step, self._samples = int(facts["step"]), int(facts["samples"])
-        self._unsaid = [_Unsaid.from_plain(one) for one in facts["unsaid"]]
-        self._offers, self._refused, self._applied = facts["counts"]
-        self._offered = {sequence: _Offered(*one) for sequence, *one in facts["offered"]}
-        self._ages = list(facts["ages"])
-        self._planned_at, self._offer_at, self._every, self._delay = facts["plan"]
-        self._schedule = (facts["schedule"][0], facts["schedule"][1])
+        self._account = Account.from_plain(facts["account"])
+        self._rhythm.restore(facts["rhythm"])
         self._resumed = self._untaken = True
 
     def take_note(self, steps: int, samples: int) -> None:
         """Take note of steps that were made without an exchange: what they have moved is pending."""
-        self._step += steps
-        self._samples += samples
-        for unsaid in self._unsaid:
-            unsaid.samples, unsaid.steps = unsaid.samples + samples, unsaid.steps + steps
+        self._account.note(steps, samples)
 
     def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS) -> Params:
         """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
@@ -331,7 +259,7 @@ class DelayedSync:
         leaves = self._flatten(params)
         # who never made a step has nothing to drain, unless it has kept parameters of its own; and an empty round would
         # only move the outer momentum on
-        begun = self.exchange.founded and (self._step or self._own is not None)
+        begun = self.exchange.founded and (self.steps or self._own is not None)
         each, masters = self.settings.fragments if begun else 0, range(self.settings.masters)
         leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
         while not all([self.exchange.everyone_drained(m) for m in masters]) and self._clock.monotonic() < until:
@@ -343,13 +271,13 @@ class DelayedSync:
 
     def statistics(self) -> SyncStatistics:
         """Return the running figures."""
-        exchange = self.exchange.statistics()
+        exchange, account = self.exchange.statistics(), self._account
         return SyncStatistics(
-            steps=self._step,
-            offers=self._offers,
-            offers_refused=self._refused,
-            aggregates_applied=self._applied,
-            age_steps=float(statistics.median(self._ages)) if self._ages else float("nan"),
+            steps=account.step,
+            offers=account.offers,
+            offers_refused=account.refused,
+            aggregates_applied=account.applied,
+            age_steps=float(statistics.median(account.ages)) if account.ages else float("nan"),
             held_seconds=self._held_seconds,
             bytes_sent=exchange.bytes_sent,
             bytes_received=exchange.bytes_received,
@@ -367,54 +295,22 @@ class DelayedSync:
             raise ModelMismatch(f"the tree given to step is {tree}, the one that joined the run is {self._tree}")
         return leaves
 
-    def _read_schedule(self) -> tuple[int, int]:
-        """Return the run's k and d: as they are announced at the version applied here, where they are auto."""
-        settings = self.settings
-        return self.exchange.schedule() if settings.is_planned else (settings.every, settings.delay)
-
-    def _plan(self, begin: int) -> None:
-        """Say when to offer next, and how late to apply it: k and d, or as much less of both as this node is slower.
-
-        begin: the step from which k is counted.
-        """
-        self._schedule = self._every, self._delay = every, delay = self._read_schedule()
-        if self.settings.follows_speed:
-            self._every = dynamic_every(every, *self.exchange.pace())
-            self._delay = round(delay * self._every / every)
-        self._planned_at, self._offer_at = begin, begin + self._every
-
     def _offer(self, leaves: list[Any]) -> list[Any]:
         """Offer one fragment to each master."""
         fragments = self.exchange.next_fragments()
         taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._refused += len(self._unsaid) - taken
-        return self._apply_due(leaves) if taken and self._delay == 0 else leaves
+        self._account.refused += self._account.masters - taken
+        return self._apply_due(leaves) if taken and self._rhythm.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
-        self._take_back_withdrawn()
+        self._account.take_back(self.exchange.in_flight())
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
         master = fragment // self.settings.fragments
-        unsaid = self._unsaid[master]
-        samples, steps = unsaid.samples, unsaid.steps
-        unsaid.said = tuple(unsaid.scores) or unsaid.said  # who drains has made no step since, and is as good as before
-        sequence = self.exchange.offer(
-            fragment, segments, samples=samples, steps=steps, scores=unsaid.said, dense=dense
-        )
-        if sequence is not None:
-            self._offers += 1
-            self._offered[sequence] = _Offered(self._step, master, samples, steps)
-            unsaid.samples = unsaid.steps = 0
-            unsaid.scores.clear()
-        del unsaid.scores[:-SCORES_KEPT]
+        samples, steps, scores = self._account.unsaid(master)
+        sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, scores=scores, dense=dense)
+        self._account.offered(sequence, master)
         return sequence
-
-    def _take_back_withdrawn(self) -> None:
-        """What a withdrawn offer stood for is still pending: the next offer stands for it too."""
-        for sequence in self._offered.keys() - set(self.exchange.in_flight()):
-            withdrawn = self._offered.pop(sequence)
-            unsaid = self._unsaid[withdrawn.master]
-            unsaid.samples, unsaid.steps = unsaid.samples + withdrawn.samples, unsaid.steps + withdrawn.steps
 
     def _apply_due(self, leaves: list[Any]) -> list[Any]:
         while (update := self.exchange.peek()) is not None and self._is_due(update):
@@ -439,14 +335,12 @@ class DelayedSync:
         return leaves
 
     def _is_awaited(self, sequence: int, strict: bool) -> bool:
-        offered = self._offered.get(sequence)
-        if offered is None or self._step < offered.step + self._delay:
+        if not self._account.is_old(sequence, self._rhythm.delay):
             return False
-        return strict or offered.master not in self.exchange.unreachable
+        return strict or self._account.master_of(sequence) not in self.exchange.unreachable
 
     def _is_due(self, update: Update) -> bool:
-        offered = [self._offered[sequence] for sequence in update.landed if sequence in self._offered]
-        return all(self._step >= one.step + self._delay for one in offered)
+        return self._account.is_due(update.landed, self._rhythm.delay)
 
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
         self._anchor = self._moves.settle(leaves, self._anchor)
@@ -454,9 +348,8 @@ class DelayedSync:
             if update.anchor is not None:
                 self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
             leaves = self._moves.parameters(self._anchor)
-            self._unsaid, self._adoption = [_Unsaid() for _ in self._unsaid], Adoption(update.moments)
-            for sequence, offered in self._offered.items():  # one that is withdrawn leaves nothing pending
-                self._offered[sequence] = offered._replace(samples=0, steps=0)
+            self._adoption = Adoption(update.moments)
+            self._account.forget_pending()
         elif update.keep:
             assert update.anchor is not None
             self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
@@ -465,11 +358,7 @@ class DelayedSync:
             leaves, self._anchor = self._moves.adopt(leaves, self._anchor, new, update.own)
         else:
             leaves, self._anchor = self._moves.apply(leaves, self._anchor, update.aggregate, update.own)
-        self._applied += 1
-        for sequence in update.landed:
-            if sequence in self._offered:
-                self._ages.append(self._step - self._offered.pop(sequence).step)
-        del self._ages[:-AGES_KEPT]
+        self._account.landed(update.landed)
         return leaves
 
     def _drain(self, leaves: list[Any], fragments: Sequence[Iterable[int]], until: float) -> list[Any]:
@@ -477,34 +366,25 @@ class DelayedSync:
 
         All masters at once: a round may wait for all nodes, and who waited for one master would be missed at another.
         """
-        drains = [_Drain(of_master, self._clock.monotonic()) for of_master in fragments]
-        left, landed = dict(enumerate(drains)), set[int]()
+        left, landed = {n: Drain(one, self._clock.monotonic()) for n, one in enumerate(fragments)}, set[int]()
         while left:
             leaves = self._take_all(leaves, landed)
             now, unreachable = self._clock.monotonic(), self.exchange.unreachable
-            on_their_way = {self._offered[s].master for s in self.exchange.in_flight() if s in self._offered}
+            on_their_way = {self._account.master_of(sequence) for sequence in self.exchange.in_flight()}
             for master, drain in list(left.items()):
                 if master not in on_their_way:
-                    self._go_on(drain, leaves, landed, now)
+                    if (fragment := drain.next_fragment(landed)) is not None:
+                        drain.offered(self._offer_fragment(leaves, fragment, dense=True), now)
                 elif master not in unreachable:
-                    drain.tried_at = now
-                if not (drain.fragments or master in on_their_way):
+                    drain.reached(now)
+                if not (drain.left or master in on_their_way):
                     self.exchange.everyone_drained(master)
                     del left[master]
-                elif now >= until or now - drain.tried_at >= self.settings.lost_seconds:
+                elif now >= until or drain.gives_up(now, self.settings.lost_seconds):
                     del left[master]
             if left:
                 self._clock.sleep(min(LANDING_LOOK_SECONDS, max(0.0, until - now)))
         return leaves
-
-    def _go_on(self, drain: _Drain, leaves: list[Any], landed: set[int], now: float) -> None:
-        """Nothing is on its way to a drain's master: offer what has not landed yet."""
-        if drain.sequence in landed:
-            drain.fragments.popleft()
-        drain.sequence = None
-        if drain.fragments:
-            drain.sequence = self._offer_fragment(leaves, drain.fragments[0], dense=True)
-            drain.tried_at = drain.tried_at if drain.sequence is None else now
 
     def _take_all(self, leaves: list[Any], landed: set[int]) -> list[Any]:
         """Apply all that has come; take note of what of this node landed in it."""

@@ -329,7 +329,7 @@ def test_strict_waiting_takes_the_awaited_masters_update_and_no_other():
     for amount in range(6):
         world.step(0, amount)
         world.check()
-    ages = world.syncs[0]._ages
+    ages = world.syncs[0]._account.ages
     assert len(ages) >= 6 and set(ages) == {2}
 
 
