@@ -34,6 +34,8 @@ def killed(address, folder, names, every, at_step):
     try:
         assert process.stdout is not None
         assert any(line.split()[:2] == ["step", str(at_step)] for line in process.stdout), "it ended before"
+        while not all(any((folder / name).glob("checkpoint-*.safetensors")) for name in names):
+            assert process.stdout.readline(), "it ended before it had saved anything"
         yield
     finally:
         process.kill()
@@ -150,6 +152,21 @@ def test_a_folder_is_one_nodes_and_lockstep_has_none(tmp_path):
         connect(address, "pc-1", checkpoint=tmp_path)
     with pytest.raises(ConfigError, match="nodes in lockstep keep no checkpoints"):
         connect(address, "pc-1", checkpoint=tmp_path, exchange="allreduce:ring")
+
+
+def test_in_strict_mode_a_node_is_told_before_it_joins_how_it_must_save(tmp_path):
+    with broker(RunSettings(mode="strict", release="all")) as hub:
+        for options, words in (
+            ({"checkpoint_every": "60s"}, "in strict mode the broker and all nodes save at the same versions"),
+            ({"checkpoint_keep": 1}, "at least 2 in strict mode"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                connect(hub.address, "pc-1", checkpoint=tmp_path, **options)
+        with pytest.raises(ConfigError, match="at least 1, got 0"):
+            connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_keep=0)
+        free = CheckpointFolder(tmp_path)
+        free.lock()  # again
+        free.close()
 
 
 STRICT = RunSettings(

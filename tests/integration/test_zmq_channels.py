@@ -577,3 +577,15 @@ def test_what_is_sent_without_a_copy_outlives_who_closes_at_the_end_of_a_process
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert ended.stdout == "False\n", "libzmq would read memory that is no more, and end the process"
+
+
+def test_who_is_sent_to_another_hub_does_not_try_a_refusal_of_the_former_one_again() -> None:
+    async def main() -> None:
+        node = DealerChannel.connect("tcp://127.0.0.1:1", peer=A)
+        node._handshake_ended("key")
+        assert node._retry is not None and "does not authorise" in node.obstacle
+        await node.reconnect("tcp://127.0.0.1:2")
+        assert node._retry is None and node.obstacle == ""
+        await node.close()
+
+    run(main)

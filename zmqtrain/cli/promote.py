@@ -31,7 +31,8 @@ class PromoteConfig:
     keys: File = None
     """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
     server_key: str = ""
-    """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: they use none."""
+    """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys
+    says."""
     wait_seconds: float = 10.0
     """How long to wait for the takeover."""
 

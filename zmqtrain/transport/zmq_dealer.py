@@ -238,10 +238,14 @@ class DealerChannel:
         """
         self._check_open()
         self.address = address or self.address
+        self._refused = ""
         self._reopen()
 
     def _reopen(self) -> None:
         self._attempt += 1
+        if self._retry is not None:  # this is another try already
+            self._retry.cancel()
+            self._retry = None
         self._close_ports(0.0)
         self._open()
         self._wake_all()

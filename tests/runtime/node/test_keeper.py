@@ -80,3 +80,34 @@ def test_what_cannot_be_saved_is_a_warning_and_is_tried_again(kept, trouble, mon
     kept.busy = False
     kept.save()
     assert kept.keeper.folder.good_versions() == (2,) and not kept.keeper.is_due()
+
+
+def test_what_is_not_of_one_moment_is_not_saved_and_tried_again(kept, monkeypatch, caplog):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    kept.version = 2
+    with monkeypatch.context() as patched:
+        patched.setattr(kept.keeper, "_coded", lambda facts: None)
+        kept.save()
+    assert "begins again from the shared parameters just now" in caplog.text
+    assert kept.keeper.folder.good_versions() == () and kept.keeper.is_due()
+    kept.save()
+    assert kept.keeper.folder.good_versions() == (2,)
+
+
+@pytest.mark.parametrize("place", ["codec", "writer"])
+def test_a_failure_that_nobody_thought_of_holds_nobody_who_waits_for_a_checkpoint(kept, place, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("not foreseen")
+
+    kept.version = 2
+    with monkeypatch.context() as patched:
+        if place == "codec":
+            patched.setattr(kept.keeper, "_coded", broken)
+            with pytest.raises(RuntimeError):  # in the codec thread, which tells the node
+                kept.save()
+        else:
+            patched.setattr(CheckpointFolder, "save", broken)
+            kept.save()
+            assert "not foreseen" in caplog.text
+    kept.save()
+    assert kept.keeper.folder.good_versions() == (2,)

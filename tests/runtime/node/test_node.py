@@ -22,7 +22,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import PeerState
-from zmqtrain.runtime.equation.delta import encode_snapshot
+from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.runtime.node.node import Node
@@ -254,3 +254,17 @@ def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeyp
     with pytest.raises(HubUnreachable, match=r"no broker answers at tcp://hub:5555 \(waited 0.02 s\)"):
         node.wait_welcome(0.02)
     assert "nobody answers yet at tcp://hub:5555; trying for" in caplog.text
+
+
+def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_thread_had_not_yet(node):
+    node._coder = DeltaCoder(MODEL, RunSettings())
+
+    def facts():
+        return {"node": {"resets": node._resets}, "offers": {"on_their_way": [[0, 0]]}}
+
+    before = facts()
+    assert node._coded(before) is not None
+    node._inbox.restart(node._coder, 3)  # the codec thread; what is on its way may still land, and is nobody's own then
+    assert node._coded(before) is None and node._coded(facts()) is None
+    assert node.poll().reset
+    assert node._coded(before) is None and node._coded(facts()) is not None

@@ -140,6 +140,8 @@ class DeltaCoder:
         self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.device = device
         self.unacked: dict[int, Encoded] = {}
+        self.restarts = 0
+        """How often all that was pending has been dropped."""
         self._states: dict[int, list[State]] = {}
         self._kept_states: dict[int, list[NDArray[Any]]] = {}
         self._kept_on_device = False
@@ -258,6 +260,7 @@ class DeltaCoder:
 
     def restart(self) -> None:
         """Take note that all that is pending is dropped: what is on its way may land, and is nobody's own then."""
+        self.restarts += 1
         self.unacked.clear()
         self._states.clear()
         self._kept_states.clear()

@@ -87,6 +87,8 @@ def connect(
     given = link_share(link, share)
     hub_key, pair = read_credentials(server_key, keys)
     every_from_text(checkpoint_every)
+    if checkpoint_keep < 1:
+        raise ConfigError(f"checkpoint_keep must be at least 1, got {checkpoint_keep}")
     if checkpoint is not None and (exchange or observer):
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else "who only looks on has nothing to save")
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
@@ -128,6 +130,12 @@ def connect(
             node = open_node(None)
         atexit.register(node.close)
         settings = node.wait_welcome(timeout_seconds)
+        if folder is not None and settings.mode == "strict":
+            every_from_text(checkpoint_every, strict=True)
+            if checkpoint_keep < 2:
+                raise ConfigError(
+                    "checkpoint_keep must be at least 2 in strict mode: all go back to the newest version that all hold"
+                )
         if settings.masters > 1 and checkpoint is not None:
             raise ConfigError(
                 "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "

@@ -95,6 +95,7 @@ class PeerExchange(ABC):
         self._keeper: NodeKeeper | None = None
         self._sent: dict[int, tuple[Offer, Version, float]] = {}  # by sequence, of what is on its way: as published
         self._restarts = Restarts()
+        self._resets = 0  # as often the training thread has gone on from the shared parameters
         self._founding: tuple[Sequence[Any], Sequence[Any]] = ((), ())
         self._asked = False
         self.answers_later = False
@@ -229,18 +230,22 @@ class PeerExchange(ABC):
             "version": self._offers.version,
             "incarnation": peer.incarnation,
             "term": peer.term,
+            "resets": self._resets,
             "settings": self.settings.to_dict(),
             "model": spec_to_plain(self._joined_coder.model),
             "schedules": timetable,
         }
         return {"node": node, "offers": self._offers.to_plain(), "units": self._units.to_plain()}
 
-    def _coded(self, facts: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    def _coded(self, facts: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
         """Return what the codec has to know: what is on its way by these facts, as it was sent, and what it keeps.
 
-        In the codec thread, which may not have heard yet what of it has landed and is applied.
+        In the codec thread, which may not have heard yet what of it has landed and is applied. None: it has dropped
+        what is pending, and the training thread had not yet: what is on its way would count as withdrawn, and land.
         """
         coder = self._joined_coder
+        if coder.restarts != facts["node"]["resets"]:
+            return None
         self._sent = {sequence: sent for sequence, sent in self._sent.items() if sequence in coder.unacked}
         in_flight = sorted(sequence for sequence, _ in facts["offers"]["on_their_way"] if sequence in self._sent)
         facts, arrays = coder.kept(in_flight)
@@ -378,6 +383,7 @@ class PeerExchange(ABC):
             self._offers.took(update)
             self._restarts.landed(len(update.landed))
             if update.reset:
+                self._resets += 1
                 self._restarts.done(self._offers.next_sequence)
             self._decode_on()
             if self._events is not None:

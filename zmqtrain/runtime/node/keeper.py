@@ -93,8 +93,9 @@ class NodeKeeper:
     """The checkpoints of one living node: a `Keeping`.
 
     every: how often.  version: of the parameters that the training thread has.  facts: what the exchange has to know,
-    in the training thread.  coded: what the codec has to know besides these facts, in the codec thread.  submit: has
-    that thread do something, after all that it was given before; False if it has too much to do.
+    in the training thread.  coded: what the codec has to know besides these facts, in the codec thread; None: it is
+    not of the same moment, and nothing is saved.  submit: has that thread do something, after all that it was given
+    before; False if it has too much to do.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class NodeKeeper:
         every: Callable[[], Every],
         version: Callable[[], int],
         facts: Callable[[], Facts],
-        coded: Callable[[Facts], tuple[Facts, Arrays]],
+        coded: Callable[[Facts], tuple[Facts, Arrays] | None],
         submit: Callable[[Callable[[], None]], bool],
     ) -> None:
         self.folder = folder
@@ -137,11 +138,14 @@ class NodeKeeper:
         known = {"format": FORMAT, "loop": state, **self._facts()}
 
         def code() -> None:
-            facts, more = self._coded(known)
-            whole = {**arrays, **more}
-            threading.Thread(
-                target=self._write, args=(version, known | facts, whole), name="zmqtrain-checkpoint"
-            ).start()
+            try:
+                if (coded := self._coded(known)) is None:
+                    return self._put_off("it begins again from the shared parameters just now")
+                whole = (version, known | coded[0], {**arrays, **coded[1]})
+                threading.Thread(target=self._write, args=whole, name="zmqtrain-checkpoint").start()
+            except BaseException:
+                self._idle.set()  # or who waits for this checkpoint would never hear of the failure
+                raise
 
         self._saved_version, self._saved_at, self._again_at = version, time.monotonic(), float("inf")
         if not self._submit(code):
@@ -154,6 +158,9 @@ class NodeKeeper:
             self.folder.save(version, facts, arrays)
         except CheckpointError as error:
             self._put_off(str(error))
+        except Exception as error:  # whatever it is, whoever waits for this checkpoint must go on
+            logger.error("the checkpoint of version %d failed", version, exc_info=error)
+            self._put_off(repr(error))
         else:
             logger.debug("saved version %d in %s", version, self.folder.folder)
             self._idle.set()
