@@ -17,6 +17,7 @@ from zmqtrain.protocol.effects import (
     Broadcast,
     Connect,
     Deliver,
+    Disconnect,
     Expect,
     Found,
     Hear,
@@ -29,7 +30,17 @@ from zmqtrain.protocol.effects import (
 )
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Publish, Refused, Snapshot, Welcome
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Fetch,
+    Goodbye,
+    Hello,
+    Publish,
+    Refused,
+    Snapshot,
+    Welcome,
+    model_to_wire,
+)
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
@@ -135,6 +146,63 @@ def test_a_hub_takes_one_standby_and_says_why_not_another():
     several = Hub(RunSettings(masters=2, initial="founder"), release_rule_from_spec("immediately"), "run-1")
     (refused,) = several.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
     assert "several masters" in refused.message.text
+
+
+def test_who_was_not_there_when_the_first_was_lost_has_no_vote_for_the_standby():
+    one = follower({"nodes": ["a", "b", "c"], "in_step": True})
+    one.gone(1.0)
+    succession = Succession(one, 1.0)
+    turned(succession, "a", *(f"stranger {number}" for number in range(3000)))
+    assert not succession.is_due(3.0) and len(succession._votes) == 1024
+    turned(succession, "a", "b")
+    assert succession.is_due(3.0)
+
+
+def test_a_standby_that_comes_again_or_another_in_its_place_holds_up_nobody_until_it_is_in_step_again():
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
+    hub.in_step()
+    assert hub.tenure.follows
+    hub.receive("s#1", Hello("s", "standby", address=SECOND), 1.0)
+    assert not hub.tenure.follows and hub.may_announce
+    hub.in_step()
+    effects = hub.receive("t#1", Hello("t", "standby", address=SECOND), 2.0)
+    assert any(isinstance(effect, Disconnect) and effect.peer == "s#1" for effect in effects)
+    assert hub.standby.peer == "t#1" and list(hub.members) == ["t#1"] and not hub.tenure.follows
+
+
+def test_a_standby_is_copied_after_the_releases_that_its_own_hello_brings_about():
+    hub = Hub(SETTINGS, release_rule_from_spec("time:seconds=1"), "run-1")
+    hub.receive("a#1", Hello("a"), 0.0)
+    hub.receive("a#1", Fetch(-1, model_to_wire(MODEL)), 0.0)
+    hub.receive("a#1", Snapshot(1, 0, (32,)), 0.0)
+    hub.received("a#1", 1, 0.0)
+    hub.receive("a#1", Publish(2, 0, 0, 0, SETTINGS.codec, (8,), 1, 1, nan), 0.0)
+    hub.received("a#1", 2, 0.0)
+    effects = hub.receive("s#1", Hello("s", "standby", address=SECOND), 5.0)
+    kinds = [type(effect) for effect in effects]
+    assert kinds[-1] is Replicate and Reduce in kinds
+
+
+def test_a_first_that_waits_for_its_nodes_takes_its_standby_back():
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    sent_away, told = [], []
+    replicas = Replicas(hub, lambda peer, text: sent_away.append(peer), lambda effects: None)
+    hub.tenure.joined(SECOND)
+    hub.tenure.lost(["a", "b"])
+    replicas.announce(1, lambda: told.append(1), 0.0)
+    hub.receive("s#1", Hello("s", "standby", address=SECOND), 10.0)
+    replicas.tick(15.0)  # it is being copied, which takes its time
+    assert not sent_away and not told
+    replicas.copied()
+    replicas.holds(1, 20.0)
+    replicas.tick(20.1)
+    assert told == [1] and not sent_away
+    replicas.announce(2, lambda: told.append(2), 20.5)
+    replicas.tick(22.0)
+    assert not sent_away
+    replicas.tick(23.0)
+    assert sent_away == ["s#1"] and told == [1]
 
 
 def test_a_node_believes_no_hub_of_a_lower_term_and_such_a_hub_says_so_itself():

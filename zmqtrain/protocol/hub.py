@@ -249,11 +249,17 @@ class Hub(HubBook):
                 return [SendTo(sender, Refused("shard", why), answer)]
         if hello.role == "node" and (why := settle_exchange(self, sender, hello)):
             return [SendTo(sender, Refused("exchange", why), answer)]
+        succeeded: list[HubEffect] = []
+        if hello.role == "standby" and (other := self.standby) is not None:  # it, or one in its place, begins anew
+            if other.peer == sender:
+                self.tenure.lost(training(self.members))
+            else:
+                succeeded = self._lose(other, "another took its place at its address", now)
         before = self.members.pop(sender, None)
         self.records.greet(sender, hello.incarnation)
         self.records.recall(sender, hello.in_flight)
         self.fence.open(sender, hello.incarnation)
-        effects: list[HubEffect] = []
+        effects = succeeded
         if succeeds is not None and succeeds in self.members:
             effects += self._lose(self.members[succeeds], "another broker took its place at its address", now)
         if before is not None:  # what was on its way on the old connection will not come any more
@@ -276,13 +282,15 @@ class Hub(HubBook):
             effects.append(SendTo(sender, self.roster(now)))
         if state is MemberState.STANDBY:
             member.address = hello.address
-            effects.append(Replicate(sender))
         if state is MemberState.MASTER:  # nodes may wait for it
             effects.append(Broadcast(self.roster(now)))
         effects += self.dealing.lost(sender)  # units may have been on their way to it: it will ask again
         if before is not None:
             effects += self.founding.left(before)
-        return effects + self._release(now)
+        effects += self._release(now)
+        if state is MemberState.STANDBY:  # a copy of what is told here, with the releases that this has brought about
+            effects.append(Replicate(sender))
+        return effects
 
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         member.digest, member.held = fetch.digest[:MAX_NAME], fetch.held

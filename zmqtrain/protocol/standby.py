@@ -35,6 +35,9 @@ TAKES_OVER = "it takes over"
 VOTE_SECONDS = 6.0
 """A node that turned to the standby so long ago may have found the first again: it comes several times in this time."""
 
+MOST_VOTES = 1024
+"""Nodes that turned to the standby last, whoever they say that they are."""
+
 
 class Follower(Peer):
     """The standby's side of its talk with the first.
@@ -118,7 +121,10 @@ class Succession:
     def turned_to(self, peer: PeerId, hello: Hello, now: float) -> None:
         """Take note that a node of this run has turned to the standby: the first does not answer it."""
         if hello.role == "node" and hello.run == self._follower.run:
+            self._votes.pop(peer, None)
             self._votes[peer] = (now, hello.version)
+            if len(self._votes) > MOST_VOTES:
+                del self._votes[next(iter(self._votes))]
 
     def is_due(self, now: float) -> bool:
         """Return whether the standby takes over now, by itself."""
@@ -126,8 +132,8 @@ class Succession:
         if lost_at is None:
             self._votes.clear()
             return False
-        fresh = self._fresh(now)
-        enough = bool(fresh) and 2 * len(fresh) >= len(self._follower.nodes | fresh)
+        nodes, fresh = self._follower.nodes, self._fresh(now)
+        enough = bool(fresh) and 2 * len(fresh & nodes) >= len(nodes)  # others may be anybody
         return now - lost_at >= self._seconds and enough and not self.obstacle(now)
 
     def obstacle(self, now: float) -> str:

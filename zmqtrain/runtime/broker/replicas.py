@@ -77,6 +77,7 @@ class Replicas:
         self._announced: Version = hub.version
         self._held: Version = -1
         self._closing_since: float | None = None
+        self._in_step_at = 0.0
         self._rival: _Rival | None = None
         self._paused = False
 
@@ -94,7 +95,7 @@ class Replicas:
         self._held = max(self._held, version)
         if not self._hub.tenure.follows and self._hub.standby is not None:
             if version >= self._announced:
-                self._closing_since = None
+                self._closing_since, self._in_step_at = None, now
                 logger.info("the standby at %s is in step, at version %d", self._hub.standby.address, version)
                 self._carry_out(self._hub.in_step())
             elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
@@ -128,9 +129,12 @@ class Replicas:
             self._rival = None
 
     def _waits_since(self) -> float | None:
+        """Return since when nodes wait for the standby that is here; None: they do not."""
         if self._closing_since is not None:
             return self._closing_since
-        return self._waiting[0][1] if self._waiting else None
+        if not (self._waiting and self._hub.tenure.follows):
+            return None  # what waits does so for nodes, not for a standby that is being copied
+        return max(self._waiting[0][1], self._in_step_at)
 
     def _may(self, version: Version) -> bool:
         if self._hub.tenure.follows:

@@ -53,7 +53,7 @@ class Serving:
         self._here, self._joined, self._deaf, self._announce = here, joined, deaf, announce
         self.shelf = Shelf()
         self.served = 0
-        self._asked: dict[PeerId, Serve] = {}  # until the codec thread says how far it is
+        self._asked: dict[PeerId, tuple[Serve, Frames]] = {}  # until the codec thread says how far it is
         self._looked_to: set[PeerId] = set()  # for whom it has been asked, also if they have gone meanwhile
         self._waiting: list[Serve] = []  # until the codec thread has copied what is published
         self._copying = False
@@ -64,10 +64,10 @@ class Serving:
 
         Who asks again before it was looked to is looked to once, on whatever connection.
         """
-        self._asked[serve.peer] = serve
+        self._asked[serve.peer] = serve, moments
         if serve.peer not in self._looked_to:
             self._looked_to.add(serve.peer)
-            self._jobs.do(lambda: self._aggregator.version, self._look, serve.peer, moments)
+            self._jobs.do(lambda: self._aggregator.version, self._look, serve.peer)
 
     def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
         """Send these peers another's parameters: they start again from them."""
@@ -92,16 +92,16 @@ class Serving:
 
     # ------------------------------------------------------------------ the way of one
 
-    def _look(self, version: Version | CodecError, peer: PeerId, moments: Frames) -> None:
+    def _look(self, version: Version | CodecError, peer: PeerId) -> None:
         assert isinstance(version, int)
-        self._announce(version, partial(self._bring, version, peer, moments))
+        self._announce(version, partial(self._bring, version, peer))
 
-    def _bring(self, version: Version, peer: PeerId, moments: Frames) -> None:
+    def _bring(self, version: Version, peer: PeerId) -> None:
         """Bring a peer to this version, which all that follow have been sent."""
         self._looked_to.discard(peer)
-        serve = self._asked.pop(peer, None)
-        if serve is None or not self._here(peer):
+        if (asked := self._asked.pop(peer, None)) is None or not self._here(peer):
             return
+        serve, moments = asked
         if serve.known_version == version:
             self._send(serve, version, (), (), "", 0)
             return
