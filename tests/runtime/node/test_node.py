@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -268,3 +269,17 @@ def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_
     assert node._coded(before) is None and node._coded(facts()) is None
     assert node.poll().reset
     assert node._coded(before) is None and node._coded(facts()) is not None
+
+
+def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):
+    live(node)
+    link = node._link
+    link._channel, link._loop = SimpleNamespace(obstacle=""), object()
+    link._say_obstacle()
+    link.carry_out(node._peer.distrust("noise", 1.0))
+    link._say_obstacle()
+    assert "does not come in" not in caplog.text
+    link._channel.obstacle = "it does not authorise this PC's key"
+    for _ in range(3):
+        link._say_obstacle()
+    assert caplog.text.count("does not come in again at tcp://hub:5555: it does not authorise this PC's key") == 1

@@ -91,6 +91,7 @@ class HubLink:
         self._sender = Sender(self.share.limit())
         self.trouble: tuple[str, str] = ("", "")
         """Why there is no hub now, as (code, sentence); empty when all is well."""
+        self._obstacle_said = ""
         self._open_channel = open_channel
         self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
         self._published: dict[int, int] = {}  # by sequence: the transfer, as long as it is outgoing
@@ -296,6 +297,7 @@ class HubLink:
         while not self._stop.is_set():
             now = time.monotonic()
             self.carry_out(self.peer.tick(now))
+            self._say_obstacle()
             trains = self.live or self.peer.state is PeerState.APART
             if trains and now >= report_at and not self.peer.observer:
                 report_at = now + REPORT_SECONDS
@@ -305,6 +307,12 @@ class HubLink:
                     task.result()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+
+    def _say_obstacle(self) -> None:
+        """Say once why a hub that was there does not let this node in again."""
+        if self.trouble[0] and (obstacle := self.obstacle) not in ("", self._obstacle_said):
+            logger.warning("%s does not come in again at %s: %s", self.peer.name, self.address, obstacle)
+            self._obstacle_said = obstacle
 
     async def _receive_forever(self) -> None:
         while True:
@@ -375,6 +383,6 @@ class HubLink:
     def _said_where(self, before: PeerState) -> None:
         if self.live and self.trouble[0]:
             logger.info("%s federates again, at version %d", self.peer.name, self.peer.version)
-            self.trouble = ("", "")
+            self.trouble, self._obstacle_said = ("", ""), ""
         logger.debug("%s: %s -> %s", self.peer.name, before.value, self.peer.state.value)
         self.listener.on_changed()
