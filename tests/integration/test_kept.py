@@ -150,6 +150,11 @@ def test_a_folder_is_one_nodes_and_lockstep_has_none(tmp_path):
     folder.close()
     with pytest.raises(CheckpointError, match="holds no node's checkpoints"):
         connect(address, "pc-1", checkpoint=tmp_path)
+    with pytest.raises(ConfigError, match="where to listen"):  # in the network thread
+        connect("tcp://*:5555", "pc-1", checkpoint=tmp_path / "other")
+    again = CheckpointFolder(tmp_path / "other")
+    again.lock()  # who was refused does not hold it
+    again.close()
     with pytest.raises(ConfigError, match="nodes in lockstep keep no checkpoints"):
         connect(address, "pc-1", checkpoint=tmp_path, exchange="allreduce:ring")
 

@@ -113,14 +113,15 @@ def connect(
         )
 
     saved = None
-    if folder is not None:
-        folder.lock()
-        try:
+    try:
+        if folder is not None:
+            folder.lock()
             saved = read_saved(folder)
-        except BaseException:
+        node = open_node(saved)
+    except BaseException:
+        if folder is not None:
             folder.close()
-            raise
-    node = open_node(saved)
+        raise
     try:
         if saved is not None and not node.wait_hub_of_checkpoint(timeout_seconds, new_run):
             assert folder is not None
