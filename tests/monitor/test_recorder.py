@@ -188,6 +188,17 @@ def test_a_disk_that_stays_full_ends_the_record_and_nothing_else(node, monkeypat
     node.close()
 
 
+def test_a_disk_that_says_only_at_the_end_that_it_is_full_ends_nothing_else(node, caplog):
+    def late():
+        file.close()
+        raise OSError(122, "Disk quota exceeded")
+
+    file, node._file = node._file, Disk(node._file, 1 << 20)
+    node._file.close = late
+    node.close()
+    assert "is not complete: Disk quota exceeded" in caplog.text
+
+
 def test_a_record_never_takes_the_place_of_another(tmp_path, clock):
     path = tmp_path / "pc-1.jsonl"
     for life in range(12):

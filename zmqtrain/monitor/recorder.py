@@ -91,7 +91,10 @@ class Recorder:
     def _shut(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            try:
+                file.close()
+            except OSError as error:  # a disk on the network may say only now that it is full
+                logger.error("the record in %s is not complete: %s", self.path, error.strerror)
 
     def __enter__(self) -> Any:
         return self

@@ -283,3 +283,9 @@ def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):
     for _ in range(3):
         link._say_obstacle()
     assert caplog.text.count("does not come in again at tcp://hub:5555: it does not authorise this PC's key") == 1
+
+
+def test_a_node_that_goes_on_alone_says_why_its_hub_does_not_answer_if_that_is_known(node, caplog):
+    node._link._channel, node._link._loop = SimpleNamespace(obstacle="it does not authorise this PC's key"), object()
+    assert node.wait_hub_of_checkpoint(0.0, False)
+    assert "nobody answers at tcp://hub:5555 (it does not authorise this PC's key): pc goes on from" in caplog.text

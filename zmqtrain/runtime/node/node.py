@@ -150,8 +150,9 @@ class Node(PeerExchange):
             return self._peer.state is not PeerState.CONNECTING or self._link.trouble[0] in ("run", "version")
 
         if not self._wait(answered, timeout_seconds):
-            text = "nobody answers at %s: %s goes on from its checkpoint of version %d of %s, alone for now"
-            logger.warning(text, self.address, self.name, self._peer.version, self._peer.run)
+            why = f" ({self._link.obstacle})" if self._link.obstacle else ""
+            text = "nobody answers at %s%s: %s goes on from its checkpoint of version %d of %s, alone for now"
+            logger.warning(text, self.address, why, self.name, self._peer.version, self._peer.run)
         elif self._link.trouble[0] == "run":
             if new_run:
                 return False
