@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import zmqtrain
-from zmqtrain.cli import COMMANDS, main
+from zmqtrain.cli import COMMANDS, broker_main, main, node_main
 from zmqtrain.cli.broker import (
     check_checkpoint,
     check_program,
@@ -258,3 +258,11 @@ def test_every_node_has_cores_and_none_has_more_than_another(monkeypatch: pytest
 def test_a_departure_says_how_and_with_what_words() -> None:
     assert str(Departure("node-1", -9, "")) == "node-1 ended by signal 9"
     assert str(Departure("node-2", 2, "no data")) == "node-2 ended with exit code 2: no data"
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zmqtrain.cli.import_module", interrupted)
+    assert main(["status", "tcp://hub:5555"]) == broker_main() == node_main() == 0

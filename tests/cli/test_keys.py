@@ -40,5 +40,7 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path, capsys: pytest.Capt
     assert "no key of the name" in capsys.readouterr().err
     assert main(["keys", "nwe", "pc9"]) == 2
     assert "did you mean new?" in capsys.readouterr().err
+    assert main(["keys", "new", "--folder", str(tmp_path)]) == 2
+    assert "zmqtrain keys new pc1 pc2" in capsys.readouterr().err
     assert main(["keys"]) == 2
     assert "revoke NAME" in capsys.readouterr().out

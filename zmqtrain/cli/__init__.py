@@ -1,7 +1,8 @@
 """Hold the command line: `zmqtrain-broker`, `zmqtrain-node`, and the umbrella `zmqtrain` with all commands.
 
 Rule 1: each command is a module with a `main` that returns an exit code; the umbrella only picks one.
-Rule 2: a command is imported when it is run, so that none pays for another, and the broker needs no jax.
+Rule 2: a command is imported when it is run, so that none pays for another, and the broker needs no jax; that takes
+a second on a slow PC, and Ctrl-C ends it as it ends a command: with no traceback, and 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib import import_module
 
 from zmqtrain import __version__
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "broker_main", "node_main"]
 
 COMMANDS = {
     "broker": "start the broker of a run, on the hub",
@@ -50,5 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}."
         print(f"zmqtrain: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    code: int = import_module(f"zmqtrain.cli.{name}").main(rest)
+    return _run(name, rest)
+
+
+def broker_main() -> int:
+    """Run the command `zmqtrain-broker`; return its exit code."""
+    return _run("broker", None)
+
+
+def node_main() -> int:
+    """Run the command `zmqtrain-node`; return its exit code."""
+    return _run("node", None)
+
+
+def _run(name: str, arguments: Sequence[str] | None) -> int:
+    try:
+        command = import_module(f"zmqtrain.cli.{name}")
+    except KeyboardInterrupt:
+        return 0
+    code: int = command.main(arguments)
     return code

@@ -21,6 +21,7 @@ from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import Folder
 from zmqtrain.cli.settings import read_config
+from zmqtrain.errors import ConfigError
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
 __all__ = ["ListConfig", "NewConfig", "RevokeConfig", "main"]
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _new(config: NewConfig) -> None:
+    if not config.names:
+        raise ConfigError("keys new needs a name for each PC, as in: zmqtrain keys new pc1 pc2 pc3")
     folder = _folder(config.folder)
     if config.names == (HUB,):
         folder.hub()

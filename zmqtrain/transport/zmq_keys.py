@@ -163,6 +163,8 @@ def _read_server_key(given: bytes | str | Path) -> bytes:
 
 
 def _load(path: Path | str) -> tuple[bytes, bytes | None]:
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no file {path}: it is made on the hub (zmqtrain keys new), and copied from there")
     try:
         return load_certificate(path)
     except (OSError, ValueError, IndexError) as error:  # the last: a line that has no "="

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Quarantine, Report, Schedule
+from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.protocol.words import words
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.events import BrokerEvents
@@ -153,7 +154,8 @@ class Telling:
         if reason == "again":
             self._log.info("%s", text)
         elif reason == "standby":
-            logger.warning("the standby left: %s; the nodes go on here without it", text)
+            rest = "" if text.endswith(TAKES_OVER) else "; the nodes go on here without it"
+            logger.warning("the standby left: %s%s", text, rest)
         elif reason == "master":
             self._log.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
         else:

@@ -52,7 +52,7 @@ def every_from_text(text: str, strict: bool = False) -> Every:
         if int(text) < 1:
             raise ConfigError(f"checkpoint_every must be at least 1 version, or 0.1s, got {text!r}")
         return Every(versions=int(text), together=strict)
-    seconds = parse_duration(text, "checkpoint_every")
+    seconds = parse_duration(text, "checkpoint_every, where it is no count of versions such as 64,")
     if seconds < LEAST_SECONDS:
         raise ConfigError(f"checkpoint_every must be at least {LEAST_SECONDS:g}s, or 1 version, got {text!r}")
     if strict:
