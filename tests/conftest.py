@@ -7,10 +7,12 @@ for as long as the tests last: most of a short run is compiling.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if (folder := config.stash.get(COMPILED_HERE, None)) is not None:
         del os.environ[COMPILED]
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A command that has set up its log leaves nothing of it to the tests that come after."""
+    logger = logging.getLogger("zmqtrain")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.level, logger.propagate, logger.handlers = before
+    logger.manager._clear_cache()
 
 
 @pytest.hookimpl(tryfirst=True)
