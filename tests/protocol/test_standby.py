@@ -225,6 +225,7 @@ def test_a_node_looks_for_its_hub_and_for_the_standby_in_turn():
     assert [type(effect) for effect in peer.tick(1.0)] == [Send]
     assert peer.tick(2.0)[0] == Connect(SECOND)
     assert peer.receive(Refused("standby", STANDBY), 2.1) == [] and peer.state is PeerState.CONNECTING
+    assert peer.obstacle == STANDBY
     assert peer.tick(4.0)[0] == Connect(FIRST)
 
 

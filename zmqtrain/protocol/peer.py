@@ -144,6 +144,8 @@ class Peer:
         self._open: dict[int, Aggregate | Snapshot] = {}
         self.checkpoints: tuple[int, ...] = ()
         self._asks_of: tuple[int, ...] = ()
+        self.obstacle = ""
+        """What the last broker that was no hub said of itself, "" once one has welcomed this peer."""
         self.rewound = -1
         """The version to which all have gone back, -1 if they have not."""
         self._hello_at = 0.0
@@ -417,7 +419,7 @@ class Peer:
             self.timetable.add(Schedule(every, delay, from_version))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
         self.shard, self.masters, self.heard = welcome.shard, welcome.masters, welcome.heard
-        self.state = PeerState.WELCOMED
+        self.state, self.obstacle = PeerState.WELCOMED, ""
         self._backoff.reset()
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
@@ -479,6 +481,7 @@ class Peer:
         if refused.reason == "probe":
             return []
         if refused.reason in ("standby", "term"):  # the hub may be elsewhere: it is looked for in turn
+            self.obstacle = refused.text
             self._backoff.reset()
             return []
         if refused.reason == "unknown":

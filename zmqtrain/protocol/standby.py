@@ -29,7 +29,7 @@ from zmqtrain.types import PeerId, Version
 
 __all__ = ["STANDBY", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Succession", "Tenure"]
 
-STANDBY = "this broker is the standby, and has not taken over"
+STANDBY = "what listens there is the standby of another broker, and has not taken over: give the address of that"
 TAKES_OVER = "it takes over"
 """The reason of a standby's Goodbye to a first that is there: who was told to take over says so before it does."""
 VOTE_SECONDS = 6.0

@@ -139,7 +139,7 @@ class HubLink:
     @property
     def obstacle(self) -> str:
         """What keeps this node from its hub, where more is known than that nobody answers; else ""."""
-        return self._channel.obstacle if self._loop is not None else ""  # it is opened before
+        return (self._channel.obstacle if self._loop is not None else "") or self.peer.obstacle  # it is opened before
 
     @property
     def bytes_sent(self) -> int:
