@@ -129,7 +129,7 @@ class DealerChannel:
         if self._refused:
             return (
                 "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
-                "--keys) this hub's?"
+                "--keys) this hub's, and does it use keys at all (not --insecure)?"
                 if self._keyed
                 else "what listens there wants keys: give the file that was made for this PC (--keys FILE)"
             )
