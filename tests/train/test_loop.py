@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
@@ -549,3 +550,34 @@ def test_a_slower_node_of_a_run_with_dynamic_local_updates_offers_after_fewer_st
             exchange.land(len(exchange.offers) - 1)
     assert made == [8, 10, 12, 14]
     assert sync.statistics().age_steps == 1
+
+
+class Shelf:
+    """A Keeping in memory, always due; `saved` is what it was given last."""
+
+    saved = due = None
+
+    def take(self):
+        saved, self.saved = self.saved, None
+        return saved
+
+    def is_due(self):
+        return bool(self.due)
+
+    def save(self, state, arrays, wait=False):
+        self.saved = json.loads(json.dumps(state)), arrays
+
+
+def test_a_checkpoint_of_the_step_in_which_a_node_began_again_says_so_for_the_optimizers_state_is_of_before():
+    exchange = ScriptedExchange(parts_at(0.0))
+    exchange.checkpoint = shelf = Shelf()
+    sync = DelayedSync(exchange, tree())
+    assert sync.take_adoption() is not None
+    params, shelf.due = sync.step(sync.start, state=jnp.float32(jnp.nan)), True
+    exchange.landing.append(Update(7, {}, {}, anchor=parts_at(50.0), reset=True))
+    params = sync.step(params, state=jnp.float32(jnp.nan))
+    again = DelayedSync(exchange, params, state=jnp.float32(0))
+    assert again.resumed and again.take_adoption() is not None and again.take_adoption() is None
+    assert sync.take_adoption() is not None
+    sync.step(params, state=jnp.float32(1))
+    assert DelayedSync(exchange, params, state=jnp.float32(0)).take_adoption() is None

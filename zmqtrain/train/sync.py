@@ -228,7 +228,8 @@ class DelayedSync:
         self._account.take_back(self.exchange.in_flight())
         kept = {"params": params, "anchor": jax.tree.unflatten(self._tree, self._anchor), "state": state}
         trees, arrays = pack_trees(kept)
-        facts = {"trees": trees, "account": self._account.to_plain(), "rhythm": self._rhythm.to_plain()}
+        account, rhythm = self._account.to_plain(), self._rhythm.to_plain()
+        facts = {"trees": trees, "account": account, "rhythm": rhythm, "adopted": self._adoption is not None}
         self._keeping.save(facts, arrays, wait)
 
     def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
@@ -239,7 +240,8 @@ class DelayedSync:
         self._anchor = self._moves.place(kept_leaves("anchor", trees, arrays)[1])
         what = "loop's state (its optimizer's, for one)"
         self.state = unpack_tree(self.state, *kept_leaves("state", trees, arrays), what)
-        self._adopted, self._adoption = False, None
+        self._adopted = False  # of an adoption that was not taken yet, the state is still that of before
+        self._adoption = Adoption(None) if facts["adopted"] else None
         self._account = Account.from_plain(facts["account"])
         self._rhythm.restore(facts["rhythm"])
         self._resumed = self._untaken = True
