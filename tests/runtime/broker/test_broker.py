@@ -25,6 +25,7 @@ from zmqtrain.protocol.messages import (
     Quarantine,
     Refused,
     Snapshot,
+    Welcome,
     WorkRequest,
     model_to_wire,
 )
@@ -451,6 +452,20 @@ def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
 
     lived(story)
     assert caplog.text.count("sending b away: it says more than") == 1
+
+
+def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard():
+    async def story(peers):
+        peers.broker._has_our_keys = lambda peer: peer == "s#1"
+        address = "tcp://10.0.0.9:1"
+        peers.wire.say("x#1", Hello("x", "standby", address=address))
+        peers.wire.say("y#1", Hello("y", "master", shard=1, address=address))
+        peers.wire.say("s#1", Hello("s", "standby", address=address))
+        await peers.until(lambda: peers.told("s#1", Welcome))
+        assert [refused.reason for who in ("x#1", "y#1") for refused in peers.told(who, Refused)] == ["keys", "keys"]
+        assert list(peers.broker.hub.members) == ["s#1"]
+
+    lived(story)
 
 
 def test_who_asks_for_parameters_again_and_again_is_looked_to_once():

@@ -99,6 +99,10 @@ from zmqtrain.types import VERSION, Buffer, Lane, PeerId
 __all__ = ["BrokerStatistics", "Broker"]
 
 TICK_SECONDS = 0.05
+OTHER_KEYS = (
+    "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
+    "it with a copy of the keys folder of the first (--keys)"
+)
 OUTBOX_MODELS = 3
 """So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
 
@@ -127,7 +131,8 @@ class Broker:
     share: what training may use of this machine's port; None: all there is.
     registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
     the first's.  open_line: how the broker itself reaches another.  inheritance: what a standby takes over, in place of
-    what is in the checkpoint's folder.
+    what is in the checkpoint's folder.  has_our_keys: whether a peer came in with this hub's own pair, as masters and
+    standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.
     Raises ConfigError, CheckpointError.
     """
 
@@ -144,11 +149,12 @@ class Broker:
         registration: Registration | None = None,
         open_line: OpenLine | None = None,
         inheritance: Inheritance | None = None,
+        has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
         run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
-        self.share = share or LinkShare()
+        self.share, self._has_our_keys = share or LinkShare(), has_our_keys
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
             self.settings,
@@ -349,6 +355,8 @@ class Broker:
             self.traffic.heard(len(frames[0]))
             self.traffic.acknowledged(peer, message)
             self.parameters.go_on(peer)
+        elif isinstance(message, Hello) and message.role in ("master", "standby") and not self._has_our_keys(peer):
+            self._expel(peer, ZmqTrainError(OTHER_KEYS), "keys")
         else:
             self._behind = frames[1:]
             if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self._behind) != message.size:

@@ -24,7 +24,7 @@ from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.key_folder import KeyFolder
+from zmqtrain.transport.key_folder import HUB, KeyFolder
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -122,6 +122,7 @@ def serve(
                 registration,
                 open_line,
                 inheritance,
+                lambda peer: folder is None or channel.name_of(peer) == HUB,
             )
         except BaseException:
             if registration is not None:
