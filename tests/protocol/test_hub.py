@@ -726,6 +726,13 @@ def test_in_strict_mode_each_node_has_a_lane_of_its_own_whoever_asks_first():
     assert hub.receive("a", WorkRequest((), 2, False), 0.0) == [SendTo("a", WorkUnit((0, 2)))]
 
 
+def test_in_strict_mode_a_node_that_is_quarantined_beside_those_that_began_has_no_lane_and_asks_without_harm():
+    hub = live_hub("b", "a", "c", release="all", mode="strict", units=6, start_nodes=2)
+    hub.members["c"].quarantined = True
+    ((_, dealt),) = sent(hub.receive("c", WorkRequest((), 1, True), 0.0), WorkUnit)
+    assert len(dealt.numbers) == 1
+
+
 def test_in_strict_mode_a_node_at_the_end_of_its_share_is_still_waited_for():
     hub = strict_hub()
     hub.receive("a", WorkRequest((), 3, False), 0.0)

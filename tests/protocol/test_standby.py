@@ -184,6 +184,19 @@ def test_a_standby_is_copied_after_the_releases_that_its_own_hello_brings_about(
     assert kinds[-1] is Replicate and Reduce in kinds
 
 
+def test_a_run_that_goes_back_waits_for_its_standby_to_hold_the_new_course_of_it():
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    replicas, told = Replicas(hub, lambda peer, text: None, lambda effects: None), []
+    hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
+    replicas.holds(9, 0.0)
+    assert hub.tenure.follows
+    replicas.go_back(4)
+    replicas.announce(5, lambda: told.append(5), 1.0)
+    assert not told
+    replicas.holds(5, 1.1)
+    assert told == [5]
+
+
 def test_a_first_that_waits_for_its_nodes_takes_its_standby_back():
     hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
     sent_away, told = [], []

@@ -102,4 +102,4 @@ class Dealing:
         """The node's fixed share of the data in strict mode; None when there is none, or somebody is missing."""
         nodes = sorted(training(self._members))
         strict = self._settings.mode == "strict" and len(nodes) == self.ledger.lanes
-        return nodes.index(peer) if strict else None
+        return nodes.index(peer) if strict and peer in nodes else None  # one that is quarantined has none

@@ -535,7 +535,10 @@ class Broker:
         state, self._moments = result
         self.serving.begin_anew()
         self._telling.going_back(state["version"])
+        self._replicas.go_back(int(state["version"]))
         self._carry_out(self.hub.rewound(state))
+        if (standby := self.hub.standby) is not None:
+            self._replicate(standby.peer)
 
     def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""

@@ -90,6 +90,10 @@ class Replicas:
         """A copy is on its way to the standby: what it held before counts no more."""
         self._held = -2
 
+    def go_back(self, version: Version) -> None:
+        """The run goes on from this version: what the standby held beyond it is another course of it."""
+        self._held, self._announced, self._closing_since = -2, version, None
+
     def holds(self, version: Version, now: float) -> None:
         """The standby holds this version."""
         self._held = max(self._held, version)
