@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.protocol.work import MOST_IN_HAND, WorkLedger
+from zmqtrain.protocol.work import CLAIMED_AHEAD, MOST_IN_HAND, WorkLedger
 
 
 def test_units_are_dealt_in_order_and_once():
@@ -96,6 +96,18 @@ def test_who_comes_back_has_again_what_it_had_in_hand_and_nobody_else_has():
     assert ledger.claim("a", (0, 1, 2, 3)) == (1, 2)
     assert ledger.claim("a", (1, 2)) == (1, 2), "asked again, it is answered again"
     assert ledger.done("a", (1, 2)) == 2 and ledger.claim("a", (1,)) == ()
+
+
+def test_who_claims_ever_more_gets_no_more_than_is_dealt_and_fills_no_memory():
+    ledger = WorkLedger()
+    for number in range(0, 4095 * 50, 4095):
+        ledger.claim("a", (number,))
+    assert len(ledger._returned) < 3 * CLAIMED_AHEAD
+    ledger.claim("a", range(1000))
+    assert sum(owner == "a" for owner in ledger._dealt.values()) == MOST_IN_HAND
+    assert ledger.deal("a", 1) == () and len(ledger.deal("b", 1)) == 1
+    assert ledger.done("a", list(ledger._dealt)) == MOST_IN_HAND
+    assert len(ledger.deal("a", 2 * MOST_IN_HAND)) == MOST_IN_HAND
 
 
 def test_a_hub_that_knows_less_than_its_nodes_deals_nothing_twice_that_one_claims():

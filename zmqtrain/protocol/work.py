@@ -20,7 +20,8 @@ MOST_IN_HAND = 256
 """So many units are dealt to one node at most that it has not done: nodes keep two; nobody takes a run's data."""
 
 CLAIMED_AHEAD = 4096
-"""A node that comes back may claim units so far beyond those that this hub knows of."""
+"""A node that comes back may claim units so far beyond those that this hub knows of; while many more than that many lie
+returned, none does."""
 
 
 class WorkLedger:
@@ -66,12 +67,14 @@ class WorkLedger:
         own: list[int] = []
         for number in dict.fromkeys(numbers):
             lane = number % self.lanes
-            if self._next[lane] <= number < self._next[lane] + CLAIMED_AHEAD * self.lanes and self._left(number):
+            ahead = self._next[lane] <= number < self._next[lane] + CLAIMED_AHEAD * self.lanes and self._left(number)
+            if ahead and len(self._returned) <= CLAIMED_AHEAD * self.lanes:
                 self._returned += range(self._next[lane], number + 1, self.lanes)
                 self._next[lane] = number + self.lanes
-            if number in self._returned:
+            if self._in_hand[peer] < MOST_IN_HAND and number in self._returned:
                 self._returned.remove(number)
                 self._dealt[number] = peer
+                self._in_hand[peer] += 1
             if self._dealt.get(number) == peer:
                 own.append(number)
         return tuple(own)

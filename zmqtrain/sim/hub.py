@@ -174,7 +174,7 @@ class SimHub:
             self._carry_out(self.hub.broken(peer, transfer, reason_of(error), str(error), now))
             return
         member = self.hub.members.get(peer)
-        if member is not None and transfer in member.open:
+        if member is not None and member.open.get(transfer) is announcement:
             self._whole[_key(peer, announcement)] = frames
             self._carry_out(self.hub.received(peer, transfer, now))
 
