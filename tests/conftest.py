@@ -8,6 +8,7 @@ for as long as the tests last: most of a short run is compiling.
 from __future__ import annotations
 
 import logging
+import gc
 import os
 import shutil
 import signal
@@ -34,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # one process may read what another one is writing; it compiles for itself then
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
     config.addinivalue_line("markers", "xdist_group(name): of tests that one worker runs, one after another")
+
+
+def pytest_collection_finish() -> None:
+    # some tests look whether all is let go; what was imported for all tests is not to be looked through each time
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
