@@ -241,6 +241,21 @@ def test_a_host_that_nobody_knows_is_refused_at_once(number: int, known: bool, m
         check_host("tcp://hub:5555")
 
 
+def test_of_several_hosts_one_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"pc2"}
+
+    def ask(host: str, port: None) -> list[object]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, host)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    check_host("tcp://pc1:5555,tcp://pc2:5555")
+    known.clear()
+    with pytest.raises(ConfigError, match="no host named 'pc2'"):
+        check_host("tcp://pc1:5555,tcp://pc2:5555")
+
+
 def test_a_standby_needs_the_address_of_another_broker_and_no_setting_of_the_run() -> None:
     config = broker("--standby", HUB, "--insecure", "--takeover-seconds", "5", "--address", "tcp://10.0.0.2:5555")
     assert (config.standby, config.takeover_seconds, config.address) == (HUB, 5.0, "tcp://10.0.0.2:5555")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from runs import BrokerProcess, Trainer, batches, loss, parameters
+from runs import BrokerProcess, Trainer, batches, loss, parameters, sgd
 
 from zmqtrain.runtime.broker.standby import StandbyPlace
-from zmqtrain.runtime.node.connect import promote
+from zmqtrain.runtime.node.connect import connect, promote
 from zmqtrain.settings import RunSettings
+from zmqtrain.train.sync import DelayedSync
 
 SETTINGS = RunSettings(
     every=2, delay=1, release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1",
@@ -54,3 +55,33 @@ def test_a_standby_that_is_told_to_takes_over_and_the_first_steps_down_by_itself
             trainer.wait_until(lambda: trainer.node.term == 1 and version(trainer) > at)
             trainer.stop.set()
             trainer.join()
+
+
+def train(address, folder, until):
+    """Train as pc-1 until `until(node, sync)`, save, and return the node's id and the version it began with."""
+    with connect(address, "pc-1", checkpoint=folder, checkpoint_every="1000") as node:
+        sync = DelayedSync(node, parameters())
+        params, began = sync.params, sync.version
+        for batch in node.batches(batches):
+            params, value = sgd(params, batch)
+            params = sync.step(params, score=value, samples=16)
+            if until(node, sync):
+                sync.save(params, (), wait=True)
+                return node.peer_id, began
+
+
+def test_nodes_that_are_started_after_a_takeover_find_the_hub_by_their_checkpoint_or_by_several_addresses(tmp_path):
+    with BrokerProcess(SETTINGS, None) as first:
+        place = StandbyPlace(first=first.address, takeover_seconds=0.5)
+        with BrokerProcess(None, None, standby=place) as standby:
+
+            def stands_by(node, sync):
+                return node.roster is not None and node.roster.hub["standby"] != "" and sync.version > 5
+
+            peer, _ = train(first.address, tmp_path, stands_by)
+            first.kill()
+            promote(standby.address)
+            again, began = train(first.address, tmp_path, lambda node, sync: node.term == 1 and sync.statistics().peers)
+            assert again == peer and began > 5
+            with connect(f"{first.address},{standby.address}", "pc-2") as node:
+                assert (node.address, node.term) == (standby.address, 1)

@@ -41,7 +41,7 @@ from zmqtrain.protocol.messages import (
     Welcome,
     model_to_wire,
 )
-from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.peer import MOST_LEARNT, Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Books, Replica
@@ -219,7 +219,7 @@ def test_a_first_that_waits_for_its_nodes_takes_its_standby_back():
 
 
 def test_a_node_believes_no_hub_of_a_lower_term_and_such_a_hub_says_so_itself():
-    peer = Peer("a#1", "a", address=FIRST)
+    peer = Peer("a#1", "a", addresses=[FIRST])
     peer.start(0.0)
     peer.receive(Welcome("run-1", 3, SETTINGS.to_dict(), term=2), 0.0)
     peer.gone(1.0)
@@ -231,7 +231,7 @@ def test_a_node_believes_no_hub_of_a_lower_term_and_such_a_hub_says_so_itself():
 
 
 def test_a_node_looks_for_its_hub_and_for_the_standby_in_turn():
-    peer = Peer("a#1", "a", address=FIRST)
+    peer = Peer("a#1", "a", addresses=[FIRST])
     peer.start(0.0)
     peer.receive(Welcome("run-1", -1, SETTINGS.to_dict(), standby=SECOND), 0.0)
     peer.gone(1.0)
@@ -240,6 +240,17 @@ def test_a_node_looks_for_its_hub_and_for_the_standby_in_turn():
     assert peer.receive(Refused("standby", STANDBY), 2.1) == [] and peer.state is PeerState.CONNECTING
     assert peer.obstacle == STANDBY
     assert peer.tick(4.0)[0] == Connect(FIRST)
+
+
+def test_a_node_that_is_given_several_addresses_tries_them_and_the_newest_standbys_in_turn():
+    peer = Peer("a#1", "a", addresses=[FIRST, SECOND])
+    for number in range(MOST_LEARNT + 1):
+        peer.know(f"tcp://pc{number}:1")
+    peer.know(SECOND)
+    assert peer.addresses == (FIRST, SECOND, *(f"tcp://pc{number}:1" for number in range(1, MOST_LEARNT + 1)))
+    peer.start(0.0)
+    tried = [peer.tick(3.0 * number)[0].address for number in range(1, len(peer.addresses) + 1)]
+    assert tried == [*peer.addresses[1:], FIRST]
 
 
 # ---------------------------------------------------------------------- whoever dies or is cut off
@@ -374,7 +385,7 @@ class Node:
 
     def __init__(self, world, name):
         self.world, self.id, self.at = world, f"{name}#1", FIRST
-        self.peer = Peer(self.id, name, incarnation=1, address=FIRST)
+        self.peer = Peer(self.id, name, incarnation=1, addresses=[FIRST])
         self.sequence, self.told, self.withdrawn, self.landed = 0, {}, set(), set()
         self.do(self.peer.start(world.now) + self.peer.join(MODEL, world.now))
 

@@ -19,6 +19,7 @@ from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 __all__ = [
     "Verbose",
     "Hub",
+    "Hubs",
     "Folder",
     "File",
     "Every",
@@ -31,6 +32,7 @@ __all__ = [
 
 Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
 Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
+Hubs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB[,HUB...]")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 

@@ -67,7 +67,8 @@ def _run(config: NodeConfig) -> int:
         threading.Thread(target=_end_with_stdin, name="zmqtrain-stdin", daemon=True).start()
     interruption = Interruption()
     interruption.install()
-    check_host(config.hub)
+    if config.checkpoint is None or not any(config.checkpoint.glob("checkpoint-*")):  # which may know another place
+        check_host(config.hub)
     credentials = read_credentials(config.server_key, config.keys)
     facts = {"zmqtrain": __version__, "began": time.time(), "data": config.data}
     recorder = None if config.record is None else NodeRecorder(config.record, facts)
@@ -88,13 +89,13 @@ def _run(config: NodeConfig) -> int:
             new_run=config.new_run,
         ) as node:
             check_masters(config.lockstep, node.settings)  # before it waits for others
-            program = load_run_program(node.settings, config.data, config.hub)
+            program = load_run_program(node.settings, config.data, node.address)
             if config.devices == "all":
                 program = _on_all_devices(program)
             check_card(program, node.settings, config)
             induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()
             slowed = f", with induced delays ({config.induce})" if config.induce else ""
-            display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {config.hub}{slowed}")
+            display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {node.address}{slowed}")
             interruption.display = display
             with display:
                 result = _train(node, program, interruption, config, induced, credentials)

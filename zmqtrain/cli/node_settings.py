@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zmqtrain.cli.fields import File, Folder, Hub, Verbose, check_checkpoints, require
+from zmqtrain.cli.fields import File, Folder, Hubs, Verbose, check_checkpoints, require
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
@@ -16,7 +16,7 @@ from zmqtrain.runtime.node.connect import NO_CHECKPOINT_IN_LOCKSTEP
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.train.lockstep import Lockstep, Server
-from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.address import parse_addresses
 
 __all__ = ["NodeConfig"]
 
@@ -29,8 +29,9 @@ class NodeConfig:
     sent first; a second Ctrl-C quits at once.
     """
 
-    hub: Hub
-    """The broker's address, for example tcp://192.168.1.10:5555."""
+    hub: Hubs
+    """The broker's address, for example tcp://192.168.1.10:5555. Several with commas are tried in turn: its own and
+    its standby's."""
     name: str = ""
     """What people call this node; empty: this PC's name."""
     data: str = ""
@@ -88,7 +89,7 @@ class NodeConfig:
     """Quit at once when standard input closes: whoever starts nodes as children holds its other end."""
 
     def __post_init__(self) -> None:
-        parse_address(self.hub)
+        parse_addresses(self.hub)
         link_share(self.link, self.share)
         require("wait_seconds", self.wait_seconds, 0)
         require("pace_seconds", self.pace_seconds, 0)

@@ -22,7 +22,7 @@ import tyro
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import read_steps
-from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.address import parse_address, parse_addresses
 
 __all__ = ["read_config", "check_host"]
 
@@ -123,13 +123,20 @@ def _checked(place: str, value: Any, kind: Any) -> Any:
 
 
 def check_host(address: str) -> None:
-    """Raise ConfigError if this PC knows no host of the name in `address`; a silent name service is no reason."""
-    host, _ = parse_address(address)
-    try:
-        socket.getaddrinfo(host, None)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:
-            raise ConfigError(
+    """Raise ConfigError if this PC knows no host of the name in `address`; a silent name service is no reason.
+
+    Of several addresses with commas one must be known: the PC of another may be gone, and its name with it.
+    """
+    for host in dict.fromkeys(parse_address(one)[0] for one in parse_addresses(address)):
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_NONAME:
+                return
+            unknown = ConfigError(
                 f"this PC knows no host named {host!r} ({address}): give the hub's address in numbers, as the broker "
                 "printed it, for example tcp://192.168.1.10:5555"
-            ) from error
+            )
+            unknown.__cause__ = error
+    raise unknown

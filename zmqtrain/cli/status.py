@@ -14,14 +14,14 @@ from rich.console import Console
 
 from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.fields import File, Hub, require
+from zmqtrain.cli.fields import File, Hubs, require
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.node import Node
-from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.address import parse_addresses
 
 __all__ = ["StatusConfig", "main", "roster_as_json"]
 
@@ -39,8 +39,9 @@ class StatusConfig:
     on held-out data.
     """
 
-    hub: Hub
-    """The broker's address, for example tcp://192.168.1.10:5555."""
+    hub: Hubs
+    """The broker's address, for example tcp://192.168.1.10:5555. Several with commas are tried in turn: its own and
+    its standby's."""
     watch: bool = False
     """Go on showing it until Ctrl-C."""
     json: bool = False
@@ -53,7 +54,7 @@ class StatusConfig:
     """How long to wait for the broker's answer."""
 
     def __post_init__(self) -> None:
-        parse_address(self.hub)
+        parse_addresses(self.hub)
         require("wait_seconds", self.wait_seconds, 0)
 
 
@@ -74,7 +75,7 @@ def _run(config: StatusConfig) -> int:
         timeout_seconds=config.wait_seconds,
     ) as node:
         roster = _first_roster(node, config.wait_seconds)
-        title = f"{node.settings.program or 'custom loops'} at {config.hub}"
+        title = f"{node.settings.program or 'custom loops'} at {node.address}"
         if config.watch:
             _watch(node, title, config.json)
         elif config.json:

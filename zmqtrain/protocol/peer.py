@@ -45,7 +45,8 @@ from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 __all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
 
 HUB = PeerId("hub")
-MOST_ADDRESSES = 4
+MOST_LEARNT = 4
+"""Addresses of standbys that a node keeps, the newest."""
 GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
 """After a Goodbye of the hub, and after one that is not believed."""
 
@@ -94,8 +95,8 @@ class Peer:
     timetable: which k and d hold when, from Welcome on.  quarantined_until: until then the hub takes no delta of this
     node.  held: as in Fetch: what a lost connection has left of a snapshot.
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
-    not fenced).  address: where the hub is; without it no standby is looked for.  term: of the hub that was last
-    believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
+    not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
+    last believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class Peer:
         claim: Claim | None = None,
         exchange: str = "",
         incarnation: int = 0,
-        address: str = "",
+        addresses: Sequence[str] = (),
     ) -> None:
         self.term = 0
-        self._addresses = [address] if address else []
+        self._given, self._learnt = tuple(addresses), list[str]()
+        self._looks_at = self._given[0] if self._given else ""
         self.incarnation, self.dropped = incarnation, Counter[str]()
         self._connection = Connection(0)
         self._backoff = Backoff(zlib.crc32(peer.encode()))
@@ -239,6 +241,16 @@ class Peer:
         self._beats[now] = max(self.in_flight, default=-1)
         return [Send(Heartbeat(now)), *self._resync_if_behind(now)]
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the hub is looked for: as given, then the standbys that were heard of."""
+        return (*self._given, *self._learnt)
+
+    def know(self, standby: str) -> None:
+        """Take note of where a standby of the hub is, or was."""
+        if standby and self._given and standby not in self.addresses:
+            self._learnt = [*self._learnt, standby][-MOST_LEARNT:]
+
     def stamp(self, counted: bool = True) -> Stamp:
         """Return the stamp of what is said next. counted: on the lane of control."""
         return self._connection.stamp(counted)
@@ -275,7 +287,7 @@ class Peer:
                 return self._withdraw_unheard(sent, heard)
             case Roster():
                 self.roster, self.masters = message, message.masters or self.masters
-                self._know(str(message.hub.get("standby", "")))
+                self.know(str(message.hub.get("standby", "")))
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
             case Quarantine(seconds=seconds):
@@ -373,15 +385,12 @@ class Peer:
 
     def _next_address(self) -> str:
         """Return where to look for the hub next: where it was, and where its standby is, in turn."""
-        if len(self._addresses) < 2:
+        known = self.addresses
+        if len(known) < 2:
             return ""
-        self._addresses.append(self._addresses.pop(0))
-        return self._addresses[0]
-
-    def _know(self, standby: str) -> None:
-        """Take note of where the hub's standby is."""
-        if standby and self._addresses and standby not in self._addresses:
-            self._addresses = [*self._addresses, standby][:MOST_ADDRESSES]
+        at = known.index(self._looks_at) if self._looks_at in known else -1
+        self._looks_at = known[(at + 1) % len(known)]
+        return self._looks_at
 
     def _greeting(self) -> Hello:
         if (claim := self.claim) is not None:
@@ -411,7 +420,7 @@ class Peer:
             )
             return self._lose_hub("version", text, now, now + REFUSED_HELLO_SECONDS)
         self.term = welcome.term
-        self._know(welcome.standby)
+        self.know(welcome.standby)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
         if self.timetable is None:
             self.timetable = Timetable(self.settings)
@@ -497,6 +506,6 @@ class Peer:
         self.state = PeerState.CONNECTING
         self._open.clear()
         self._beats.clear()
-        elsewhere = len(self._addresses) > 1 and reason in ("run", "version", "term")
+        elsewhere = len(self.addresses) > 1 and reason in ("run", "version", "term")
         self._hello_at, self._fresh = hello_at, not elsewhere
         return [Disconnect(HUB, reason, text)]

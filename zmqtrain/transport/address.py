@@ -9,10 +9,25 @@ import errno
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 
 from zmqtrain.errors import AddressInUse, ConfigError
 
-__all__ = ["bind_error", "connectable_host", "is_loopback", "local_address", "parse_address", "say_unreachable"]
+__all__ = [
+    "MOST_ADDRESSES",
+    "bind_error",
+    "check_reachable",
+    "connectable_host",
+    "is_loopback",
+    "local_address",
+    "parse_address",
+    "parse_addresses",
+    "say_addresses",
+    "say_unreachable",
+]
+
+MOST_ADDRESSES = 4
+"""So many may be named for one run: its broker's, its standby's, and those to which they may come."""
 
 ROUTED_NOWHERE = ("192.0.2.1", 9)
 """An address that stands for the outside (RFC 5737): asking which way leads there sends nothing."""
@@ -27,6 +42,34 @@ def parse_address(address: str, example: str = "tcp://192.168.1.10:5555") -> tup
     if match is None or (match[2] != "*" and int(match[2]) > 65535):
         raise ConfigError(f"{address!r} is no address of the form tcp://HOST:PORT, for example {example}")
     return match[1].strip("[]"), 0 if match[2] == "*" else int(match[2])
+
+
+def check_reachable(address: str) -> None:
+    """Raise ConfigError unless `address` is one to connect to."""
+    host, port = parse_address(address)
+    if host == "*" or port == 0:
+        raise ConfigError(
+            f"{address!r} says where to listen, not where to connect to: name the hub, for example"
+            " tcp://192.168.1.10:5555"
+        )
+
+
+def parse_addresses(text: str) -> tuple[str, ...]:
+    """Split "tcp://pc1:5555,tcp://pc2:5555", where one run is looked for in turn, into its addresses, each once.
+
+    Raise ConfigError if one of them is none to connect to, or there are more than `MOST_ADDRESSES`.
+    """
+    addresses = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for address in addresses:
+        check_reachable(address)
+    if len(addresses) > MOST_ADDRESSES:
+        raise ConfigError(f"{len(addresses)} addresses of one run are too many: name {MOST_ADDRESSES} at most")
+    return addresses
+
+
+def say_addresses(addresses: Sequence[str]) -> str:
+    """Return the addresses as a sentence names them: "tcp://pc1:5555 or tcp://pc2:5555"."""
+    return " or ".join(addresses)
 
 
 def is_loopback(address: str) -> bool:
@@ -74,12 +117,16 @@ def bind_error(address: str, number: int) -> ConfigError | AddressInUse:
     return ConfigError(f"cannot listen at {address} (error {number}: {errno.errorcode.get(number, 'unknown')})")
 
 
-def say_unreachable(address: str, seconds: float, obstacle: str) -> str:
-    """Return what to tell who has waited so long for a broker at `address`.  obstacle: what is known, "" if nothing."""
+def say_unreachable(addresses: Sequence[str], seconds: float, obstacle: str) -> str:
+    """Return what to tell who has waited so long for a broker at one of these addresses.
+
+    obstacle: what is known, "" if nothing.
+    """
+    where = say_addresses(addresses)
     if obstacle:
-        return f"no broker answers at {address} (waited {seconds:g} s): {obstacle}"
-    port = parse_address(address)[1]
+        return f"no broker answers at {where} (waited {seconds:g} s): {obstacle}"
+    port = parse_address(addresses[0])[1]
     return (
-        f"no broker answers at {address} (waited {seconds:g} s). Start one on the hub with `zmqtrain-broker --bind "
+        f"no broker answers at {where} (waited {seconds:g} s). Start one on the hub with `zmqtrain-broker --bind "
         f"tcp://*:{port}`, check the address and the port, and that the hub's firewall lets that one port in"
     )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from zmqtrain.errors import ChannelClosed, ConfigError
-from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.address import check_reachable, parse_address
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message, check_peer_id
 from zmqtrain.transport.routing import new_life, routing_id_of
@@ -94,12 +94,7 @@ class DealerChannel:
         beside: a channel of this process, with which this one shares libzmq's threads; it must be closed after this.
         Raise ConfigError for an address, a name or keys that cannot be used.
         """
-        host, port = parse_address(address)
-        if host == "*" or port == 0:
-            raise ConfigError(
-                f"{address!r} says where to listen, not where to connect to: name the hub, for example"
-                " tcp://192.168.1.10:5555"
-            )
+        check_reachable(address)
         check_peer_id(peer)
         if server_key is None and keys is not None:
             raise ConfigError("keys without a server_key: the hub's public key is needed too (its file NAME.key)")

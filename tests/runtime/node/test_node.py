@@ -289,3 +289,13 @@ def test_a_node_that_goes_on_alone_says_why_its_hub_does_not_answer_if_that_is_k
     node._link._channel, node._link._loop = SimpleNamespace(obstacle="it does not authorise this PC's key"), object()
     assert node.wait_hub_of_checkpoint(0.0, False)
     assert "nobody answers at tcp://hub:5555 (it does not authorise this PC's key): pc goes on from" in caplog.text
+
+
+def test_a_node_that_has_had_no_hub_for_a_minute_says_where_it_looks_and_why(node, caplog):
+    link = node._link
+    link._channel, link._loop = SimpleNamespace(obstacle=""), object()
+    link.peer.run = "run-1"
+    for seconds in (0.0, 30.0, 60.0):
+        link._say_alone(seconds)
+    said = "pc has had no hub for 60 s, at tcp://hub:5555: nobody answers. Training goes on alone; trying again."
+    assert [record.message for record in caplog.records] == [said]

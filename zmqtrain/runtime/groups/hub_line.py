@@ -115,7 +115,7 @@ class HubLine:
                             raise self._refused(text, reason)
         except TimeoutError:
             if not welcomed:
-                said = say_unreachable(self.address, timeout_seconds, self._channel.obstacle)
+                said = say_unreachable([self.address], timeout_seconds, self._channel.obstacle)
                 raise HubUnreachable(said, self.address) from None
             if occupied:
                 raise self._refused(occupied, "occupied") from None

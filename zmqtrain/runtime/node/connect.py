@@ -26,6 +26,7 @@ from zmqtrain.runtime.node.keeper import SavedNode, read_saved
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.node import Node
 from zmqtrain.runtime.planning.auto import link_share
+from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import PeerId, Version
@@ -57,6 +58,9 @@ def connect(
 ) -> Node | MastersNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
+    Where a standby may have taken over, several addresses ("tcp://pc1:5555,tcp://pc2:5555") are tried in turn until one
+    welcomes; a node that goes on from its checkpoint tries those too that it had heard of.
+
     Of several masters it is the first whose address is needed; the node that is returned speaks with all of them.
 
     A script that ends without closing its node says goodbye all the same.
@@ -84,6 +88,7 @@ def connect(
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
     if codec_on not in get_args(CodecOn):
         raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
+    addresses = parse_addresses(address)
     given = link_share(link, share)
     hub_key, pair = read_credentials(server_key, keys)
     every_from_text(checkpoint_every)
@@ -99,10 +104,10 @@ def connect(
     def open_node(saved: SavedNode | None) -> Node:
         peer = PeerId(f"{name}#{secrets.token_hex(4)}") if saved is None else saved.peer
         return Node(
-            open_channel(address, peer),
+            open_channel(addresses[0], peer),
             peer,
             peer.rpartition("#")[0],
-            address,
+            ",".join(addresses),
             observer,
             codec_on,
             events,
@@ -144,8 +149,8 @@ def connect(
             )
         if node.shard and not observer:
             raise ConfigError(
-                f"the broker at {address} has shard {node.shard} of {settings.masters} of its run's model: join at the "
-                f"first master, {', '.join(node.masters)}"
+                f"the broker at {node.address} has shard {node.shard} of {settings.masters} of its run's model: join "
+                f"at the first master, {', '.join(node.masters)}"
             )
         if settings.masters > 1 and events is not None:
             raise ConfigError(

@@ -216,6 +216,8 @@ class PeerExchange(ABC):
         if saved is not None:
             in_flight = [sequence for sequence, *_ in saved.facts["coder"]["unacked"]]
             self._peer.term = int(saved.facts["node"]["term"])
+            for address in saved.addresses:
+                self._peer.know(address)
             self._peer.resume(saved.run, saved.version, saved.settings, saved.model, in_flight, saved.versions)
 
     def _facts(self) -> dict[str, Any]:
@@ -230,6 +232,7 @@ class PeerExchange(ABC):
             "version": self._offers.version,
             "incarnation": peer.incarnation,
             "term": peer.term,
+            "addresses": list(peer.addresses),
             "resets": self._resets,
             "settings": self.settings.to_dict(),
             "model": spec_to_plain(self._joined_coder.model),

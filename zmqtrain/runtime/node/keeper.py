@@ -49,6 +49,7 @@ class SavedNode:
     run: str = field(init=False)
     version: int = field(init=False)
     incarnation: int = field(init=False)
+    addresses: tuple[str, ...] = field(init=False)
     settings: RunSettings = field(init=False)
     model: ModelSpec = field(init=False)
 
@@ -59,6 +60,7 @@ class SavedNode:
             ("run", str(node["run"])),
             ("version", int(node["version"])),
             ("incarnation", int(node["incarnation"])),
+            ("addresses", tuple(map(str, node.get("addresses", ())))),
             ("settings", RunSettings.from_dict(node["settings"])),
             ("model", spec_from_plain(node["model"])),
         ):

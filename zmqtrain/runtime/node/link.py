@@ -24,8 +24,10 @@ from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_he
 from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Report, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
+from zmqtrain.runtime.node.alone import Alone
 from zmqtrain.runtime.node.resuming import MOST_SPOILED, Resuming
 from zmqtrain.runtime.node.sender import Sender
+from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.reservation import LinkShare, Use
 from zmqtrain.types import Buffer, Lane, Offer, Version
 
@@ -91,7 +93,7 @@ class HubLink:
         self._sender = Sender(self.share.limit())
         self.trouble: tuple[str, str] = ("", "")
         """Why there is no hub now, as (code, sentence); empty when all is well."""
-        self._obstacle_said = ""
+        self._obstacle_said, self._alone = "", Alone()
         self._open_channel = open_channel
         self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
         self._published: dict[int, int] = {}  # by sequence: the transfer, as long as it is outgoing
@@ -135,6 +137,11 @@ class HubLink:
     def live(self) -> bool:
         """Whether the node takes part in the run now."""
         return self.peer.state is PeerState.LIVE
+
+    @property
+    def whereabouts(self) -> tuple[str, ...]:
+        """Where the hub is looked for, in turn; the one place to which it has moved, if it has."""
+        return self.peer.addresses if self.address in self.peer.addresses else (self.address,)
 
     @property
     def obstacle(self) -> str:
@@ -298,6 +305,7 @@ class HubLink:
             now = time.monotonic()
             self.carry_out(self.peer.tick(now))
             self._say_obstacle()
+            self._say_alone(now)
             trains = self.live or self.peer.state is PeerState.APART
             if trains and now >= report_at and not self.peer.observer:
                 report_at = now + REPORT_SECONDS
@@ -313,6 +321,13 @@ class HubLink:
         if self.trouble[0] and (obstacle := self.obstacle) not in ("", self._obstacle_said):
             logger.warning("%s does not come in again at %s: %s", self.peer.name, self.address, obstacle)
             self._obstacle_said = obstacle
+
+    def _say_alone(self, now: float) -> None:
+        """Say once a minute that a node of a run has no hub."""
+        if seconds := self._alone.look(self.peer, now):
+            where, why = say_addresses(self.whereabouts), self.obstacle or self.trouble[1] or "nobody answers"
+            text = "%s has had no hub for %.0f s, at %s: %s. %s; trying again."
+            logger.warning(text, self.peer.name, seconds, where, why.rstrip("."), self._meanwhile)
 
     async def _receive_forever(self) -> None:
         while True:

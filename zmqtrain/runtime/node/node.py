@@ -37,7 +37,7 @@ from zmqtrain.runtime.node.exchange import PeerExchange
 from zmqtrain.runtime.node.keeper import SavedNode
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.address import say_unreachable
+from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
@@ -52,7 +52,8 @@ SAY_AGAIN_SECONDS = 5.0
 class Node(PeerExchange):
     """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
 
-    open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: for messages.
+    open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: where that is, or
+    several with commas, where it is looked for in turn; the channel goes to the first.
     codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
     nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
     of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
@@ -77,10 +78,11 @@ class Node(PeerExchange):
         incarnation: int = 0,
         keep: tuple[CheckpointFolder, str, SavedNode | None] | None = None,
     ) -> None:
-        share = share or LinkShare()
+        share, addresses = share or LinkShare(), address.split(",")
         machine = Peer(
-            peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation, address=address
-        )
+            peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation,
+            addresses=addresses,
+        )  # fmt: skip
         super().__init__(name, machine, threading.Condition, events)
         self._is_first = first is None
         if first is not None:  # it says the same of the training
@@ -90,7 +92,7 @@ class Node(PeerExchange):
         """For experiments: draws by how many seconds a delta is sent late."""
         self._closed = False
         self._place = CoderPlace(codec_on, name)
-        self._link = HubLink(open_channel, self._peer, address, self, share)
+        self._link = HubLink(open_channel, self._peer, addresses[0], self, share)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         if keep is not None:
             self._keep_in(*keep)
@@ -134,7 +136,8 @@ class Node(PeerExchange):
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
         if not self._welcomed(timeout_seconds):
-            raise HubUnreachable(say_unreachable(self.address, timeout_seconds, self._link.obstacle), self.address)
+            text = say_unreachable(self._link.whereabouts, timeout_seconds, self._link.obstacle)
+            raise HubUnreachable(text, self.address)
         assert self._peer.settings is not None
         return self._peer.settings
 
@@ -147,12 +150,17 @@ class Node(PeerExchange):
         """
 
         def answered() -> bool:
-            return self._peer.state is not PeerState.CONNECTING or self._link.trouble[0] in ("run", "version")
+            other = self._link.trouble[0] in ("run", "version") and len(self._link.whereabouts) == 1
+            return self._peer.state is not PeerState.CONNECTING or other
 
-        if not self._wait(answered, timeout_seconds):
+        if self._wait(answered, timeout_seconds) and self._peer.state is not PeerState.CONNECTING:
+            return True
+        if not self._link.trouble[0]:
             why = f" ({self._link.obstacle})" if self._link.obstacle else ""
             text = "nobody answers at %s%s: %s goes on from its checkpoint of version %d of %s, alone for now"
-            logger.warning(text, self.address, why, self.name, self._peer.version, self._peer.run)
+            logger.warning(
+                text, say_addresses(self._link.whereabouts), why, self.name, self._peer.version, self._peer.run
+            )
         elif self._link.trouble[0] == "run":
             if new_run:
                 return False
@@ -175,7 +183,7 @@ class Node(PeerExchange):
         if self._wait(welcomed, soon):
             return True
         if (rest := timeout_seconds - soon) > 0:
-            logger.info("nobody answers yet at %s; trying for %.0f s more", self.address, rest)
+            logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(self._link.whereabouts), rest)
         return self._wait(welcomed, rest)
 
     def join(

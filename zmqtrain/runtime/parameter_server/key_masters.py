@@ -100,7 +100,7 @@ class KeyMasters:
             async with asyncio.timeout_at(self._until):
                 return await asyncio.shield(future)
         except TimeoutError:
-            said = say_unreachable(line.address, self.timeout_seconds, line.obstacle)
+            said = say_unreachable([line.address], self.timeout_seconds, line.obstacle)
             raise HubUnreachable(said, line.address) from None
 
     async def close(self) -> None:

@@ -1,0 +1,27 @@
+"""The addresses that users type: one, or several with commas."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.transport.address import parse_addresses, say_unreachable
+
+FIRST, SECOND = "tcp://pc1:5555", "tcp://pc2:5556"
+
+
+def test_several_addresses_are_each_one_to_connect_to_and_count_once() -> None:
+    assert parse_addresses(FIRST) == (FIRST,)
+    assert parse_addresses(f"{FIRST}, {SECOND},{FIRST}") == (FIRST, SECOND)
+
+
+@pytest.mark.parametrize(
+    "text", ["", f"{FIRST},", f"{FIRST},pc2", f"{FIRST},tcp://*:5555", ",".join(f"tcp://pc{n}:1" for n in range(5))]
+)
+def test_a_list_with_what_is_no_address_to_connect_to_or_with_too_many_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_addresses(text)
+
+
+def test_who_finds_no_broker_is_told_where_it_was_looked_for() -> None:
+    assert f"answers at {FIRST} or {SECOND} (waited 5 s)" in say_unreachable([FIRST, SECOND], 5.0, "")

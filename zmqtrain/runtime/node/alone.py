@@ -1,0 +1,32 @@
+"""Say again, once a minute, that a node has no hub: whoever looks at its log then knows that it trains alone (pure).
+
+Rule: what is said is the caller's; here is when.
+"""
+
+from __future__ import annotations
+
+from zmqtrain.protocol.peer import Peer, PeerState
+
+__all__ = ["AGAIN_SECONDS", "Alone"]
+
+AGAIN_SECONDS = 60.0
+
+
+class Alone:
+    """How long one node has been without a hub, and when that was said last."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._say_at = 0.0
+
+    def look(self, peer: Peer, now: float) -> float:
+        """Take note of how it is now; return the seconds for which it has been alone if they are to be said, else 0."""
+        if peer.observer or not peer.run or peer.state is not PeerState.CONNECTING:
+            self._since = None
+            return 0.0
+        if self._since is None:
+            self._since, self._say_at = now, now + AGAIN_SECONDS
+        if now < self._say_at:
+            return 0.0
+        self._say_at = now + AGAIN_SECONDS
+        return now - self._since
