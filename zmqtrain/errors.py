@@ -15,6 +15,7 @@ __all__ = [
     "CodecError",
     "NonFiniteDelta",
     "OutlyingDelta",
+    "EnormousDelta",
     "FramingError",
     "ProtocolError",
     "LocalProtocolError",
@@ -70,6 +71,10 @@ class NonFiniteDelta(CodecError):
 
 class OutlyingDelta(CodecError):
     """A delta is far larger than any that training makes here: something is wrong on the node that computed it."""
+
+
+class EnormousDelta(OutlyingDelta):
+    """A delta is so large that nothing of the training that made it can be trusted, its optimizer's state neither."""
 
 
 class FramingError(ZmqTrainError):

@@ -166,6 +166,7 @@ class Update:
     the part that the master has which sent it.
     landed: the sequences of this node's offers that `own` holds.
     reset: drop what is pending there, and go on from the anchor: a new one, or the one that is there (anchor None).
+    warm: of a reset: the optimizer goes on as it is, it does not begin fresh.
     keep: go on from the own parameters, whatever the anchor is: all that they differ from it is pending.
     moments: the optimizer state that came with the anchor, as float32 values laid end to end, in one array or several.
     """
@@ -178,6 +179,7 @@ class Update:
     reset: bool = False
     keep: bool = False
     moments: Sequence[Array] | None = None
+    warm: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from zmqtrain.protocol.effects import (
     Disconnect,
     Expect,
     Found,
+    Rebase,
     Reduce,
     SendTo,
     Serve,
@@ -895,6 +896,30 @@ def test_what_it_had_sent_before_still_lands():
         offend(hub, "b", sequence)
     (reduce,) = of(Reduce, contribute(hub, "a", 0))
     assert {one.peer for one in reduce.contributions} == {"a", "b"} and reduce.live == 2
+
+
+def test_where_half_of_the_nodes_are_turned_away_for_their_norm_the_gate_is_wrong_and_all_are_let_out():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        offend(hub, "b", sequence)
+    for sequence in range(2):
+        offend(hub, "a", sequence)
+    effects = offend(hub, "a", 2, now=1.0)
+    assert of(Rebase, effects) == [Rebase(("a", "b"))]
+    assert [(peer, message.reason, message.seconds) for peer, message in sent(effects, Quarantine)] == [
+        ("b", "over", 0)
+    ]
+    assert hub.live == {"a", "b"}
+    assert hub.receive("b", publish(3), 1.0) == [Expect("b", publish(3))]
+
+
+def test_who_trains_alone_is_not_quarantined_for_its_norm():
+    hub = live_hub("a")
+    offend(hub, "a", 0)
+    offend(hub, "a", 1)
+    effects = offend(hub, "a", 2)
+    assert of(Rebase, effects) == [Rebase(("a",))] and not sent(effects, Quarantine)
+    assert hub.live == {"a"}
 
 
 def test_who_connects_again_is_still_quarantined_and_is_told_so():

@@ -22,6 +22,27 @@ def test_what_may_happen_to_any_node_is_no_offence(reason):
     assert refused(Quarantines(), 0.0, times=20, reason=reason) == [0.0] * 20
 
 
+def test_half_of_the_nodes_are_not_out_for_their_norm_unless_the_gate_is_wrong():
+    quarantines, live = Quarantines(), ("a", "b", "c", "d")
+    refused(quarantines, 0.0, peer="a")
+    assert quarantines.wrongly(live) == ()
+    refused(quarantines, 0.0, peer="b", reason="enormous")
+    assert quarantines.wrongly(live) == ()
+    refused(quarantines, 0.0, peer="c")
+    assert quarantines.wrongly(live) == ("a", "c")
+    quarantines.accepted("a")
+    assert quarantines.wrongly(live) == ()
+    quarantines.acquit("c")
+    assert quarantines.rest("c", 0.0) == 0.0 and refused(quarantines, 0.0, times=2, peer="c") == [0.0, 0.0]
+
+
+def test_of_two_nodes_either_may_be_right_and_who_is_alone_is():
+    quarantines = Quarantines()
+    refused(quarantines, 0.0, peer="a")
+    assert quarantines.wrongly(("a", "b")) == ()
+    assert quarantines.wrongly(("a",)) == ("a",)
+
+
 def test_refusals_that_are_rare_quarantine_nobody():
     quarantines = Quarantines()
     for number in range(50):

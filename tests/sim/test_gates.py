@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from zmqtrain.errors import NonFiniteDelta
@@ -62,6 +63,60 @@ def test_a_delta_that_is_far_too_large_never_reaches_the_others(times, program, 
     # it came back, and ends with the others' parameters
     ends = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(one.params)]) for one in result.nodes.values()]
     np.testing.assert_allclose(ends[1], ends[0], atol=1e-4)
+
+
+@pytest.fixture
+def converging(program):
+    """The line without noise, by Adam: its steps become ever smaller, but for an optimizer that begins fresh."""
+
+    class Converging(type(program)):
+        def optimizer(self):
+            return optax.adam(self.rate)
+
+        def batches(self, unit):
+            for batch in super().batches(unit):
+                yield {"x": batch["x"], "label": batch["x"] @ self.true}
+
+    return Converging(rate=0.02)
+
+
+def test_late_in_a_run_that_has_converged_no_newcomer_is_refused_and_the_run_goes_on(
+    converging, scenario, monkeypatch, tmp_path
+):
+    said, judge = [], NormGate.judge
+
+    def listen(gate, peer, fragment, norm, *facts):
+        why = judge(gate, peer, fragment, norm, *facts)
+        said.append((norm, why))
+        return why
+
+    monkeypatch.setattr(NormGate, "judge", listen)
+    # the first dies and is replaced; at last only those are left that came late
+    nodes = [SimNode(killed_at=25.0), SimNode(killed_at=31.0), SimNode(joins_at=22.0), SimNode(joins_at=28.0)]
+    run = scenario(nodes, units=400, start_nodes=2, codec="float32", broadcast_codec="float32", lost_seconds=2.0)
+    simulate(run, converging, record=tmp_path)
+    norms = [norm for norm, _ in said]
+    assert min(norms) < max(norms) / 500
+    assert {why for _, why in said} == {""}
+    assert "quarantined" not in (tmp_path / "broker.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("times", "fresh"), [(100.0, 0), (1e9, 1)])
+def test_only_what_is_enormous_costs_a_node_its_optimizer(times, fresh, program, scenario, tmp_path):
+    adopted = []
+
+    class Watched(spoiled("node-1", {40}, lambda leaf: leaf * np.float32(times))):
+        def take_adoption(self):
+            adoption = super().take_adoption()
+            if adoption is not None and self.steps > 40:
+                adopted.append(self.exchange.name)
+            return adoption
+
+    nodes = [SimNode(step_seconds=0.5) for _ in range(3)]
+    run = scenario(nodes, units=60, codec="float32", broadcast_codec="float32")
+    simulate(run, program, make_sync=Watched, record=tmp_path)
+    assert "quarantined" in (tmp_path / "broker.jsonl").read_text()
+    assert adopted == ["node-1"] * fresh
 
 
 @pytest.mark.parametrize("codec", ["float32", "ternary", "int8,fragments=2", "topk:density=0.1+int8"])

@@ -115,6 +115,68 @@ def test_who_trains_alone_is_not_locked_out_for_ever():
     assert gate.judge("a", 0, 1e3, STEPS) == ""
 
 
+def converged(fell_to=0.0009, rounds=200):
+    """The gate of two nodes' run of Adam: it began with norms of 1.2, and hardly moves any more."""
+    gate = NormGate(10.0)
+    for norm in np.geomspace(1.2, fell_to, rounds):
+        for peer in ("a", "b"):
+            assert gate.judge(peer, 0, float(norm), STEPS) == ""
+    for _ in range(norms.WINDOW):
+        assert gate.judge("b", 0, fell_to, STEPS) == ""
+    return gate
+
+
+@pytest.mark.parametrize("sizes", [[0.0287, 0.0287, 0.0287, 0.02, 0.01], [1.24, 1.1, 0.9, 0.9, 0.5, 0.2]])
+def test_in_a_run_that_has_converged_a_restarted_node_and_a_new_one_are_heard(sizes):
+    gate = converged()
+    gate.forget("a")
+    for size in sizes:
+        assert gate.judge("a", 0, size, STEPS) == ""
+        assert gate.judge("b", 0, 0.0009, STEPS) == ""
+
+
+@pytest.mark.parametrize("times", [100, -100, 1e6, 1e38])
+def test_in_a_run_that_has_converged_what_is_far_over_its_beginning_is_refused(times):
+    gate = converged()
+    gate.judge("new", 0, 1.0, STEPS)
+    assert gate.judge("new", 0, abs(times) * 1.2, STEPS)
+    assert gate.judge("b", 0, 0.0009, STEPS) == ""
+
+
+@pytest.mark.parametrize(("times", "enormous"), [(100, False), (1e5, True), (1e38, True)])
+def test_it_says_how_far_over_what_is_let_through_a_delta_is(times, enormous):
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 0, times, STEPS)
+    assert (gate.excess >= norms.ENORMOUS) is enormous
+
+
+def test_a_gate_that_is_wrong_takes_the_size_of_those_it_turned_away():
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 0, 300.0, STEPS)
+    assert gate.judge("b", 0, 1.0, STEPS) == ""
+    gate.forget("a")
+    gate.rebase(["a"])
+    for _ in range(3):
+        assert gate.judge("a", 0, 300.0, STEPS) == ""
+    assert gate.judge("a", 0, 1e5, STEPS)
+
+
+def test_what_was_enormous_is_never_taken_for_usual():
+    gate = gate_of("a", "b")
+    assert gate.judge("a", 0, 1e6, STEPS)
+    gate.rebase(["a"])
+    assert gate.judge("a", 0, 1e6, STEPS)
+
+
+def test_a_gate_that_is_made_anew_remembers_how_large_deltas_once_were():
+    gate = NormGate(10.0)
+    gate.remember(converged().memory())
+    for _ in range(FEWEST):
+        assert gate.judge("b", 0, 0.0009, STEPS) == ""
+    assert gate.judge("new", 0, 1.24, STEPS) == ""
+    assert gate.judge("new", 0, 120.0, STEPS)
+
+
 def test_fragments_are_judged_each_by_its_own():
     gate = gate_of("a", "b")
     assert gate.judge("a", 1, 1e3, STEPS) == ""
@@ -133,6 +195,10 @@ def test_nodes_that_come_and_go_do_not_fill_the_memory(monkeypatch):
         gate.judge(f"pc-{number}", 0, 1.0, STEPS)
     assert len(gate._nodes) == 3
     assert len(gate._fragments[0].latest) == 3
+    for number in range(10):
+        gate.judge("pc", 0, 1.0, STEPS)
+        gate.judge(f"pc-{number}", 0, 500.0, STEPS)
+    assert len(gate._fragments[0].turned_away) <= 3
 
 
 @pytest.mark.parametrize(("text", "read"), [("auto", "auto"), ("none", "none"), ("10", 10.0), ("2.5", 2.5)])

@@ -33,6 +33,7 @@ __all__ = [
     "Contribution",
     "Reduce",
     "Deliver",
+    "Rebase",
     "Withdraw",
     "Disconnect",
     "HubEffect",
@@ -232,12 +233,21 @@ class Deliver:
 
     landed: own sequences in it; reset: drop what is pending.
     keep: the node goes on from its own parameters; all that they differ from this snapshot is pending.
+    warm: of a reset: the optimizer goes on as it is.
     """
 
     announcement: Aggregate | Snapshot | Replica
     landed: tuple[int, ...]
     reset: bool = False
     keep: bool = False
+    warm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rebase:
+    """At the hub: the norm gate turns away these nodes, half of the live ones or more: it is to take their size."""
+
+    peers: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +300,7 @@ HubEffect = (
     | Discard
     | Accumulate
     | Reduce
+    | Rebase
     | Disconnect
 )
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

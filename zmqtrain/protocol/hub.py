@@ -9,7 +9,7 @@ what is known stands in the `HubBook`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zmqtrain.errors import LocalProtocolError, RemoteProtocolError
@@ -23,6 +23,7 @@ from zmqtrain.protocol.effects import (
     Expect,
     Hear,
     HubEffect,
+    Rebase,
     Replicate,
     SendTo,
     Serve,
@@ -399,8 +400,21 @@ class Hub(HubBook):
         seconds = self.quarantines.refused(member.peer, reason, now)
         if not seconds:
             return []
+        live = [one.peer for one in self.members.values() if one.state is MemberState.LIVE and not one.drained]
+        if reason == "norm" and (out := self.quarantines.wrongly(live)):
+            return self._acquit(out)
         member.quarantined = True
         return [SendTo(member.peer, Quarantine(reason, text, seconds)), *self._release(now)]
+
+    def _acquit(self, peers: Sequence[PeerId]) -> list[HubEffect]:
+        """So many cannot all be wrong: the gate is. It takes their size, and they are let out."""
+        effects: list[HubEffect] = [Rebase(tuple(peers))]
+        for peer in peers:
+            self.quarantines.acquit(peer)
+            if self.members[peer].quarantined:  # and was told so
+                self.members[peer].quarantined = False
+                effects.append(SendTo(peer, Quarantine("over", "the norm gate of the broker was wrong", 0.0)))
+        return effects
 
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
         if is_double(self, member, publish):

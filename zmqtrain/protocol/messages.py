@@ -318,7 +318,8 @@ class Preempt:
 @dataclass(frozen=True, slots=True)
 class Quarantine:
     """Hub to node: for so many `seconds` none of your deltas is taken: too many were refused. reason, text: of the last
-    one, as in Refused. Drop what is pending and start again from the shared parameters."""
+    one, as in Refused. Drop what is pending and start again from the shared parameters, for "norm" and "again" with the
+    optimizer as it is. seconds 0: you are free, go on as you are."""
 
     reason: str
     text: str

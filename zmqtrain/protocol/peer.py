@@ -47,6 +47,8 @@ __all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
 HUB = PeerId("hub")
 MOST_LEARNT = 4
 """Addresses of standbys that a node keeps, the newest."""
+KEEPS_OPTIMIZER = frozenset({"norm", "again"})
+"""Who is quarantined for these goes on with the optimizer that it has: a fresh one makes large deltas again."""
 GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
 """After a Goodbye of the hub, and after one that is not believed."""
 
@@ -142,7 +144,7 @@ class Peer:
         self._announced = self.run_version = -1
         self._behind_since: float | None = None
         self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
-        self._reset = self._missing = False  # until a whole snapshot is here
+        self._reset = self._warm = self._missing = False  # until a whole snapshot is here
         self._open: dict[int, Aggregate | Snapshot] = {}
         self.checkpoints: tuple[int, ...] = ()
         self._asks_of: tuple[int, ...] = ()
@@ -290,10 +292,13 @@ class Peer:
                 self.know(str(message.hub.get("standby", "")))
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
-            case Quarantine(seconds=seconds):
+            case Quarantine(reason, _, seconds):
                 self.quarantined_until = now + seconds
+                if seconds <= 0:
+                    return []
                 several = self.settings is not None and self.settings.masters > 1
                 if (self.state, Quarantine) in PEER_TRANSITIONS and not several:  # one of several has a part only
+                    self._warm = reason in KEEPS_OPTIMIZER and (self._warm or not self._reset)
                     self._reset = True
                     return self._resync()
             case Refused():
@@ -313,7 +318,7 @@ class Peer:
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
                     case Preempt():
-                        self._reset = True
+                        self._reset, self._warm = True, False
                         return self._resync()
         return []
 
@@ -346,14 +351,15 @@ class Peer:
         if isinstance(announcement, Snapshot):
             landed = tuple(s for s, _ in announcement.landed if s in self.in_flight)
             reset = self._reset or announcement.reset
-            self._reset = self._missing = False
+            warm = self._warm and not announcement.reset
+            self._reset = self._warm = self._missing = False
             keep = not reset and self.version < 0 and self.settings is not None and self.settings.initial == "own"
         else:
             landed = tuple(s for peer, s in announcement.landed if s in self.in_flight and peer == self.peer)
-            reset = keep = False
+            reset = keep = warm = False
         self.version = announcement.version
         self.in_flight.difference_update(landed)
-        return [Deliver(announcement, landed, reset, keep)]
+        return [Deliver(announcement, landed, reset, keep, warm)]
 
     # ------------------------------------------------------------------ the moves
 
@@ -455,7 +461,8 @@ class Peer:
         settings = self.settings
         population = settings is not None and settings.initial == "own" and settings.elastic == 1
         self.state = PeerState.APART if population and not self.founded and self.version < 0 else PeerState.SYNCING
-        self._reset |= any(one.reset for one in self._open.values() if isinstance(one, Snapshot) and one.version >= 0)
+        if any(one.reset for one in self._open.values() if isinstance(one, Snapshot) and one.version >= 0):
+            self._reset, self._warm = True, False
         self._open.clear()
         known = -1 if self._reset or self._missing else self.version
         founding = self.founding if self.shard else 0  # the first gives the number, and needs not be told it

@@ -7,18 +7,20 @@
 Rule 1: only what no sound node sends counts (`OFFENCES`): a delta that came late, or twice, is nobody's fault.
 Rule 2: pure: `now` is an argument.  Rule 3: a node keeps its record when its connection is made anew; those heard of
 longest ago are forgotten first.  Rule 4: nobody is quarantined for ever: a new life of a node begins free.
+Rule 5: a gate that turns away half of the nodes for their norm is wrong itself (`wrongly`): these are acquitted.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from zmqtrain.types import PeerId
 
 __all__ = ["OFFENCES", "Quarantines"]
 
-OFFENCES = frozenset({"non-finite", "norm", "corrupt", "size"})
+OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
 """The codes with which a delta is refused that no sound node sends."""
 MOST_REFUSED, OF_LAST = 3, 8
 """So many refused of so many deltas quarantine a node; and so many accepted in a row end its probation."""
@@ -29,12 +31,17 @@ NODES_KEPT = 1024
 @dataclass
 class _Record:
     """Of one node: which of its last deltas were refused; until when it is quarantined, and for how long the next time;
-    and how many were accepted since."""
+    how many were accepted since; and the code for which it was quarantined last."""
 
     refused: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_LAST))
     until: float = float("-inf")
     seconds: float = FIRST_SECONDS
     on_probation: bool = False
+    reason: str = ""
+
+    @property
+    def is_out_for_norm(self) -> bool:
+        return self.on_probation and self.reason == "norm" and not self.refused
 
 
 class Quarantines:
@@ -54,7 +61,7 @@ class Quarantines:
         if not record.on_probation and sum(record.refused) < MOST_REFUSED:
             return 0.0
         seconds, record.seconds = record.seconds, min(2 * record.seconds, LONGEST_SECONDS)
-        record.until, record.on_probation = now + seconds, True
+        record.until, record.on_probation, record.reason = now + seconds, True, reason
         record.refused.clear()
         return seconds
 
@@ -71,6 +78,18 @@ class Quarantines:
         """Return for how many seconds more a node is quarantined; 0: it is not."""
         record = self._records.get(peer)
         return max(0.0, record.until - now) if record is not None else 0.0
+
+    def wrongly(self, live: Collection[PeerId]) -> tuple[PeerId, ...]:
+        """Return who is out for its norm, with nothing accepted since, if these are half of `live` or more; else ().
+
+        One of two is not: either may be right. One that is alone is.
+        """
+        out = tuple(peer for peer in live if (one := self._records.get(peer)) is not None and one.is_out_for_norm)
+        return out if 2 * len(out) >= len(live) and (len(out) > 1 or len(live) == 1) else ()
+
+    def acquit(self, peer: PeerId) -> None:
+        """Forget what is held against a node."""
+        self._records.pop(peer, None)
 
     def _recent(self, peer: PeerId) -> _Record:
         record = self._records.pop(peer, None) or _Record()

@@ -21,6 +21,7 @@ from zmqtrain.protocol.effects import (
     Found,
     HubEffect,
     Lend,
+    Rebase,
     Reduce,
     SendTo,
     Serve,
@@ -216,7 +217,7 @@ class SimHub:
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
             case SendTo(peer, message, stamp):
-                if isinstance(message, Quarantine):
+                if isinstance(message, Quarantine) and message.seconds > 0:
                     self._say_quarantine(peer, message)
                 self._send(peer, message, stamp)
             case Broadcast(message):
@@ -243,6 +244,11 @@ class SimHub:
                 self._codec.do(sum(map(self._of_fragment, effect.fragments)), partial(self._release, effect))
             case Serve():
                 self._codec.do(0, partial(self._serve, effect, self._moments if effect.moments else ()))
+            case Rebase(peers):
+                self.aggregator.gate.rebase(peers)
+                if self._events is not None:
+                    for peer in peers:
+                        self._events.member(peer, "acquitted", "the norm gate takes the size of its deltas for usual")
             case Disconnect(peer):
                 self._following.pop(peer, None)
                 self.aggregator.gate.forget(peer)

@@ -2,9 +2,11 @@
 
 Rule 1: only what is far too large is refused; what is small harms nobody.  Rule 2: robust: a median and its deviation,
 of logarithms, over what was accepted of late; what was refused moves nothing.
-Rule 3: an honest delta is not refused: one that stands for many steps may be as many times as large (its node was
-away), a node's first of a fragment ten times (its optimizer is fresh), and where the other nodes' are as large, it is
-the run that has changed. A gate that has refused everything for long knows the run no more, and begins anew.
+Rule 3: an honest delta is not refused: what was usual once in this run is let through for ever, as an optimizer that
+begins fresh late, when all others hardly move, makes steps of the size that the run began with (Adam's are about the
+rate each, however small gradients are). One that stands for many steps may be as many times as large (its node was
+away), a node's first of a fragment ten times, and where the other nodes' are as large, it is the run that has changed.
+A gate that has refused everything for long, or half of the nodes, knows the run no more, and takes their size.
 Rule 4: pure: numbers in, a sentence out; bounded in nodes and in what is kept of each.
 Source: median and median absolute deviation, Leys et al. 2013; norms of updates as a defence, Sun et al. 2019.
 """
@@ -12,6 +14,7 @@ Source: median and median absolute deviation, Leys et al. 2013; norms of updates
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, inf, log
 from statistics import median, median_low
@@ -31,6 +34,8 @@ FIRST_GROWTH = 10.0
 """And so many times for being the first of its fragment that this node is known to send."""
 REST_GROWTH = 10.0
 """And so many times for being all that a node has left, uncompressed: a sparse codec leaves more than it sends."""
+ENORMOUS = 1000.0
+"""So many times over what is let through, it is no optimizer's doing, fresh or not: something is broken there."""
 LARGEST_NORM = 1e15
 """No training makes a delta of this norm; it is refused whatever came before."""
 PATIENCE = 16
@@ -64,11 +69,21 @@ class _Node:
 @dataclass
 class _Fragment:
     """What is known of a fragment: (log norm, log steps) of what was accepted; by node the log norm of its last delta,
-    less its log steps, accepted or not; and how many were refused since one was accepted."""
+    less its log steps, accepted or not; and how many were refused since one was accepted.
+
+    largest: the largest median there ever was of `accepted`, (log norm, log steps); None: none was judged yet.
+    turned_away: by node (log norm, log steps) of its last delta that was refused, and not enormous.
+    """
 
     accepted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     latest: dict[PeerId, float] = field(default_factory=dict)
     refused: int = 0
+    largest: tuple[float, float] | None = None
+    turned_away: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+
+    def raise_to(self, size: float, stands_for: float) -> None:
+        """Take this for a size that the run has had."""
+        self.largest = max(self.largest or (-inf, 0.0), (size, stands_for))
 
 
 class NormGate:
@@ -79,6 +94,8 @@ class NormGate:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.excess = 0.0
+        """Of the delta that was judged last: how many times as large as the largest that would be let through."""
         self._nodes: dict[PeerId, _Node] = {}
         self._fragments: dict[int, _Fragment] = {}
 
@@ -88,7 +105,8 @@ class NormGate:
         norm: of the delta, by any measure that grows with it.  steps: since the node's last offer of any fragment.
         dense: sent uncompressed, as the end of a node's share; it is no measure for others.
         """
-        if not norm < LARGEST_NORM:
+        self.excess = inf if not norm < LARGEST_NORM else 0.0
+        if self.excess:
             return f"its norm is {norm:.3g}: no training makes such a delta"
         if norm <= 0:
             return ""
@@ -104,9 +122,15 @@ class NormGate:
             known.latest[peer] = size - stands_for
         if why and known.refused < PATIENCE:
             known.refused += 1
+            if self.excess < ENORMOUS:
+                known.turned_away.pop(peer, None)
+                known.turned_away[peer] = (size, stands_for)
+                while len(known.turned_away) > NODES_KEPT:
+                    del known.turned_away[next(iter(known.turned_away))]
             return why
         if why:
             known.accepted.clear()
+        known.turned_away.pop(peer, None)
         if not dense:
             known.refused = 0
             known.accepted.append((size, stands_for))
@@ -120,6 +144,23 @@ class NormGate:
         for known in self._fragments.values():
             known.latest.pop(peer, None)
 
+    def rebase(self, peers: Iterable[PeerId]) -> None:
+        """Take what was refused last of these nodes for a size that the run has: so many cannot all be wrong."""
+        wanted = set(peers)
+        for known in self._fragments.values():
+            for peer in wanted & known.turned_away.keys():
+                known.raise_to(*known.turned_away.pop(peer))
+            known.refused = 0
+
+    def memory(self) -> dict[int, tuple[float, float]]:
+        """Return what is to be known after a restart: by fragment the largest usual (log norm, log steps)."""
+        return {number: known.largest for number, known in self._fragments.items() if known.largest is not None}
+
+    def remember(self, memory: dict[int, tuple[float, float]]) -> None:
+        """Take over what `memory` returned."""
+        for fragment, (size, stands_for) in memory.items():
+            self._fragments.setdefault(fragment, _Fragment()).raise_to(size, stands_for)
+
     def _judge(self, known: _Fragment, peer: PeerId, size: float, stands_for: float, allowance: float) -> str:
         if len(known.accepted) < FEWEST:
             return ""
@@ -127,13 +168,19 @@ class NormGate:
         usual = median(sizes)
         ordinary = min(DEVIATIONS * median(abs(one - usual) for one in sizes), log(self.factor))
         steps = median(steps for _, steps in known.accepted)
-        stands_for = min(stands_for, steps + log(MOST_GROWTH))
-        limit = usual + log(self.factor) + ordinary + max(0.0, stands_for - steps) + allowance
+        known.raise_to(usual, steps)
+        assert known.largest is not None
+        most, of_steps = known.largest
+        growth = min(max(0.0, stands_for - steps), log(MOST_GROWTH))
+        growth_since = min(max(0.0, stands_for - of_steps), log(MOST_GROWTH))
+        limit = max(usual + ordinary + growth, most + growth_since) + log(self.factor) + allowance
         if size <= limit:
             return ""
+        stands_for = min(stands_for, steps + log(MOST_GROWTH))
         others = [latest for other, latest in known.latest.items() if other != peer]
         if others and size - stands_for <= median_low(others) + log(self.factor):
             return ""
+        self.excess = exp(min(size - limit, 500.0))
         return (
             f"its norm is {exp(size):.3g}, {exp(size - usual):.3g} times that of what came before it "
             f"({exp(usual):.3g}); at most {exp(limit - usual):.3g} times is let through here (--norm-gate)"

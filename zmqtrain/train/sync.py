@@ -350,7 +350,8 @@ class DelayedSync:
             if update.anchor is not None:
                 self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
             leaves = self._moves.parameters(self._anchor)
-            self._adoption = Adoption(update.moments)
+            if not update.warm:
+                self._adoption = Adoption(update.moments)
             self._account.forget_pending()
         elif update.keep:
             assert update.anchor is not None

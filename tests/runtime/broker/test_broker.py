@@ -531,10 +531,10 @@ def test_a_delta_that_is_far_too_large_is_refused_and_its_node_quarantined_while
         for sequence in range(10, 13):
             peers.publish("b#1", sequence, transfer=100 + sequence, value=-1e7, dense=False)
         await peers.until(lambda: peers.told("b#1", Quarantine))
-        assert [one.reason for one in peers.told("b#1", Refused)] == ["norm"] * 3
+        assert [one.reason for one in peers.told("b#1", Refused)] == ["enormous"] * 3
         peers.publish("a#1", 10, transfer=110)
         await peers.until(lambda: peers.broker.aggregator.version == version + 1)
         assert np.abs(peers.broker.aggregator.published[0]).max() < 100
 
     lived(story, norm_gate="10", codec=DENSE)
-    assert "b is quarantined for 10 s: norm: its norm is" in caplog.text
+    assert "b is quarantined for 10 s: enormous: its norm is" in caplog.text

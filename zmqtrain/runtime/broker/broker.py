@@ -42,6 +42,7 @@ from zmqtrain.protocol.effects import (
     Hear,
     HubEffect,
     Lend,
+    Rebase,
     Reduce,
     Replicate,
     Rewind,
@@ -401,7 +402,7 @@ class Broker:
     def _carry_out_one(self, effect: HubEffect) -> None:
         match effect:
             case SendTo(peer, message, stamp):
-                if isinstance(message, Quarantine):
+                if isinstance(message, Quarantine) and message.seconds > 0:
                     self._telling.quarantined(peer, message)
                     self._forget_norms(peer)  # it begins again
                 self.traffic.send(peer, self.parameters.describe(message), stamp)
@@ -459,6 +460,9 @@ class Broker:
                     self._reducers.combine(effect, self._behind)
                 except (FramingError, RemoteProtocolError) as error:
                     self._expel(peers[rank], error)
+            case Rebase(rebased):
+                self._telling.rebased(rebased)
+                self._jobs.do(partial(self.aggregator.gate.rebase, rebased))
             case Discard(generation):
                 self._reducers.discard(generation)
             case Disconnect(peer, reason, text):

@@ -137,6 +137,16 @@ class Telling:
         if self._events is not None:
             self._events.member(peer, "quarantined", text)
 
+    def rebased(self, peers: Sequence[PeerId]) -> None:
+        """So many nodes were turned away for their norm that the gate is taken to be wrong."""
+        text = (
+            "the norm gate turns away %s, half of the nodes or more: it takes their size for usual, and they are free"
+        )
+        logger.warning(text, ", ".join(map(_name, peers)))
+        if self._events is not None:
+            for peer in peers:
+                self._events.member(peer, "acquitted", "the norm gate takes the size of its deltas for usual")
+
     def unthought_of(self, peer: PeerId) -> None:
         """A message could not be taken, for a reason that nobody thought of; with the trace of the error at hand."""
         self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)

@@ -387,7 +387,7 @@ class Aggregator:
         """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
         "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
         nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "history/<fragment>/
-        <version>" what was published then, flat, "shares" (float64, per fragment) and "scores" (float64)."""
+        <version>" what was published then, flat, "shares" (float64, per fragment), "scores" (float64) and "gate"."""
         named = {"parameters": self.parameters, "published": self.published}
         for key in self._outer_state[0]:
             named[f"outer.{key}"] = [state[key] for state in self._outer_state]
@@ -401,6 +401,7 @@ class Aggregator:
             arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}
         for fragment, history in enumerate(self._history):
             arrays |= {f"history/{fragment}/{version}": flat.copy() for version, flat in history}
+        arrays["gate"] = self.gate.memory()
         return arrays | {"shares": np.array(self._shares), "scores": np.array(self._scores, np.float64)}
 
     def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
@@ -430,6 +431,7 @@ class Aggregator:
         """Take over what is not of the form of the model. Raises CheckpointError."""
         try:
             self._shares = [float(share) for share in arrays["shares"]]
+            self.gate.remember(arrays.get("gate", np.zeros((0, 3))))
             self._scores = deque((float(score) for score in arrays["scores"]), maxlen=SCORES_KEPT)
             for fragment, fresh in enumerate(self._states):
                 numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))

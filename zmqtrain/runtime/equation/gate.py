@@ -6,13 +6,16 @@ takes a twentieth of the time that adding it does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.norm import payload_norm
-from zmqtrain.errors import CodecError, NonFiniteDelta, OutlyingDelta
+from zmqtrain.errors import CodecError, EnormousDelta, NonFiniteDelta, OutlyingDelta
 from zmqtrain.settings import RunSettings
-from zmqtrain.strategies.norms import NormGate, norm_gate_from_text
+from zmqtrain.strategies.norms import ENORMOUS, NormGate, norm_gate_from_text
 from zmqtrain.types import Buffer, PeerId
 
 __all__ = ["USUAL_FACTOR", "DeltaGate", "reason_of"]
@@ -42,7 +45,8 @@ class DeltaGate:
         steps: int,
         dense: bool,
     ) -> None:
-        """Raise OutlyingDelta for a payload, checked before, that is far larger than usual; else count it as accepted.
+        """Raise OutlyingDelta for a payload, checked before, that is far larger than usual, EnormousDelta for one that
+        nothing but a fault can explain; else count it as accepted.
 
         codecs, counts: of each segment.  steps, dense: as in Publish.
         """
@@ -50,16 +54,34 @@ class DeltaGate:
             return
         norm = payload_norm(codecs, frames, counts)
         if why := self._norms.judge(peer, fragment, norm, steps, dense):
-            raise OutlyingDelta(why)
+            raise (EnormousDelta if self._norms.excess >= ENORMOUS else OutlyingDelta)(why)
 
     def forget(self, peer: PeerId) -> None:
         """Take a node for a new one: it has left, or has begun again from the shared parameters."""
         if self._norms is not None:
             self._norms.forget(peer)
 
+    def rebase(self, peers: Iterable[PeerId]) -> None:
+        """Take what was refused last of these nodes for the size that the run's deltas have."""
+        if self._norms is not None:
+            self._norms.rebase(peers)
+
+    def memory(self) -> NDArray[np.float64]:
+        """Return what is to be known after a restart: float64[n, 3], (fragment, log norm, log steps) in a row."""
+        known = {} if self._norms is None else self._norms.memory()
+        return np.array([(fragment, *one) for fragment, one in known.items()], np.float64).reshape(-1, 3)
+
+    def remember(self, memory: NDArray[np.float64]) -> None:
+        """Take over what `memory` returned; a row that is not finite is left out."""
+        if self._norms is not None:
+            rows = memory[np.isfinite(memory).all(axis=1)]
+            self._norms.remember({int(fragment): (float(size), float(steps)) for fragment, size, steps in rows})
+
 
 def reason_of(error: CodecError) -> str:
     """Return the code with which a hub refuses what could not be checked for this reason."""
+    if isinstance(error, EnormousDelta):
+        return "enormous"
     if isinstance(error, OutlyingDelta):
         return "norm"
     return "non-finite" if isinstance(error, NonFiniteDelta) else "corrupt"

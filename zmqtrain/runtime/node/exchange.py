@@ -526,6 +526,9 @@ class PeerExchange(ABC):
 
     def on_quarantined(self, quarantine: Quarantine) -> None:
         """See Listener."""
+        if quarantine.seconds <= 0:
+            logger.info("%s is not quarantined any more: %s", self.name, quarantine.text)
+            return
         text = (
             f"{self.name} is quarantined for {quarantine.seconds:.0f} s: the broker has refused too much of what it "
             f"sent ({quarantine.reason}: {quarantine.text})"

@@ -64,7 +64,9 @@ class Inbox:
             self._landed_unseen += [sequence for one, _ in self._arrived if one for sequence in one.landed]
             before = [waiting for waiting in self._arrived if waiting[0] is None or waiting[0].reset]
             if before and not deliver.keep:
-                deliver = replace(deliver, reset=True)  # what was to be dropped with an older snapshot still is
+                # what was to be dropped with an older snapshot still is
+                warm = all(one is not None and one.warm for one, _ in before) and (deliver.warm or not deliver.reset)
+                deliver = replace(deliver, reset=True, warm=warm)
             self._arrived = deque(before[-1:] if deliver.keep else ())  # who keeps its own has what it was lent
         self._arrived.append((deliver, frames))
         self.decode(coder)
@@ -97,6 +99,7 @@ class Inbox:
                 landed = (*self._landed_unseen, *deliver.landed)
                 self._landed_unseen.clear()
                 update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset, deliver.keep)
+                update = replace(update, warm=deliver.warm)
             self.decode_seconds += time.thread_time() - began
             self._version = update.version
             self._updates.put_nowait(update)
