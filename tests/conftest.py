@@ -7,8 +7,8 @@ for as long as the tests last: most of a short run is compiling.
 
 from __future__ import annotations
 
-import logging
 import gc
+import logging
 import os
 import shutil
 import signal
