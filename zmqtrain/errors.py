@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "ZmqTrainError",
     "ConfigError",
+    "NotHereYet",
     "ModelMismatch",
     "DataError",
     "CodecError",
@@ -38,11 +39,16 @@ __all__ = [
 
 
 class ZmqTrainError(Exception):
-    """The root of the tree; the command line turns any of these into one paragraph and exit code 2."""
+    """The root of the tree; the command line turns any of these into one paragraph and exit code 2 or 78."""
 
 
 class ConfigError(ZmqTrainError):
     """A setting that cannot be used: its name, its value and the choices are in the message."""
+
+
+class NotHereYet(ConfigError):
+    """A setting that cannot be used now and perhaps later: a name that no name service knows, an address that this PC
+    does not have."""
 
 
 class ModelMismatch(ConfigError):
@@ -106,11 +112,11 @@ class JoinRefused(ZmqTrainError):
 
 
 class HubUnreachable(ZmqTrainError):
-    """No broker answered at `address`."""
+    """No broker answered at `address`. reason: "key" if one is there that does not authorise this PC's; else ""."""
 
-    def __init__(self, message: str, address: str = "") -> None:
+    def __init__(self, message: str, address: str = "", reason: str = "") -> None:
         super().__init__(message)
-        self.address = address
+        self.address, self.reason = address, reason
 
 
 class AddressInUse(ZmqTrainError):

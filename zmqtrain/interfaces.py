@@ -274,6 +274,10 @@ class Channel(Protocol):
     def obstacle(self) -> str:
         """What keeps this channel from its hub, where more is known than that nobody answers; else ""."""
 
+    @property
+    def refused(self) -> str:
+        """Why the last attempt to connect ended: "key" (this channel's is not authorised there), "handshake"; or ""."""
+
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; wait while the lane is full. Raise ChannelClosed."""
 

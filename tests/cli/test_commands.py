@@ -27,7 +27,16 @@ from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, paced
-from zmqtrain.errors import CheckpointError, ConfigError, DataError, HubUnreachable
+from zmqtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HubUnreachable,
+    JoinRefused,
+    ModelMismatch,
+    NotHereYet,
+    SteppedDown,
+)
 from zmqtrain.runtime.broker import registration
 from zmqtrain.runtime.broker.registration import public_address
 from zmqtrain.settings import RunSettings
@@ -96,6 +105,37 @@ def test_an_interrupted_command_ends_well() -> None:
         raise KeyboardInterrupt
 
     assert run_command("zmqtrain-node", interrupted) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (JoinRefused("", "superseded"), 78),
+        (JoinRefused("", "revoked"), 78),
+        (JoinRefused("", "run"), 78),
+        (JoinRefused("", "occupied"), 2),
+        (HubUnreachable("", "", "key"), 78),
+        (HubUnreachable(""), 2),
+        (SteppedDown(), 78),
+        (ModelMismatch(""), 78),
+        (ConfigError(""), 78),
+        (NotHereYet(""), 2),
+        (CheckpointError(""), 2),
+        (SystemExit(2), 78),
+        (SystemExit(0), 0),
+    ],
+)
+def test_a_service_that_would_end_the_same_way_again_says_so_by_its_exit_code(error: BaseException, code: int) -> None:
+    def fail() -> int:
+        raise error
+
+    assert run_command("zmqtrain-node", fail, service=True) == code
+    assert run_command("zmqtrain status", fail) == (0 if code == 0 else 2)
+
+
+def test_the_commands_that_are_services_say_so_by_their_exit_codes() -> None:
+    assert main(["node", "tcp://hub"]) == main(["broker", "--bind", "hub"]) == 78
+    assert main(["status", "tcp://hub"]) == 2
 
 
 def test_the_broker_refuses_a_slip_of_the_keyboard_in_a_programs_name() -> None:

@@ -54,7 +54,7 @@ EVERY_PC = "lab"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the broker until its run is over or it is interrupted; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(BrokerConfig, PROGRAM, argv)))
+    return run_command(PROGRAM, lambda: _run(read_config(BrokerConfig, PROGRAM, argv)), service=True)
 
 
 def _run(config: BrokerConfig) -> int:

@@ -58,7 +58,7 @@ Batch = TypeVar("Batch")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Join the run, train until it is over or interrupted, say what came of it; return the exit code."""
-    return run_command(PROGRAM, lambda: _run(read_config(NodeConfig, PROGRAM, argv)))
+    return run_command(PROGRAM, lambda: _run(read_config(NodeConfig, PROGRAM, argv)), service=True)
 
 
 def _run(config: NodeConfig) -> int:

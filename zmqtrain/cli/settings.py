@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from zmqtrain import __version__
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import ConfigError, NotHereYet
 from zmqtrain.settings import read_steps
 from zmqtrain.transport.address import parse_address, parse_addresses
 
@@ -123,7 +123,7 @@ def _checked(place: str, value: Any, kind: Any) -> Any:
 
 
 def check_host(address: str) -> None:
-    """Raise ConfigError if this PC knows no host of the name in `address`; a silent name service is no reason.
+    """Raise NotHereYet if this PC knows no host of the name in `address`; a silent name service is no reason.
 
     Of several addresses with commas one must be known: the PC of another may be gone, and its name with it.
     """
@@ -134,7 +134,7 @@ def check_host(address: str) -> None:
         except socket.gaierror as error:
             if error.errno != socket.EAI_NONAME:
                 return
-            unknown = ConfigError(
+            unknown = NotHereYet(
                 f"this PC knows no host named {host!r} ({address}): give the hub's address in numbers, as the broker "
                 "printed it, for example tcp://192.168.1.10:5555"
             )

@@ -16,7 +16,7 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Quarantine, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
-from zmqtrain.runtime.node.link import Listener
+from zmqtrain.runtime.node.listener import Listener
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.faults import flipped
 from zmqtrain.sim.hub import SimHub

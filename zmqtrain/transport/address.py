@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Sequence
 
-from zmqtrain.errors import AddressInUse, ConfigError
+from zmqtrain.errors import AddressInUse, ConfigError, NotHereYet
 
 __all__ = [
     "MOST_ADDRESSES",
@@ -111,7 +111,7 @@ def bind_error(address: str, number: int) -> ConfigError | AddressInUse:
     if number in (errno.EACCES, errno.EPERM):
         return ConfigError(f"this user may not listen at {address}: choose a port from 1024 on, for example 5555")
     if number in (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-        return ConfigError(
+        return NotHereYet(
             f"{host} is no address of this machine: tcp://*:{port or 5555} listens at all addresses that it has"
         )
     return ConfigError(f"cannot listen at {address} (error {number}: {errno.errorcode.get(number, 'unknown')})")

@@ -226,6 +226,11 @@ class MemoryChannel:
         self._told = told
 
     @property
+    def refused(self) -> str:
+        """See Channel: nobody is refused here."""
+        return ""
+
+    @property
     def obstacle(self) -> str:
         """Nothing keeps a channel in memory from its hub."""
         return ""

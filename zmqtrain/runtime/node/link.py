@@ -14,24 +14,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
 from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_head, encode_message, split
-from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Report, Roster, Snapshot, WorkUnit
+from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.equation.delta import Encoded
 from zmqtrain.runtime.node.alone import Alone
+from zmqtrain.runtime.node.listener import Listener
 from zmqtrain.runtime.node.resuming import MOST_SPOILED, Resuming
 from zmqtrain.runtime.node.sender import Sender
 from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.reservation import LinkShare, Use
 from zmqtrain.types import Buffer, Lane, Offer, Version
 
-__all__ = ["Listener", "HubLink"]
+__all__ = ["HubLink"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,34 +39,6 @@ TICK_SECONDS = 0.05
 REPORT_SECONDS = 1.0
 ASSEMBLED_BYTES = 1 << 40
 """No bound of ours on what the hub may announce: the hub is trusted with the size of its own model."""
-
-
-class Listener(Protocol):
-    """Who is told what comes over a link, in the network thread."""
-
-    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        """A whole aggregate or snapshot is here."""
-
-    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
-        """An offer will not land."""
-
-    def on_quarantined(self, quarantine: Quarantine) -> None:
-        """The hub takes nothing of this node for a while."""
-
-    def on_founding(self) -> None:
-        """The hub wants this node's parameters: answer with `HubLink.send_founding`."""
-
-    def on_work(self, answer: WorkUnit) -> None:
-        """The hub deals data units."""
-
-    def on_changed(self) -> None:
-        """The state of the link has changed."""
-
-    def on_failed(self, error: ZmqTrainError) -> None:
-        """The node cannot go on."""
-
-    def make_report(self) -> Report:
-        """Return what the hub is told about this node now."""
 
 
 class HubLink:
@@ -93,7 +65,7 @@ class HubLink:
         self._sender = Sender(self.share.limit())
         self.trouble: tuple[str, str] = ("", "")
         """Why there is no hub now, as (code, sentence); empty when all is well."""
-        self._obstacle_said, self._alone = "", Alone()
+        self._obstacle_said, self._met, self._alone = "", ("", ""), Alone()
         self._open_channel = open_channel
         self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
         self._published: dict[int, int] = {}  # by sequence: the transfer, as long as it is outgoing
@@ -146,7 +118,13 @@ class HubLink:
     @property
     def obstacle(self) -> str:
         """What keeps this node from its hub, where more is known than that nobody answers; else ""."""
-        return (self._channel.obstacle if self._loop is not None else "") or self.peer.obstacle  # it is opened before
+        now = self._channel.obstacle if self._loop is not None else ""  # it is opened before
+        return now or self._met[1] or self.peer.obstacle
+
+    @property
+    def refused(self) -> str:
+        """Why the hub ended the last handshake with this node, as in Channel; "" once it is welcomed."""
+        return self._met[0]
 
     @property
     def bytes_sent(self) -> int:
@@ -304,6 +282,7 @@ class HubLink:
         while not self._stop.is_set():
             now = time.monotonic()
             self.carry_out(self.peer.tick(now))
+            self._remember_obstacle()
             self._say_obstacle()
             self._say_alone(now)
             trains = self.live or self.peer.state is PeerState.APART
@@ -315,6 +294,12 @@ class HubLink:
                     task.result()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+
+    def _remember_obstacle(self) -> None:
+        """Keep what an attempt has met for the time of the next, which may be elsewhere; until one is welcomed."""
+        met = self._channel.refused, self._channel.obstacle
+        if met[1] or self.peer.state is not PeerState.CONNECTING:
+            self._met = met
 
     def _say_obstacle(self) -> None:
         """Say once why a hub that was there does not let this node in again."""

@@ -137,7 +137,7 @@ class Node(PeerExchange):
         """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
         if not self._welcomed(timeout_seconds):
             text = say_unreachable(self._link.whereabouts, timeout_seconds, self._link.obstacle)
-            raise HubUnreachable(text, self.address)
+            raise HubUnreachable(text, self.address, self._link.refused)
         assert self._peer.settings is not None
         return self._peer.settings
 
