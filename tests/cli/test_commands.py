@@ -18,6 +18,7 @@ from zmqtrain.cli.broker import (
     check_checkpoint,
     check_program,
     describe_program,
+    ending,
     greeting,
     node_addresses,
     open_keys,
@@ -37,6 +38,7 @@ from zmqtrain.errors import (
     NotHereYet,
     SteppedDown,
 )
+from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import registration
 from zmqtrain.runtime.broker.registration import public_address
 from zmqtrain.settings import RunSettings
@@ -306,3 +308,9 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypa
 
     monkeypatch.setattr("zmqtrain.cli.import_module", interrupted)
     assert main(["status", "tcp://hub:5555"]) == broker_main() == node_main() == 0
+
+
+def test_a_broker_that_is_interrupted_says_that_its_standby_takes_over() -> None:
+    assert "the nodes are told" in ending(None)
+    roster = Roster(3, (), "", 0, 0, 0, 0, 0.0, {}, -1, hub={"term": 0, "standby": "tcp://pc2:5555"})
+    assert "the standby at tcp://pc2:5555 takes over, if it is in step" in ending(roster)

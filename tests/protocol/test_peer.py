@@ -507,7 +507,7 @@ def test_a_hub_of_another_run_is_not_believed():
         HUB,
         "run",
         "the broker now runs run-2, this node belongs to run-1. Restart the broker with the checkpoint of the old run, "
-        "or stop this node and start it again to join the new run.",
+        "or stop this node and start it again to join the new run (with --new-run where it has a checkpoint).",
     )
     assert (peer.state, peer.run, peer.version, peer.in_flight) == (PeerState.CONNECTING, "run-1", 5, {0})
     assert peer.tick(14.9) == [] and peer.tick(15.0) == [Send(Hello("a", "node", "run-1", 5))]

@@ -38,6 +38,7 @@ __all__ = [
     "check_program",
     "check_checkpoint",
     "describe_program",
+    "ending",
     "greeting",
     "shard_greeting",
     "standby_greeting",
@@ -92,7 +93,7 @@ def _run(config: BrokerConfig) -> int:
     def interrupted(count: int) -> None:
         if count > 1:
             leave_at_once()
-        display.say("stopping: the nodes are told, and what has come is saved (Ctrl-C again to quit at once)")
+        display.say(ending(latest[-1] if latest else None))
 
     try:
         statistics = serve(
@@ -121,6 +122,15 @@ def _run(config: BrokerConfig) -> int:
     saved = f"; saved in {config.checkpoint}" if config.checkpoint is not None and statistics.version >= 0 else ""
     print(f"ended at version {max(0, statistics.version)}, {statistics.contributions} contributions{saved}")
     return 0
+
+
+def ending(roster: Roster | None) -> str:
+    """Return what a broker says that was interrupted for the first time. roster: the newest, if there is one."""
+    if address := "" if roster is None else str(roster.hub.get("standby", "")):
+        what = f"the standby at {address} takes over, if it is in step; to end the run, end that one too"
+    else:
+        what = "the nodes are told, and what has come is saved"
+    return f"stopping: {what} (Ctrl-C again to quit at once)"
 
 
 def open_keys(config: BrokerConfig) -> KeyFolder | None:

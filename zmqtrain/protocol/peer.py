@@ -409,7 +409,8 @@ class Peer:
         if self.run and welcome.run != self.run and not self._may_begin_anew(welcome):
             text = (
                 f"the broker now runs {welcome.run}, this node belongs to {self.run}. Restart the broker with the "
-                "checkpoint of the old run, or stop this node and start it again to join the new run."
+                "checkpoint of the old run, or stop this node and start it again to join the new run (with --new-run "
+                "where it has a checkpoint)."
             )
             return self._lose_hub("run", text, now, now + REFUSED_HELLO_SECONDS)
         if welcome.term < self.term:

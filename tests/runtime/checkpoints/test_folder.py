@@ -76,6 +76,10 @@ def test_one_that_is_torn_at_whatever_length_is_skipped_with_a_warning_that_says
         assert state["version"] == 1 and arrays["w"][0, 0] == 1 and folder.skipped == 2
         assert "skipping the checkpoint checkpoint-000000000002" in caplog.text
         assert "goes back to version 1" in caplog.text
+        assert "nothing is left here" in caplog.text, "a node has no journal"
+    folder.begin_journal(1)
+    folder.load()
+    assert "only a journal can tell" in caplog.text
     assert folder.good_versions() == (1,)
 
 

@@ -186,8 +186,9 @@ class CheckpointFolder:
                 logger.warning("skipping the checkpoint %s: %s", path.name, error)
                 continue
             if self.skipped >= 0:
-                text = "%s goes back to version %d: of what came after it up to version %d, only a journal can tell"
-                logger.warning(text, self.folder, version, self.skipped)
+                lost = "only a journal can tell" if self._journals() else "nothing is left here"
+                text = "%s goes back to version %d: of what came after it up to version %d, %s"
+                logger.warning(text, self.folder, version, self.skipped, lost)
             return loaded
         if checkpoints:
             raise CheckpointError(

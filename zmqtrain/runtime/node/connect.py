@@ -65,7 +65,7 @@ def connect(
 
     A script that ends without closing its node says goodbye all the same.
 
-    name: for people; the host's name if not given.
+    name: for people; the host's name if not given, or that of the checkpoint.
     keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one.  server_key: the hub's public
     key, or its file; not needed if the file of the pair names it.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
@@ -83,6 +83,7 @@ def connect(
     """
     if not isinstance(address, str) or not address:
         raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
+    named = name
     name = name or socket.gethostname().partition(".")[0] or "node"
     if not name.isprintable() or len(name) > 64 or "#" in name:
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
@@ -122,6 +123,11 @@ def connect(
         if folder is not None:
             folder.lock()
             saved = read_saved(folder)
+            if saved is not None and named and (former := saved.peer.rpartition("#")[0]) != named:
+                raise ConfigError(
+                    f"the checkpoint in {folder.folder} is of the node {former}, not of {named}: leave the name out to "
+                    "go on as that one (on one PC only), or name another folder"
+                )
         node = open_node(saved)
     except BaseException:
         if folder is not None:

@@ -65,6 +65,8 @@ class HubLink:
         self._sender = Sender(self.share.limit())
         self.trouble: tuple[str, str] = ("", "")
         """Why there is no hub now, as (code, sentence); empty when all is well."""
+        self.undecided = False
+        """Whether another run than that of the checkpoint is not said here yet, as it may end the node."""
         self._obstacle_said, self._met, self._alone = "", ("", ""), Alone()
         self._open_channel = open_channel
         self._outgoing: dict[int, tuple[Use, deque[tuple[bytes, Buffer]]]] = {}
@@ -214,7 +216,7 @@ class HubLink:
             kind = ModelMismatch if reason == "model" else JoinRefused
             self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
             return
-        if self.trouble[0] != reason:  # said once, not with every attempt
+        if self.trouble[0] != reason and not (self.undecided and reason == "run"):  # once, not with every attempt
             logger.warning("%s: %s. %s; trying again.", self.peer.name, text.rstrip("."), self._meanwhile)
         self.trouble = (reason, text)
         self._connect()

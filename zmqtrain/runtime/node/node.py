@@ -96,6 +96,7 @@ class Node(PeerExchange):
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         if keep is not None:
             self._keep_in(*keep)
+            self._link.undecided = keep[2] is not None
         self._link.start()
         try:
             self._raise_failure()
@@ -153,7 +154,9 @@ class Node(PeerExchange):
             other = self._link.trouble[0] in ("run", "version") and len(self._link.whereabouts) == 1
             return self._peer.state is not PeerState.CONNECTING or other
 
-        if self._wait(answered, timeout_seconds) and self._peer.state is not PeerState.CONNECTING:
+        came = self._wait(answered, timeout_seconds)
+        self._link.undecided = False
+        if came and self._peer.state is not PeerState.CONNECTING:
             return True
         if not self._link.trouble[0]:
             why = f" ({self._link.obstacle})" if self._link.obstacle else ""
@@ -167,7 +170,8 @@ class Node(PeerExchange):
             assert self._keeper is not None
             raise JoinRefused(
                 f"the checkpoint in {self._keeper.folder.folder} is not of the run at {self.address}: "
-                f"{self._link.trouble[1].rstrip('.')}. To leave the old run for the new one, say --new-run "
+                f"{self._link.trouble[1].partition('. ')[0]}. Restart the broker with the checkpoint of the old run; "
+                "or, to leave that for the new one, say --new-run "
                 "(new_run=True); its checkpoints are then set aside",
                 "run",
             )
