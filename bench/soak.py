@@ -10,10 +10,10 @@ masters, a communicator, a client of keys, an engine, a training loop, a broker)
 threads, asyncio tasks, file descriptors.
 Rule 3: what a process holds is read from outside, by the kernel's figures. Growth is the Theil-Sen slope over the
 second half of the run times its length; the bar is GROWTH_BYTES, and no file descriptor or thread more than in the
-first half: the fewest count, for who visits comes and goes.
+first half: neither at the fewest nor in the median, for what is left behind adds to both, and who comes and goes to one.
 
 Columns: process; aggregates, steps: in all.  rss_mb, rss_end_mb: at the half and at the end.  growth_mb: see Rule 3.
-descriptors, threads: the fewest in the second half, less the fewest in the first.  noted: see Rule 1.
+descriptors, threads: how many more in the second half than in the first, see Rule 3.  noted: see Rule 1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -208,6 +209,11 @@ def _noted_in(folder: Path, files: Sequence[Path], name: str) -> list[str]:
     return [line for line in path.read_text(errors="replace").splitlines() if any(mark in line for mark in marks)]
 
 
+def _rise(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return by how much both the fewest and the median have grown; the smaller of the two."""
+    return min(of(second) - of(first) for of in (min, statistics.median_low))
+
+
 def _row(name: str, samples: Sequence[Vitals], answer: dict[str, Any], said: list[str]) -> dict[str, Any]:
     half = len(samples) // 2
     first, second = samples[: max(1, half)], samples[half:]
@@ -219,8 +225,8 @@ def _row(name: str, samples: Sequence[Vitals], answer: dict[str, Any], said: lis
         "rss_mb": second[0].rss_bytes / 1e6,
         "rss_end_mb": second[-1].rss_bytes / 1e6,
         "growth_mb": slope([(one.seconds, one.rss_bytes) for one in second]) * seconds / 1e6,
-        "descriptors": min(one.descriptors for one in second) - min(one.descriptors for one in first),
-        "threads": min(one.threads for one in second) - min(one.threads for one in first),
+        "descriptors": _rise([one.descriptors for one in first], [one.descriptors for one in second]),
+        "threads": _rise([one.threads for one in first], [one.threads for one in second]),
         "noted": [*answer["noted"], *said],
     }
 
