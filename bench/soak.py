@@ -10,7 +10,7 @@ masters, a communicator, a client of keys, an engine, a training loop, a broker)
 threads, asyncio tasks, file descriptors.
 Rule 3: what a process holds is read from outside, by the kernel's figures. Growth is the Theil-Sen slope over the
 second half of the run times its length; the bar is GROWTH_BYTES, and no file descriptor or thread more than in the
-first half: neither at the fewest nor in the median, for what is left behind adds to both, and who comes and goes to one.
+first half: neither at the fewest nor in the median, as what is left behind adds to both, and who comes and goes to one.
 
 Columns: process; aggregates, steps: in all.  rss_mb, rss_end_mb: at the half and at the end.  growth_mb: see Rule 3.
 descriptors, threads: how many more in the second half than in the first, see Rule 3.  noted: see Rule 1.
