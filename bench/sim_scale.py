@@ -165,14 +165,14 @@ def simulate_plan(plan: Plan, seed: int = 0) -> Simulated:
             self.window = windows[-1]
 
         def step(self, *arguments: Any, **named: Any) -> Any:
-            applied = self._applied
+            account, applied = self._account, self._account.applied
             params = super().step(*arguments, **named)
-            self._clock.sleep(load.held_seconds * (self._applied - applied))
-            if self._step in (begin, end):
+            self._clock.sleep(load.held_seconds * (account.applied - applied))
+            if self.steps in (begin, end):
                 self.window.times.append(self._clock.monotonic())
-            if begin <= self._step < end and self._applied > applied:
-                self.window.applied.append(self._step)
-                self.window.ages.append(self._ages[-1])
+            if begin <= self.steps < end and account.applied > applied:
+                self.window.applied.append(self.steps)
+                self.window.ages.append(account.ages[-1])
             return params
 
     settings = RunSettings(
