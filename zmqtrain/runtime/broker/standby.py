@@ -161,6 +161,7 @@ class Standby(Onlooker):
                 f"this standby has no copy of the broker at {self.place.first} yet, and cannot take over: start that "
                 "again, with its checkpoint"
             )
+        self._aggregator.gate.open()  # the first's has seen the run's deltas, this one only what was made of them
         books = {name: part for name, part in follower.books.items() if name not in ("nodes", "in_step")}
         state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": {"standby": "", "crew": 0}}
         logger.warning(

@@ -401,7 +401,8 @@ class Aggregator:
             arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}
         for fragment, history in enumerate(self._history):
             arrays |= {f"history/{fragment}/{version}": flat.copy() for version, flat in history}
-        arrays["gate"] = self.gate.memory()
+        if (memory := self.gate.memory()) is not None:
+            arrays["gate"] = memory
         return arrays | {"shares": np.array(self._shares), "scores": np.array(self._scores, np.float64)}
 
     def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
@@ -431,7 +432,10 @@ class Aggregator:
         """Take over what is not of the form of the model. Raises CheckpointError."""
         try:
             self._shares = [float(share) for share in arrays["shares"]]
-            self.gate.remember(arrays.get("gate", np.zeros((0, 3))))
+            if "gate" in arrays:
+                self.gate.remember(arrays["gate"])
+            else:
+                self.gate.open()
             self._scores = deque((float(score) for score in arrays["scores"]), maxlen=SCORES_KEPT)
             for fragment, fresh in enumerate(self._states):
                 numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))

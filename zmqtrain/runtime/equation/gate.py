@@ -66,9 +66,18 @@ class DeltaGate:
         if self._norms is not None:
             self._norms.rebase(peers)
 
-    def memory(self) -> NDArray[np.float64]:
-        """Return what is to be known after a restart: float64[n, 3], (fragment, log norm, log steps) in a row."""
-        known = {} if self._norms is None else self._norms.memory()
+    def open(self) -> None:
+        """Let everything through from now on: who has not seen a run's deltas cannot tell which are too large."""
+        self._norms = None
+
+    def memory(self) -> NDArray[np.float64] | None:
+        """Return what is to be known after a restart: float64[n, 3], (fragment, log norm, log steps) in a row.
+
+        None: this gate lets everything through.
+        """
+        if self._norms is None:
+            return None
+        known = self._norms.memory()
         return np.array([(fragment, *one) for fragment, one in known.items()], np.float64).reshape(-1, 3)
 
     def remember(self, memory: NDArray[np.float64]) -> None:
