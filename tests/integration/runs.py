@@ -91,9 +91,9 @@ class Trainer:
             self.losses.append(float(value))
             params = self.sync.step(params, score=value, samples=16)
             self.steps += 1
-            self.on_step(self)
             with self.stepped:
                 self.stepped.notify_all()
+            self.on_step(self)  # it may hold still for what somebody else has waited for this step to do
             if self.stop.is_set():
                 break
         self.params = self.sync.finish(params)

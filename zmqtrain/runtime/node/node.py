@@ -160,7 +160,7 @@ class Node(PeerExchange):
             return True
         if not self._link.trouble[0]:
             why = f" ({self._link.obstacle})" if self._link.obstacle else ""
-            text = "nobody answers at %s%s: %s goes on from its checkpoint of version %d of %s, alone for now"
+            text = "nobody answers at %s%s: %s goes on from its checkpoint of version %d of %s, alone until it does"
             logger.warning(
                 text, say_addresses(self._link.whereabouts), why, self.name, self._peer.version, self._peer.run
             )
