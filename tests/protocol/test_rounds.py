@@ -187,8 +187,7 @@ def test_the_history_is_bounded_and_who_has_left_is_forgotten():
     for number in range(300):
         live = frozenset({"a", "b", f"new-{number}"})
         drive(rounds, [(number + 0.0, "a"), (number + 0.0, "b"), (number + 0.1, f"new-{number}")], live)
-    assert len(rounds._lateness) == 64 and len(rounds._clocks) == len(rounds._paces) == 3
-    assert max(len(pace.intervals) for pace in rounds._paces.values()) <= 5
+    assert len(rounds.paces.lateness) == 64 and len(rounds.paces.clocks) == len(rounds.paces.landed) == 3
 
 
 # ---------------------------------------------------------------------- bounded staleness

@@ -1,7 +1,7 @@
 """Decide when a round of contributions is due (pure: no clock, no sockets; times are arguments, in seconds).
 
 Rule 1: every release rule lives here.  Rule 2: a rule counts contributions; it never looks inside one.
-Rule 3: a rule has no memory: it judges a `RoundView`; what was observed is kept, and bounded, by `Rounds`.
+Rule 3: a rule has no memory: it judges a `RoundView`; what was observed is kept, and bounded, by `Paces`.
 Rule 4: there is no timeout to guess: how long a quorum waits for the others follows from how late they have been.
 Sources: bulk-synchronous, asynchronous and stale-synchronous parallel: Ho et al. 2013; Async-FMB and Async-Timed:
 Al-Lawati et al., JSAIT 2021.
@@ -10,13 +10,14 @@ Al-Lawati et al., JSAIT 2021.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
+from statistics import median
 from typing import ClassVar, Generic, TypeVar
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.paces import Paces
 from zmqtrain.specs import Number, format_spec, parse_spec
 from zmqtrain.types import PeerId
 
@@ -38,11 +39,10 @@ T = TypeVar("T")
 
 FIRST_GRACE_SECONDS = 0.5
 """The grace of a quorum as long as too little was observed."""
-LATENESS_ENOUGH, LATENESS_KEPT, LATENESS_OF_A_ROUND = 4, 64, 16
-"""How many observations a grace needs, how many it is made from, and how many of them one round gives at most."""
+LATENESS_ENOUGH = 4
+"""How many observations a grace needs."""
 LEAST_SPREAD = 0.01
 """The MAD counts for at least this share of the median: who is always equally late is not missed by a hair."""
-INTERVALS_KEPT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,9 @@ class AfterQuorum(ReleaseRule):
         """Return how long a round waits after its quorum: median + 3 MAD of the lateness seen, at most the share."""
         usual = FIRST_GRACE_SECONDS
         if len(view.lateness) >= LATENESS_ENOUGH:
-            median = _median(view.lateness)
-            spread = _median([abs(late - median) for late in view.lateness])
-            usual = median + 3 * max(spread, LEAST_SPREAD * median)
+            middle = median(view.lateness)
+            spread = median(abs(late - middle) for late in view.lateness)
+            usual = middle + 3 * max(spread, LEAST_SPREAD * middle)
         if view.interval_seconds is None:
             return min(usual, FIRST_GRACE_SECONDS) if self.share else 0.0
         return min(usual, self.share * view.interval_seconds)
@@ -290,43 +290,21 @@ def canonical_release(spec: str) -> str:
     return release_rule_from_spec(spec).name
 
 
-@dataclass(slots=True)
-class _Pace:
-    """When a node's newest contribution came, and the seconds between those before."""
-
-    last: float
-    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT))
-
-
 class Rounds(Generic[T]):
-    """The contributions that have come and have not been released, oldest first, and how the nodes have kept pace.
+    """The contributions that have come and have not been released, oldest first. paces: how the nodes have sent them.
 
-    Nothing need be said of who comes and goes but the live nodes, at every call: a newcomer's clock begins where the
-    slowest live node stands; who is no longer live stops counting, and is forgotten once nothing of it waits.
+    Nothing need be said of who comes and goes but the live nodes, at every call.
     """
 
     def __init__(self, rule: ReleaseRule) -> None:
         self.rule = rule
         self._waiting: list[tuple[PeerId, float, T]] = []
-        self._clocks: dict[PeerId, int] = {}
-        self._landed: dict[PeerId, int] = {}
-        self._paces: dict[PeerId, _Pace] = {}
-        self._live: Set[PeerId] = frozenset()
+        self.paces = Paces()
         self._released_at: float | None = None
-        self._lateness: deque[float] = deque(maxlen=LATENESS_KEPT)
-        self._interval_seconds: float | None = None
-        self._missed: tuple[float, Set[PeerId]] = (0.0, frozenset())
 
     def add(self, peer: PeerId, contribution: T, now: float) -> None:
         """Take one contribution."""
-        if peer not in self._clocks:
-            self._meet({peer})
-        self._clocks[peer] += 1
-        if (pace := self._paces.get(peer)) is None:
-            self._paces[peer] = _Pace(now)
-        else:
-            pace.intervals.append(now - pace.last)
-            pace.last = now
+        self.paces.came(peer, now)
         self._waiting.append((peer, now, contribution))
 
     def forget(self, peer: PeerId) -> None:
@@ -349,7 +327,8 @@ class Rounds(Generic[T]):
         due = self.rule.due_at(view) if view.first else None
         if due is None or due > now:
             return []
-        self._observe(view)
+        if (quorum := self.rule.quorum(len(live))) is not None:
+            self.paces.observe(view.first, quorum)
         self._released_at = due  # not `now`: what is due between two looks must not put off what follows
         taken: list[tuple[PeerId, T]] = []
         kept: list[tuple[PeerId, float, T]] = []
@@ -357,7 +336,7 @@ class Rounds(Generic[T]):
         for peer, came, contribution in self._waiting:
             if peer in open_to:
                 taken.append((peer, contribution))
-                self._landed[peer] += 1
+                self.paces.released(peer)
                 if self.rule.one_each:
                     open_to.discard(peer)
             else:
@@ -369,56 +348,14 @@ class Rounds(Generic[T]):
         first: dict[PeerId, float] = {}
         for peer, came, _ in self._waiting:
             first.setdefault(peer, came)
-        if gone := self._clocks.keys() - live - first.keys():
-            for peer in gone:
-                del self._clocks[peer], self._landed[peer]
-                self._paces.pop(peer, None)
-        self._live = live
-        if newcomers := live - self._clocks.keys():
-            self._meet(newcomers)
+        self.paces.look(live, first.keys())
         return RoundView(
             came=tuple(came for _, came, _ in self._waiting),
             first=first,
             live=live,
             released_at=self._released_at,
-            clocks=self._clocks,
-            landed=self._landed,
-            lateness=tuple(self._lateness),
-            interval_seconds=self._interval_seconds,
+            clocks=self.paces.clocks,
+            landed=self.paces.landed,
+            lateness=tuple(self.paces.lateness),
+            interval_seconds=self.paces.interval_seconds,
         )
-
-    def _meet(self, newcomers: Set[PeerId]) -> None:
-        # what the slowest has landed, not what has come: a node may be new since before the newest arrival
-        known = self._clocks.keys() & self._live or self._clocks.keys()
-        start = min((self._landed[peer] for peer in known), default=0)
-        for peer in newcomers:
-            self._clocks[peer] = self._landed[peer] = start
-
-    def _observe(self, view: RoundView) -> None:
-        """Take note, at a release, of how late nodes came in this round, or after the one before."""
-        quorum = self.rule.quorum(len(view.live))
-        if quorum is None:
-            return
-        medians = [_median(pace.intervals) for pace in self._paces.values() if pace.intervals]
-        self._interval_seconds = _median(medians) if medians else None
-        times = sorted(view.first.values())
-        reached = times[quorum - 1] if 0 < quorum <= len(times) else None
-        before, missed = self._missed
-        late = [
-            came - before
-            for peer, came in view.first.items()
-            if peer in missed and (reached is None or came <= reached)
-        ]
-        if reached is None:
-            self._missed = (before, missed - view.first.keys())
-        else:
-            self._missed = (reached, view.live - view.first.keys())
-            late += [came - reached for came in times[quorum:]]
-        late.sort()
-        self._lateness.extend(late[:: ceil(len(late) / LATENESS_OF_A_ROUND) or 1])
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
