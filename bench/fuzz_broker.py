@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.runtime.broker import arrivals as arrivals_room
 from zmqtrain.runtime.broker import broker as broker_room
+from zmqtrain.runtime.broker import intake as intake_room
 from zmqtrain.runtime.broker import telling
 from zmqtrain.runtime.broker import traffic as traffic_room
 from zmqtrain.runtime.equation.delta import DENSE, encode_snapshot
@@ -180,7 +181,7 @@ class _Noted(logging.Handler):
 def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
     an exception."""
-    before = [(room, room.time) for room in (broker_room, arrivals_room, traffic_room, parameters_room)]
+    before = [(room, room.time) for room in (broker_room, arrivals_room, intake_room, traffic_room, parameters_room)]
     jobs, noted = broker_room.Jobs, _Noted()
     logger = logging.getLogger(telling.__name__)
     propagates, level = logger.propagate, logger.level
@@ -248,8 +249,8 @@ async def _session(data: bytes) -> int:
             if noted.errors:
                 raise noted.errors[0]
         finally:
-            for timer in broker.traffic._timers.values():
-                timer.cancel()
+            for alarm in (broker.traffic._again, broker.traffic.intake._again):
+                alarm.set(inf)
     return count
 
 
@@ -264,8 +265,8 @@ def _check_bounds(broker: Any) -> None:
     assert len(broker._arrivals.whole) <= len(pending) + len(hub.members) + sum(
         len(m.open) for m in hub.members.values()
     )
-    assert broker.traffic._credits.in_flight_bytes >= 0
-    assert broker.traffic._lines.keys() <= set(PEERS)
+    assert broker.traffic.intake._credits.in_flight_bytes >= 0
+    assert broker.traffic._lines.keys() | broker.traffic.intake._lines.keys() <= set(PEERS)
 
 
 def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
@@ -275,10 +276,12 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
         for peer in PEERS:
             broker._carry_out(hub.gone(peer, "the session is over", clock.now))
         _work(jobs)
-    assert not hub.members and not broker.traffic._lines, "lines of peers that have gone"
+    assert not hub.members and not (broker.traffic._lines or broker.traffic.intake._lines), (
+        "lines of peers that have gone"
+    )
     held: dict[str, Any] = {
-        "grants": broker.traffic._credits._transfers,
-        "bytes in flight": broker.traffic._credits.in_flight_bytes,
+        "grants": broker.traffic.intake._credits._transfers,
+        "bytes in flight": broker.traffic.intake._credits.in_flight_bytes,
         "limits": broker.traffic._limits,
         "relays": broker._relays._waiting,
         "groups": hub._groups._complete or hub._groups._forming or hub._groups._in,

@@ -14,6 +14,7 @@ import pytest
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.framing import decode_message, split
 from zmqtrain.protocol.messages import Chunk, Credit, Heartbeat, Message, Publish, Snapshot
+from zmqtrain.runtime.broker import intake as intake_module
 from zmqtrain.runtime.broker import traffic as traffic_module
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.equation.aggregator import Released
@@ -58,7 +59,7 @@ class Peers:
         chunk = decode_message(head)
         assert isinstance(chunk, Chunk)
         self.came.append((asyncio.get_running_loop().time(), peer, len(frame)))
-        self.traffic.take_chunk(peer, chunk, frame)
+        self.traffic.intake.take_chunk(peer, chunk, frame)
         self._moved.set()
 
     async def until(self, condition: Callable[[], bool]) -> float:
@@ -80,7 +81,7 @@ class Peers:
     def publish(self, peer: PeerId, frames: int) -> None:
         publish = Publish(1, 0, 0, 0, "float32", (len(FRAME),) * frames, 1, 1, nan)
         self.waiting[peer, 1] = list(split(1, [FRAME] * frames))
-        self.traffic.expect(peer, publish)
+        self.traffic.intake.expect(peer, publish)
 
     def sent_to(self, peer: PeerId | None = None) -> int:
         return sum(size for _, who, _, size in self.sent if peer in (None, who))
@@ -102,6 +103,7 @@ def keeps_to(moves: list[tuple[float, int]], rate: float) -> bool:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, None]], None]:
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(traffic_module, "time", clock)
+    monkeypatch.setattr(intake_module, "time", clock)
 
     def run(coroutine: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:

@@ -58,7 +58,7 @@ class Arrivals:
             else:
                 assert isinstance(announcement, Publish)
                 self._aggregator.check_sizes(announcement)
-            self._traffic.expect(peer, announcement)
+            self._traffic.intake.expect(peer, announcement)
         except FramingError as error:
             self._carry_out(self._hub.broken(peer, announcement.transfer, "size", str(error), now))
         except ConfigError as error:

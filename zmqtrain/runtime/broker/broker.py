@@ -259,7 +259,7 @@ class Broker:
         self._relays.pump_all()
         self.parameters.tick(now)
         self.serving.shelf.forget_old(now)
-        for peer in list(self.traffic.idle_holders()):
+        for peer in list(self.traffic.intake.idle_holders()):
             text = "granted chunks, and none came for longer than they take on a slow link"
             self._expel(peer, ZmqTrainError(text), "unknown")  # a stall is no crime: it may come back
 
@@ -344,16 +344,16 @@ class Broker:
             if len(frames) != 2:
                 raise FramingError("a chunk is a head and one frame")
             self.hub.saw(peer, now)
-            if self.traffic.has_chunk(peer, message):
+            if self.traffic.intake.has_chunk(peer, message):
                 return self.hub.fence.count(Verdict.DOUBLE)
-            if (whole := self.traffic.take_chunk(peer, message, frames[1])) is not None:
+            if (whole := self.traffic.intake.take_chunk(peer, message, frames[1])) is not None:
                 if isinstance(whole[0], Initialise | Push):
                     self.parameters.whole(peer, whole[0], whole[1])
                 else:
                     self._arrivals.arrived(peer, *whole)
         elif isinstance(message, Credit):
             self.hub.saw(peer, now)
-            self.traffic.heard(len(frames[0]))
+            self.traffic.intake.pay(len(frames[0]))
             self.traffic.acknowledged(peer, message)
             self.parameters.go_on(peer)
         elif isinstance(message, Hello) and message.role in ("master", "standby") and not self._has_our_keys(peer):
@@ -362,7 +362,7 @@ class Broker:
             self._behind = frames[1:]
             if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self._behind) != message.size:
                 raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
-            self.traffic.heard(sum(len(frame) for frame in frames))
+            self.traffic.intake.pay(sum(len(frame) for frame in frames))
             self._carry_out(self.hub.receive(peer, message, now))
             self._behind = ()
             if isinstance(message, Relayed):

@@ -1,4 +1,4 @@
-"""Move bytes between the hub and its peers: what is granted, what has come in part, what waits for whom.
+"""Move bytes from the hub to its peers: what goes now, and what waits for whom; the other way is its `Intake`.
 
 Rule 1: knows transfers and windows; what is sent, and to whom, is for others to decide.  Rule 2: nobody waits here:
 what a window, a socket or a reserved share has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to
@@ -8,47 +8,30 @@ node's; what only a share keeps back is looked at again when its time has come.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
-from zmqtrain.protocol.framing import Assembler, encode_message, split
-from zmqtrain.protocol.keys import Initialise, Push, Values
-from zmqtrain.protocol.messages import (
-    Aggregate,
-    Announcement,
-    Chunk,
-    Credit,
-    Message,
-    Probed,
-    Publish,
-    Refused,
-    Snapshot,
-)
+from zmqtrain.protocol.framing import encode_message, split
+from zmqtrain.protocol.keys import Values
+from zmqtrain.protocol.messages import Aggregate, Credit, Message, Probed, Refused, Snapshot
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.protocol.standby_messages import Replica
 from zmqtrain.protocol.words import words
+from zmqtrain.runtime.broker.alarm import Alarm
+from zmqtrain.runtime.broker.intake import Intake
 from zmqtrain.runtime.equation.aggregator import Released
-from zmqtrain.transport.pacing import Credits, Outbox
+from zmqtrain.transport.pacing import Outbox
 from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
 from zmqtrain.types import Buffer, Lane, PeerId, Version
 
-__all__ = ["GRANT_SECONDS", "Traffic"]
+__all__ = ["Traffic"]
 
-GRANT_WINDOW_BYTES = 6 << 20
-"""What is on its way toward the hub's port in all: one full chunk and a half, or several small ones, so that the port
-is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends almost alone.
-"""
-GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
-"""A node that is granted chunks and sends none for so long, and the time they take at that rate, is sent away: what it
-holds of the window is others'."""
 OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
@@ -63,19 +46,16 @@ PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
 
 @dataclass
 class _Line:
-    """What is held for one peer. bucket: of its own port, on the way down; up, down: how fast its link was seen."""
+    """What is held for one peer. bucket: of its own port, on the way down; rate: how fast its link was seen so."""
 
     outbox: Outbox
-    assembler: Assembler
+    bucket: TokenBucket
     following: bool = False
-    arrived_at: float = 0.0
-    bucket: TokenBucket = field(default_factory=TokenBucket)
-    up: RateMeter = field(default_factory=RateMeter)
-    down: RateMeter = field(default_factory=RateMeter)
+    rate: RateMeter = field(default_factory=RateMeter)
 
 
 class Traffic:
-    """The bytes that go and come on `channel`; used by the broker's loop alone.
+    """The bytes that go and come on `channel`; used by the broker's loop alone. intake: those that come.
 
     queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
     lost: told of a peer that cannot be sent to, and why; it may have left already.
@@ -93,11 +73,11 @@ class Traffic:
         self._stamp = stamp
         self._channel, self._queue_bytes, self._lost = channel, queue_bytes, lost
         self.bytes_sent = self.dropped = 0
-        self._credits = Credits(GRANT_WINDOW_BYTES)
+        self.intake = Intake(self._most_bytes, self.send)
         self._sending: Reservation[PeerId] = Reservation()
         self._lines: dict[PeerId, _Line] = {}
         self._limits: dict[PeerId, float | None] = {}
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._again = Alarm(self._send_on)
         self._transfer = 0
 
     # ------------------------------------------------------------------ shares
@@ -105,23 +85,19 @@ class Traffic:
     def limit(self, rate: float | None) -> None:
         """Send, and let be sent, no more than `rate` bytes per second each way through the hub's port; None: any."""
         self._sending.bucket.set_rate(rate)
-        self._credits.bucket.set_rate(rate)
+        self.intake.limit(rate)
 
     def limit_peer(self, peer: PeerId, rate: float | None) -> None:
         """Keep to `rate` bytes per second each way with this peer, until `forget`; None: as much as there is."""
         self._limits[peer] = rate
-        self._credits.limit(peer, rate)
+        self.intake.limit_peer(peer, rate)
         if peer in self._lines:
             self._lines[peer].bucket.set_rate(rate)
 
     def measured(self, peer: PeerId) -> float:
         """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
         line = self._lines.get(peer)
-        return 0.0 if line is None else max(line.up.rate, line.down.rate)
-
-    def heard(self, size: int) -> None:
-        """Take note that a head of `size` bytes has come: it is paid for, as what is sent is."""
-        self._credits.bucket.pay(size, time.monotonic())
+        return max(self.intake.measured(peer), 0.0 if line is None else line.rate.rate)
 
     # ------------------------------------------------------------------ toward the peers
 
@@ -276,7 +252,7 @@ class Traffic:
             with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
                 line.outbox.acknowledged(credit.transfer, credit.chunks)
             left = line.outbox.in_flight_bytes
-            line.down.over(before - left, time.monotonic(), idle=not left)
+            line.rate.over(before - left, time.monotonic(), idle=not left)
             self._pump(peer)
 
     def _next_transfer(self) -> int:
@@ -311,7 +287,7 @@ class Traffic:
             now = time.monotonic()
             peer, seconds = self._sending.turn(self._claim, now)
             if peer is None:
-                return self._again(self._send_on, seconds)
+                return self._again.set(seconds)
             if self._send_chunk(peer, self._lines[peer]):
                 self._line_up(peer)
 
@@ -336,87 +312,25 @@ class Traffic:
         self.bytes_sent += size
         self._sending.sent(peer, size, now)
         line.bucket.pay(size, now)
-        line.down.begun(now)
+        line.rate.begun(now)
         return True
-
-    def _again(self, what: Callable[[], None], seconds: float) -> None:
-        """Do something again in so many seconds, and at no other time; inf: not at all."""
-        if (timer := self._timers.pop(what, None)) is not None:
-            timer.cancel()
-        if seconds < inf:
-            self._timers[what] = asyncio.get_running_loop().call_later(seconds, what)
-
-    # ------------------------------------------------------------------ toward the hub
-
-    def has_room_from(self, peer: PeerId, size: int) -> bool:
-        """Return whether a peer may have `size` bytes more on its way; however many they are, they may alone."""
-        assembler = self._line(peer).assembler
-        if not assembler.expected_bytes:
-            assembler.limit_bytes = max(assembler.limit_bytes, size)
-        return assembler.expected_bytes + size <= assembler.limit_bytes
-
-    def expect(self, peer: PeerId, announcement: Publish | Snapshot | Initialise | Push) -> None:
-        """Let a peer send what it has announced, chunk by chunk as the window of all peers has room; deltas first.
-
-        Raises FramingError for sizes that cannot be, RemoteProtocolError for a transfer that is under way.
-        """
-        self._line(peer).assembler.expect(announcement)
-        priority = 0 if isinstance(announcement, Publish | Push) else 1
-        self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
-        self._grant()
-
-    def has_chunk(self, peer: PeerId, chunk: Chunk) -> bool:
-        """Return whether this chunk has come before, and its transfer is not whole yet."""
-        return peer in self._lines and self._lines[peer].assembler.has(chunk)
-
-    def take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> tuple[Announcement, list[Buffer]] | None:
-        """Take a chunk; return its whole transfer, announcement and frames, once all of it is here.
-
-        Raises RemoteProtocolError for a chunk that was not granted, FramingError for one that cannot be.
-        """
-        line = self._lines.get(peer)
-        if line is None or chunk.transfer not in line.assembler:
-            return None  # of a transfer that was given up
-        self._credits.arrived(peer, chunk.transfer)
-        now = line.arrived_at = time.monotonic()
-        line.up.over(len(frame), now, idle=peer not in self._credits.holders)
-        whole = line.assembler.add(chunk, frame)
-        self._grant()
-        return whole
-
-    def idle_holders(self) -> Iterator[PeerId]:
-        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link."""
-        now = time.monotonic()
-        for peer, granted in self._credits.holders.items():
-            patience = GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND
-            if peer in self._lines and now - self._lines[peer].arrived_at > patience:
-                yield peer
 
     def forget(self, peer: PeerId) -> None:
         """Give up all that is on its way from or to a peer, and let the others have its part of the window."""
-        self._credits.forget(peer)
         self._sending.leave(peer)
         self._lines.pop(peer, None)
         self._limits.pop(peer, None)
-        self._grant()
-
-    def _grant(self) -> None:
-        holding, now = self._credits.holders, time.monotonic()
-        for peer, transfer, chunks in self._credits.grants(now):
-            if peer not in self._lines:  # lost while its credit was sent
-                continue
-            if peer not in holding:
-                self._lines[peer].arrived_at = now
-            self._lines[peer].up.begun(now)
-            self.send(peer, Credit(transfer, chunks))
-        self._again(self._grant, self._credits.retry_seconds)
+        self.intake.forget(peer)
 
     def _line(self, peer: PeerId) -> _Line:
         if peer not in self._lines:
-            limit = max(OUTBOX_BYTES, self._queue_bytes())
-            bucket = TokenBucket(self._limits.get(peer))
-            self._lines[peer] = _Line(Outbox(OUTBOX_WINDOW_BYTES, limit), Assembler(limit), bucket=bucket)
+            outbox = Outbox(OUTBOX_WINDOW_BYTES, self._most_bytes())
+            self._lines[peer] = _Line(outbox, TokenBucket(self._limits.get(peer)))
         return self._lines[peer]
+
+    def _most_bytes(self) -> int:
+        """What may be on its way to or from one peer, and wait."""
+        return max(OUTBOX_BYTES, self._queue_bytes())
 
 
 def _messages(

@@ -189,7 +189,7 @@ class Parameters:
     def go_on(self, peer: PeerId) -> None:
         """Let come and go what has waited for room, after a client has sent or taken something."""
         incoming, outgoing = self._incoming.get(peer), self._outgoing.get(peer)
-        while incoming and self.machine.serves(peer) and self._traffic.has_room_from(peer, sum(incoming[0].sizes)):
+        while incoming and self.machine.serves(peer) and self._traffic.intake.has_room(peer, sum(incoming[0].sizes)):
             self._expect(peer, incoming.popleft())
         asked = 0
         while outgoing and self.machine.serves(peer):
@@ -249,7 +249,7 @@ class Parameters:
 
     def _expect(self, peer: PeerId, payload: Payload) -> None:
         try:
-            self._traffic.expect(peer, payload)
+            self._traffic.intake.expect(peer, payload)
         except FramingError as error:
             self._announced.pop((peer, payload.transfer), None)
             self._carry_out(self.machine.broken(peer, payload.transfer, "size", str(error)))
