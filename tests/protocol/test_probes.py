@@ -7,8 +7,8 @@ import pytest
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Answer, SendTo
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Hello, Probe, Refused
-from zmqtrain.protocol.probes import PROBE_BYTES, PROBE_FRAME_BYTES, PROBE_SECONDS, ProbeBudget
+from zmqtrain.protocol.messages import Hello, Refused
+from zmqtrain.protocol.probes import PROBE_BYTES, PROBE_FRAME_BYTES, PROBE_SECONDS, Probe, ProbeBudget
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
 

@@ -3,8 +3,8 @@
 Rule 1: a message is frozen, flat and of plain types; arrays never ride in one, they follow as `Chunk`s of a transfer.
 Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the bytes of each frame, so that the receiver can
 refuse before it allocates.
-Rule 3: what is said in groups, to a standby and to a parameter server is in `group_messages`, `standby_messages` and
-`keys`.
+Rule 3: what is said in groups, to a standby, to a parameter server and to measure a link is in `group_messages`,
+`standby_messages`, `keys` and `probes`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import get_args
 from zmqtrain.errors import FramingError
 from zmqtrain.protocol.group_messages import GroupMessage
 from zmqtrain.protocol.keys import KEY_REQUESTS, Declare, Enrol, Founded, Initialise, KeyMessage, Pull, Push, Values
+from zmqtrain.protocol.probes import Probe, Probed
 from zmqtrain.protocol.standby_messages import Replica, StandbyMessage
 from zmqtrain.types import LeafSpec, ModelSpec
 
@@ -352,28 +353,6 @@ class WorkUnit:
     numbers: tuple[int, ...]
     finished: bool = False
     end_version: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
-
-    Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
-    """
-
-    number: int
-    size: int = 0
-    answer: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
-    what the hub runs, for people."""
-
-    number: int
-    seconds: float
-    software: str
 
 
 Message = (

@@ -1,4 +1,4 @@
-"""Bound what a hub gives to who measures its link: padding both ways, a little at a time (pure: `now` is an argument).
+"""Measure a link from outside of a run: what is said, and how much padding a hub gives to it (pure, `now` is given).
 
 Rule: whoever asks, and however many they are, all probes together take no more than a few percent of a port; who asks
 for more is refused, and nobody else notices.
@@ -6,15 +6,37 @@ for more is refused, and nobody else notices.
 
 from __future__ import annotations
 
-from zmqtrain.protocol.messages import Probe
+from dataclasses import dataclass
 
-__all__ = ["PROBE_FRAME_BYTES", "PROBE_BYTES", "PROBE_SECONDS", "ProbeBudget", "is_sound"]
+__all__ = ["Probe", "Probed", "PROBE_FRAME_BYTES", "PROBE_BYTES", "PROBE_SECONDS", "ProbeBudget", "is_sound"]
 
 PROBE_FRAME_BYTES = 1 << 18
 """The most padding that one message may have: on a link of 1 Gb/s it holds up what comes behind it for 2 ms."""
 
 PROBE_BYTES, PROBE_SECONDS = 32 << 20, 10.0
 """So many bytes of padding, both ways and of all peers, are given in so many seconds: under 3 % of 1 Gb/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
+
+    Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
+    """
+
+    number: int
+    size: int = 0
+    answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
+    what the hub runs, for people."""
+
+    number: int
+    seconds: float
+    software: str
 
 
 def is_sound(probe: Probe) -> bool:
