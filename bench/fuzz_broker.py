@@ -284,7 +284,7 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
         "bytes in flight": broker.traffic.intake._credits.in_flight_bytes,
         "limits": broker.traffic._limits,
         "relays": broker._relays._waiting,
-        "groups": hub._groups._complete or hub._groups._forming or hub._groups._in,
+        "groups": hub.groups._complete or hub.groups._forming or hub.groups._in,
         "reductions": broker._reducers._groups,
         "requests": broker.parameters._announced or broker.parameters._incoming or broker.parameters._outgoing,
         "clients": broker.parameters.machine.clients,

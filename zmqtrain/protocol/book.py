@@ -1,6 +1,6 @@
 """Hold what a hub knows of its run and of its peers, and write down what must outlive it.
 
-Rule 1: no decision is made here: `joining`, `publishing` and the `Hub` read it and write in it.
+Rule 1: no decision is made here: `joining`, `leaving`, `publishing` and the `Hub` read it and write in it.
 Rule 2: `state` is what a checkpoint holds besides the arrays, `books` what of that a standby hears between releases.
 """
 
@@ -14,6 +14,7 @@ from zmqtrain.protocol.dealing import Dealing
 from zmqtrain.protocol.fencing import Fence
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
+from zmqtrain.protocol.groups import Groups
 from zmqtrain.protocol.masters import Masters
 from zmqtrain.protocol.members import Member, MemberState, training
 from zmqtrain.protocol.messages import Publish, Roster, Schedule, model_from_wire
@@ -34,7 +35,8 @@ class HubBook:
 
     version: of the last aggregate, -1 until somebody has founded the run.  exchange: how the nodes exchange gradients
     in every step, past this hub; "": they publish to it.  rule: when a round is due, if they do.
-    complete: as many nodes as the run begins with have come; until then nothing is released.
+    complete: as many nodes as the run begins with have come; until then nothing is released.  news: something has
+    happened, since the last look, from which another plan may follow.
     The arguments are as in `Hub`.
     """
 
@@ -64,6 +66,8 @@ class HubBook:
         self.records = Records()
         self.fence = Fence()
         self.quarantines = Quarantines()
+        self.groups = Groups()
+        self.news = False
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
         self._began = now
 

@@ -3,13 +3,13 @@
 Rule 1: `ALLOWED` says which message is welcome in which state; any other is a RemoteProtocolError, and costs that peer.
 Rule 2: the hub knows publishes by their heads; what is in them is the aggregator's affair.
 Rule 3: effects are carried out in the order in which they come.
-Rule 4: who comes in is for `joining` to say, what of a publish is welcome and when a version is due for `publishing`;
-what is known stands in the `HubBook`.
+Rule 4: who comes in is for `joining` to say, who goes for `leaving`, what of a publish is welcome and when a version is
+due for `publishing`; what is known stands in the `HubBook`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from zmqtrain.errors import LocalProtocolError, RemoteProtocolError
@@ -19,20 +19,18 @@ from zmqtrain.protocol.effects import (
     Answer,
     Broadcast,
     Consult,
-    Disconnect,
     Expect,
     Hear,
     HubEffect,
-    Rebase,
-    Replicate,
     SendTo,
     Serve,
 )
 from zmqtrain.protocol.fencing import GAP, SUPERSEDED, UNKNOWN, Stamp, Verdict
 from zmqtrain.protocol.founding import Preemption
-from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS, Groups
-from zmqtrain.protocol.joining import check_hello, claim_shard, refusal_of, settle_exchange, welcome
-from zmqtrain.protocol.members import ALLOWED, Member, MemberState, training
+from zmqtrain.protocol.groups import LATE_SECONDS
+from zmqtrain.protocol.joining import join
+from zmqtrain.protocol.leaving import look_over, lose
+from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     Chunk,
@@ -46,14 +44,13 @@ from zmqtrain.protocol.messages import (
     Preempt,
     Probe,
     Publish,
-    Quarantine,
     Refused,
     Report,
     Snapshot,
     WorkRequest,
 )
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
-from zmqtrain.protocol.publishing import fault_of, is_double, release
+from zmqtrain.protocol.publishing import fault_of, is_double, offended, refuse, release
 from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote
@@ -64,8 +61,6 @@ from zmqtrain.types import PeerId
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
 ROSTER_SECONDS = 1.0
-OVERDUE_SECONDS = 0.1
-"""A node whose heartbeat is late by so much is sent something, to learn whether its connection is gone."""
 MAX_SCORES = 32
 """What one Report may hold, besides words: the Roster holds those of all nodes, and is one head."""
 
@@ -93,9 +88,7 @@ class Hub(HubBook):
     ) -> None:
         super().__init__(settings, rule, run, now, preemption, shard, first)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
-        self._news = False  # since the last look whether another plan is due
         self._probes = ProbeBudget()
-        self._groups = Groups()
         self._rostered = self._ticked = now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
@@ -108,7 +101,7 @@ class Hub(HubBook):
             Holding: lambda member, holding, now: [Hear(holding.version)],
             Promote: lambda member, promote, now: [],  # it has the run already
             Probe: self._on_probe,
-            **self._groups.handlers,
+            **self.groups.handlers,
             **dict.fromkeys(KEY_REQUESTS, self._on_key_request),
         }
 
@@ -147,7 +140,7 @@ class Hub(HubBook):
     def receive(self, sender: PeerId, message: Message, now: float) -> list[HubEffect]:
         """Take one message. Raises RemoteProtocolError when the sender's state does not allow it."""
         if isinstance(message, Hello):
-            return self._on_hello(sender, message, now)
+            return join(self, sender, message, now)
         member = self.members.get(sender)
         if member is None:
             if isinstance(message, Goodbye):
@@ -178,7 +171,7 @@ class Hub(HubBook):
         member.samples += announcement.samples
         member.staleness = self.version - announcement.base_version
         accumulate: list[HubEffect] = [] if self.rounds.rule.one_each else [Accumulate(peer, announcement)]
-        return accumulate + self._release(now)
+        return accumulate + release(self, now)
 
     def broken(self, peer: PeerId, transfer: int, reason: str, text: str, now: float) -> list[HubEffect]:
         """An expected transfer is not sound (or was never acceptable): say so; nothing of it is used."""
@@ -189,31 +182,20 @@ class Hub(HubBook):
         if isinstance(announcement, Snapshot):
             return self.founding.send_away(member, reason, text) + self.founding.left(member)
         assert isinstance(announcement, Publish)
-        return [self._refuse(member, announcement, reason, text), *self._offended(member, reason, text, now)]
+        return [refuse(self, member, announcement, reason, text), *offended(self, member, reason, text, now)]
 
     def gone(self, peer: PeerId, why: str, now: float) -> list[HubEffect]:
         """The connection to a peer is gone."""
-        return self._lose(self.members[peer], why, now) if peer in self.members else []
+        return lose(self, self.members[peer], why, now) if peer in self.members else []
 
     def tick(self, now: float) -> list[HubEffect]:
         """Let time pass: silent peers are lost, rounds fall due, the roster goes out."""
-        effects: list[HubEffect] = self._groups.tick(now)
+        effects: list[HubEffect] = self.groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
-        overdue = self.settings.heartbeat_seconds + OVERDUE_SECONDS
-        for member in list(self.members.values()):
-            process = member.state is MemberState.PROCESS
-            if process and late:  # it may have spoken while nobody listened here, and its group is lost with it
-                member.last_seen = min(now, member.last_seen + late)
-            silent = now - member.last_seen
-            if silent > (SILENCE_SECONDS if process else self.settings.lost_seconds):
-                effects += self._lose(member, f"silent for {silent:.1f} s", now)
-            elif member.is_node and now - max(member.last_seen, member.asked_at) > overdue:
-                member.asked_at = now  # if its connection is gone, sending says so
-                effects.append(SendTo(member.peer, self.roster(now)))
-            member.quarantined = self.quarantines.rest(member.peer, now) > 0
-        effects += self._release(now)
-        if self._news:
-            self._news = False
+        effects += look_over(self, late, now)
+        effects += release(self, now)
+        if self.news:
+            self.news = False
             live = [member for member in self.members.values() if member.state is MemberState.LIVE]
             if (schedule := self.replanning.look(self.version, self.model, live, now)) is not None:
                 effects.append(Broadcast(schedule))
@@ -229,69 +211,9 @@ class Hub(HubBook):
         """Take note of how fast a peer's link was seen, in bytes per second."""
         member = self.members.get(peer)
         if member is not None and member.measured != rate:
-            member.measured, self._news = rate, True
+            member.measured, self.news = rate, True
 
     # ------------------------------------------------------------------ coming and going
-
-    def _on_hello(self, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
-        check_hello(sender, hello)
-        answer = Stamp(hello.incarnation)
-        if hello.incarnation and hello.incarnation == self.records.incarnation(sender):
-            self.fence.count(Verdict.DOUBLE)
-            return []
-        if (refused := refusal_of(self, sender, hello)) is not None:
-            if refused.reason == "superseded":
-                self.fence.count(Verdict.FORMER)
-            return [SendTo(sender, refused, answer)]
-        name, succeeds = words(hello.name, MAX_NAME), None
-        if hello.role == "master":
-            why, succeeds = claim_shard(self, sender, hello)
-            if why:
-                return [SendTo(sender, Refused("shard", why), answer)]
-        if hello.role == "node" and (why := settle_exchange(self, sender, hello)):
-            return [SendTo(sender, Refused("exchange", why), answer)]
-        succeeded: list[HubEffect] = []
-        if hello.role == "standby" and (other := self.standby) is not None:  # it, or one in its place, begins anew
-            if other.peer == sender:
-                self.tenure.lost(training(self.members))
-            else:
-                succeeded = self._lose(other, "another took its place at its address", now)
-        before = self.members.pop(sender, None)
-        self.records.greet(sender, hello.incarnation)
-        self.records.recall(sender, hello.in_flight)
-        self.fence.open(sender, hello.incarnation)
-        effects = succeeded
-        if succeeds is not None and succeeds in self.members:
-            effects += self._lose(self.members[succeeds], "another broker took its place at its address", now)
-        if before is not None:  # what was on its way on the old connection will not come any more
-            effects.append(Disconnect(sender, "again", f"{name} connected again"))
-            effects += self._groups.gone(sender, "it connected again")
-        roles = {"observer": MemberState.OBSERVER, "master": MemberState.MASTER, "process": MemberState.PROCESS}
-        roles["standby"] = MemberState.STANDBY
-        state = roles.get(hello.role, MemberState.WELCOMED)
-        member = Member(sender, name, state, now, now, hello.version, hello.version < 0)
-        member.link, member.share, member.checkpoints = hello.link, hello.share, hello.checkpoints
-        if before is not None:
-            member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
-            member.dropped = before.dropped
-        self.members[sender] = member
-        effects.append(SendTo(sender, welcome(self, sender)))
-        if (rest := self.quarantines.rest(sender, now)) > 0:
-            member.quarantined = True
-            effects.append(SendTo(sender, Quarantine("again", "it was quarantined before it connected again", rest)))
-        if state is MemberState.OBSERVER:
-            effects.append(SendTo(sender, self.roster(now)))
-        if state is MemberState.STANDBY:
-            member.address = hello.address
-        if state is MemberState.MASTER:  # nodes may wait for it
-            effects.append(Broadcast(self.roster(now)))
-        effects += self.dealing.lost(sender)  # units may have been on their way to it: it will ask again
-        if before is not None:
-            effects += self.founding.left(before)
-        effects += self._release(now)
-        if state is MemberState.STANDBY:  # a copy of what is told here, with the releases that this has brought about
-            effects.append(Replicate(sender))
-        return effects
 
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         member.digest, member.held = fetch.digest[:MAX_NAME], fetch.held
@@ -344,31 +266,7 @@ class Hub(HubBook):
         text = f"said goodbye: {words(goodbye.reason)}" if goodbye.reason else "said goodbye"
         if member.state is MemberState.STANDBY:
             self.tenure.dismissed(goodbye.reason)
-        return self._lose(member, text, now, reason="goodbye")
-
-    def _lose(self, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
-        del self.members[member.peer]
-        self.fence.close(member.peer)
-        self._news = True
-        effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
-        if member.state is MemberState.OBSERVER:
-            return [Disconnect(member.peer, "observer", text)]
-        if member.state is MemberState.STANDBY:
-            self.tenure.lost(training(self.members))
-            return [Disconnect(member.peer, "standby", text), Broadcast(self.roster(now))]
-        if reason == "goodbye":
-            self.tenure.said_goodbye()
-        if member.state is MemberState.PROCESS:
-            gone = self._groups.gone(member.peer, text, left=reason == "goodbye")
-            return [Disconnect(member.peer, "process", text), *gone]
-        if member.state is MemberState.MASTER:
-            self.masters.forget(member.peer)
-            return [Disconnect(member.peer, "master", text), Broadcast(self.roster(now))]
-        effects += self.dealing.lost(member.peer)
-        effects += self.founding.left(member)
-        if self.exchange:  # who left before the end is no part of what the others end with
-            self.rounds.forget(member.peer)
-        return effects + self._release(now) + self.dealing.end_when_drained(self.version)
+        return lose(self, member, text, now, reason="goodbye")
 
     def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:
         return [SendTo(member.peer, Heartbeat(heartbeat.sent, self.records.heard(member.peer)))]
@@ -378,7 +276,7 @@ class Hub(HubBook):
         long = len(report.waiting) > MAX_WORDS or len(names) > MAX_SCORES
         if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
-        member.report, self._news = report, True
+        member.report, self.news = report, True
         if report.scores and self.score_version <= report.score_version <= self.version:
             self.scores, self.score_version = dict(report.scores), report.score_version
         return []
@@ -395,53 +293,24 @@ class Hub(HubBook):
 
     # ------------------------------------------------------------------ contributions
 
-    def _offended(self, member: Member, reason: str, text: str, now: float) -> list[HubEffect]:
-        """A delta of this node was refused for what is in it: quarantine who does that again and again."""
-        seconds = self.quarantines.refused(member.peer, reason, now)
-        if not seconds:
-            return []
-        live = [one.peer for one in self.members.values() if one.state is MemberState.LIVE and not one.drained]
-        if reason == "norm" and (out := self.quarantines.wrongly(live)):
-            return self._acquit(out)
-        member.quarantined = True
-        return [SendTo(member.peer, Quarantine(reason, text, seconds)), *self._release(now)]
-
-    def _acquit(self, peers: Sequence[PeerId]) -> list[HubEffect]:
-        """So many cannot all be wrong: the gate is. It takes their size, and they are let out."""
-        effects: list[HubEffect] = [Rebase(tuple(peers))]
-        for peer in peers:
-            self.quarantines.acquit(peer)
-            if self.members[peer].quarantined:  # and was told so
-                self.members[peer].quarantined = False
-                effects.append(SendTo(peer, Quarantine("over", "the norm gate of the broker was wrong", 0.0)))
-        return effects
-
     def _on_publish(self, member: Member, publish: Publish, now: float) -> list[HubEffect]:
         if is_double(self, member, publish):
             self.fence.count(Verdict.DOUBLE)
             return []
         if (fault := fault_of(self, member, publish)) is not None:
-            return [self._refuse(member, publish, *fault)]
+            return [refuse(self, member, publish, *fault)]
         if self.shard:
             member.idle = False  # it trains again
         self.records.hear(member.peer, publish.sequence)
         member.open[publish.transfer] = publish
         return [Expect(member.peer, publish)]
 
-    def _refuse(self, member: Member, publish: Publish, reason: str, text: str) -> SendTo:
-        member.refused += 1
-        self.refused += 1
-        return SendTo(member.peer, Refused(reason, text, publish.sequence))
-
-    def _release(self, now: float) -> list[HubEffect]:
-        return release(self, now)
-
     # ------------------------------------------------------------------ data units
 
     def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
         return [
             *self.dealing.asked(member, request),
-            *self._release(now),
+            *release(self, now),
             *self.dealing.end_when_drained(self.version),
         ]
 

@@ -1,23 +1,28 @@
-"""Decide who comes in: whether a Hello is welcome, and what it is told (pure).
+"""Decide who comes in: whether a Hello is welcome, what it is told, and what follows from it for the others (pure).
 
 Rule 1: a Hello that no sound peer says is a RemoteProtocolError.  Rule 2: one that is sound and not welcome gets a
 sentence that says what to do; nothing has changed by it.  Rule 3: a Hello that was had is no second one.
+Rule 4: who says Hello again is the same peer on a new connection: what it has done counts on, and what was on its way
+on the old one is lost.  Rule 5: a standby, or a master of a shard, takes the place of the one at its address.
 """
 
 from __future__ import annotations
 
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.book import HubBook
-from zmqtrain.protocol.fencing import MAX_INCARNATION, SUPERSEDED
+from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, Replicate, SendTo
+from zmqtrain.protocol.fencing import MAX_INCARNATION, SUPERSEDED, Stamp, Verdict
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
+from zmqtrain.protocol.leaving import lose
 from zmqtrain.protocol.masters import ADDRESS, Claim
-from zmqtrain.protocol.members import MOST_CHECKPOINTS, MOST_WAITING
-from zmqtrain.protocol.messages import Hello, Refused, Welcome, model_to_wire
+from zmqtrain.protocol.members import MOST_CHECKPOINTS, MOST_WAITING, Member, MemberState, training
+from zmqtrain.protocol.messages import Hello, Quarantine, Refused, Welcome, model_to_wire
+from zmqtrain.protocol.publishing import release
 from zmqtrain.protocol.rounds import AfterAll
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 from zmqtrain.types import PeerId
 
-__all__ = ["MOST_MEMBERS", "check_hello", "refusal_of", "settle_exchange", "claim_shard", "welcome"]
+__all__ = ["MOST_MEMBERS", "check_hello", "refusal_of", "join"]
 
 MOST_MEMBERS = 512
 """Peers at one hub, of any kind: the Roster, which describes all nodes, stays readable (one head)."""
@@ -25,6 +30,13 @@ MAX_LINK = 1e12
 """Bytes per second that a node may say its port has: what is made of these must stay a number."""
 LEAST_LINK, LEAST_SHARE = 1.0, 1e-6
 """And at least, of what it gives of it: what follows from it is no rate else."""
+STATE_OF_ROLE = {
+    "observer": MemberState.OBSERVER,
+    "master": MemberState.MASTER,
+    "process": MemberState.PROCESS,
+    "standby": MemberState.STANDBY,
+}
+"""Who is none of these is a node: welcomed."""
 
 
 def check_hello(sender: PeerId, hello: Hello) -> None:
@@ -60,7 +72,69 @@ def refusal_of(book: HubBook, sender: PeerId, hello: Hello) -> Refused | None:
     return None
 
 
-def settle_exchange(book: HubBook, sender: PeerId, hello: Hello) -> str:
+def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEffect]:
+    """Take one Hello: let its sender in, or say why not. Raises RemoteProtocolError as `check_hello` does."""
+    check_hello(sender, hello)
+    if hello.incarnation and hello.incarnation == book.records.incarnation(sender):
+        book.fence.count(Verdict.DOUBLE)
+        return []
+    refused, succeeds = refusal_of(book, sender, hello), None
+    if refused is not None and refused.reason == "superseded":
+        book.fence.count(Verdict.FORMER)
+    if refused is None and hello.role == "master":
+        why, succeeds = _claim_shard(book, sender, hello)
+        refused = Refused("shard", why) if why else None
+    if refused is None and hello.role == "node" and (why := _settle_exchange(book, sender, hello)):
+        refused = Refused("exchange", why)
+    if refused is not None:
+        return [SendTo(sender, refused, Stamp(hello.incarnation))]
+    effects: list[HubEffect] = []
+    if hello.role == "standby" and (other := book.standby) is not None:  # it, or one in its place, begins anew
+        if other.peer == sender:
+            book.tenure.lost(training(book.members))
+        else:
+            effects += lose(book, other, "another took its place at its address", now)
+    before = book.members.pop(sender, None)
+    book.records.greet(sender, hello.incarnation)
+    book.records.recall(sender, hello.in_flight)
+    book.fence.open(sender, hello.incarnation)
+    if succeeds is not None and succeeds in book.members:
+        effects += lose(book, book.members[succeeds], "another broker took its place at its address", now)
+    member = book.members[sender] = _member(sender, hello, before, now)
+    if before is not None:  # what was on its way on the old connection will not come any more
+        effects.append(Disconnect(sender, "again", f"{member.name} connected again"))
+        effects += book.groups.gone(sender, "it connected again")
+    effects.append(SendTo(sender, _welcome(book, sender)))
+    if (rest := book.quarantines.rest(sender, now)) > 0:
+        member.quarantined = True
+        effects.append(SendTo(sender, Quarantine("again", "it was quarantined before it connected again", rest)))
+    if member.state is MemberState.OBSERVER:
+        effects.append(SendTo(sender, book.roster(now)))
+    if member.state is MemberState.MASTER:  # nodes may wait for it
+        effects.append(Broadcast(book.roster(now)))
+    effects += book.dealing.lost(sender)  # units may have been on their way to it: it will ask again
+    if before is not None:
+        effects += book.founding.left(before)
+    effects += release(book, now)
+    if member.state is MemberState.STANDBY:  # a copy of what is told here, with what this has released
+        effects.append(Replicate(sender))
+    return effects
+
+
+def _member(peer: PeerId, hello: Hello, before: Member | None, now: float) -> Member:
+    """Return what is held of a peer that comes in. before: what was held of it on the connection before this."""
+    state = STATE_OF_ROLE.get(hello.role, MemberState.WELCOMED)
+    member = Member(peer, words(hello.name, MAX_NAME), state, now, now, hello.version, hello.version < 0)
+    member.link, member.share, member.checkpoints = hello.link, hello.share, hello.checkpoints
+    if state is MemberState.STANDBY:
+        member.address = hello.address
+    if before is not None:
+        member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
+        member.dropped = before.dropped
+    return member
+
+
+def _settle_exchange(book: HubBook, sender: PeerId, hello: Hello) -> str:
     """Let the first node decide how all exchange; return why another cannot take part, "" if it can."""
     if hello.exchange == book.exchange:
         return ""
@@ -82,14 +156,14 @@ def settle_exchange(book: HubBook, sender: PeerId, hello: Hello) -> str:
     return ""
 
 
-def claim_shard(book: HubBook, sender: PeerId, hello: Hello) -> tuple[str, PeerId | None]:
+def _claim_shard(book: HubBook, sender: PeerId, hello: Hello) -> tuple[str, PeerId | None]:
     """Register the master of a shard; see `Masters.claim`."""
     if book.shard:
         return f"this broker has shard {book.shard}: register with the first, at {book.first}", None
     return book.masters.claim(sender, Claim(hello.shard, hello.address[:MAX_WORDS]))
 
 
-def welcome(book: HubBook, peer: PeerId) -> Welcome:
+def _welcome(book: HubBook, peer: PeerId) -> Welcome:
     """Return what a peer is told that has come in."""
     return Welcome(
         run=book.run,

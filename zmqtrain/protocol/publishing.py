@@ -3,18 +3,21 @@
 Rule 1: a publish is judged by its head, before anything of it is held; what is in it is the aggregator's affair.
 Rule 2: one that is under way, accepted or landed is no second one, and is not refused: it would be offered again.
 Rule 3: what is released is stated in an order that follows from who took part, where floats depend on it.
+Rule 4: a refusal is told to who sent it; who sends again and again what no sound node does is quarantined.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zmqtrain.protocol.book import HubBook
-from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Reduce
-from zmqtrain.protocol.members import MOST_WAITING, Member, training
-from zmqtrain.protocol.messages import Publish
+from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Rebase, Reduce, SendTo
+from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, training
+from zmqtrain.protocol.messages import Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
 from zmqtrain.types import PeerId, count_values
 
-__all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "release"]
+__all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "refuse", "offended", "release"]
 
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
@@ -60,6 +63,36 @@ def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str]
         text = f"{len(waiting)} publishes of this node have not landed; no node that keeps to the settings has so "
         return "waiting", f"{text}many, or such large ones"
     return None
+
+
+def refuse(book: HubBook, member: Member, publish: Publish, reason: str, text: str) -> SendTo:
+    """Say that a publish is refused, and count it. reason, text: as in Refused."""
+    member.refused += 1
+    book.refused += 1
+    return SendTo(member.peer, Refused(reason, text, publish.sequence))
+
+
+def offended(book: HubBook, member: Member, reason: str, text: str, now: float) -> list[HubEffect]:
+    """A delta of this node was refused for what is in it: quarantine who does that again and again."""
+    seconds = book.quarantines.refused(member.peer, reason, now)
+    if not seconds:
+        return []
+    live = [one.peer for one in book.members.values() if one.state is MemberState.LIVE and not one.drained]
+    if reason == "norm" and (out := book.quarantines.wrongly(live)):
+        return _acquit(book, out)
+    member.quarantined = True
+    return [SendTo(member.peer, Quarantine(reason, text, seconds)), *release(book, now)]
+
+
+def _acquit(book: HubBook, peers: Sequence[PeerId]) -> list[HubEffect]:
+    """So many cannot all be wrong: the gate is. It takes their size, and they are let out."""
+    effects: list[HubEffect] = [Rebase(tuple(peers))]
+    for peer in peers:
+        book.quarantines.acquit(peer)
+        if book.members[peer].quarantined:  # and was told so
+            book.members[peer].quarantined = False
+            effects.append(SendTo(peer, Quarantine("over", "the norm gate of the broker was wrong", 0.0)))
+    return effects
 
 
 def release(book: HubBook, now: float) -> list[HubEffect]:

@@ -1,0 +1,69 @@
+"""Decide who is taken for lost, and what follows when a peer goes: by a goodbye, by silence, or sent away (pure).
+
+Rule 1: whoever goes is waited for no longer: its data units are dealt anew, a run that it would have founded is founded
+by another, its group ends, and a round that only it held up is released.
+Rule 2: what has come of a node that goes is in the run; only in lockstep, where all end with the same, it is dropped.
+Rule 3: processes of a group are missed sooner than nodes, and are given the time for which this hub did not listen.
+"""
+
+from __future__ import annotations
+
+from zmqtrain.protocol.book import HubBook
+from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
+from zmqtrain.protocol.groups import SILENCE_SECONDS
+from zmqtrain.protocol.members import Member, MemberState, training
+from zmqtrain.protocol.publishing import release
+
+__all__ = ["OVERDUE_SECONDS", "look_over", "lose"]
+
+OVERDUE_SECONDS = 0.1
+"""A node whose heartbeat is late by so much is sent something, to learn whether its connection is gone."""
+
+
+def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
+    """Lose who has been silent for too long, ask who is overdue, and let out who has been quarantined long enough.
+
+    late: for so many seconds nobody listened here.
+    """
+    effects: list[HubEffect] = []
+    overdue = book.settings.heartbeat_seconds + OVERDUE_SECONDS
+    for member in list(book.members.values()):
+        if member.peer not in book.members:  # sent away because of one that was lost before it
+            continue
+        process = member.state is MemberState.PROCESS
+        if process and late:  # it may have spoken while nobody listened here, and its group is lost with it
+            member.last_seen = min(now, member.last_seen + late)
+        silent = now - member.last_seen
+        if silent > (SILENCE_SECONDS if process else book.settings.lost_seconds):
+            effects += lose(book, member, f"silent for {silent:.1f} s", now)
+        elif member.is_node and now - max(member.last_seen, member.asked_at) > overdue:
+            member.asked_at = now  # if its connection is gone, sending says so
+            effects.append(SendTo(member.peer, book.roster(now)))
+        member.quarantined = book.quarantines.rest(member.peer, now) > 0
+    return effects
+
+
+def lose(book: HubBook, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:
+    """Take note that a peer is gone. text: why, for people; reason: "goodbye" if it has said so."""
+    del book.members[member.peer]
+    book.fence.close(member.peer)
+    book.news = True
+    if member.state is MemberState.OBSERVER:
+        return [Disconnect(member.peer, "observer", text)]
+    if member.state is MemberState.STANDBY:
+        book.tenure.lost(training(book.members))
+        return [Disconnect(member.peer, "standby", text), Broadcast(book.roster(now))]
+    if reason == "goodbye":
+        book.tenure.said_goodbye()
+    if member.state is MemberState.PROCESS:
+        gone = book.groups.gone(member.peer, text, left=reason == "goodbye")
+        return [Disconnect(member.peer, "process", text), *gone]
+    if member.state is MemberState.MASTER:
+        book.masters.forget(member.peer)
+        return [Disconnect(member.peer, "master", text), Broadcast(book.roster(now))]
+    effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
+    effects += book.dealing.lost(member.peer)
+    effects += book.founding.left(member)
+    if book.exchange:  # who left before the end is no part of what the others end with
+        book.rounds.forget(member.peer)
+    return effects + release(book, now) + book.dealing.end_when_drained(book.version)
