@@ -4,20 +4,15 @@
 
 Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
 flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it counts.
-Rule 4: where the plain mean is asked for, a publish is added when it comes; any other rule (`strategies`) looks at all
-of a round: its publishes are held, compressed, until the round closes.  With n publishes of a fragment in a round, w_i
-their weights by selection and samples, and s_i their damping by staleness,
-
-    g = n/N_live * combine(s_i D(u_i), w_i)        combine: their weighted mean, or a robust one
+Rule 4: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
+publishes are held until it closes (`held_round`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,7 +32,7 @@ from zmqtrain.codecs.payload import (
 )
 from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
-from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.messages import Publish, Snapshot
 from zmqtrain.runtime.equation.delta import (
     DENSE,
@@ -48,13 +43,12 @@ from zmqtrain.runtime.equation.delta import (
 )
 from zmqtrain.runtime.equation.digest import digest_of
 from zmqtrain.runtime.equation.gate import DeltaGate
+from zmqtrain.runtime.equation.held_round import HeldRound
 from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
-from zmqtrain.strategies.aggregate import aggregation_from_spec, mean_over_live
+from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.outer import outer_from_spec
-from zmqtrain.strategies.selection import selection_from_spec
-from zmqtrain.strategies.staleness import compensate, staleness_from_spec
 from zmqtrain.types import Buffer, ModelSpec, PeerId, Version, count_values
 
 __all__ = ["Released", "Aggregator", "Vector"]
@@ -62,8 +56,6 @@ __all__ = ["Released", "Aggregator", "Vector"]
 MOST_VALUES = 1 << 33
 """No larger model is planned for: a founder's claim must not cost the hub seconds."""
 
-SCORES_KEPT = 16
-"""The shared model's score is the median of so many of its nodes' latest ones."""
 LARGEST_SUM = 1e30
 """A sum that holds a larger value is left out of the parameters: the outer step of it might be no float32."""
 ROUNDING = 1e-6
@@ -94,16 +86,6 @@ class Aggregator:
         self.settings, self.shard = settings, shard
         self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.outer = outer_from_spec(settings.outer)
-        self.aggregation = aggregation_from_spec(settings.aggregate)
-        self.selection = selection_from_spec(settings.selection)
-        self.staleness = staleness_from_spec(settings.staleness)
-        self.holds = not (
-            self.aggregation.name == "mean"
-            and self.selection.name == "all"
-            and self.staleness.name == "constant"
-            and (settings.max_staleness == 0 or settings.stale == "return")
-        )
-        """Whether publishes are held until their round closes."""
         self.gate = DeltaGate(settings)
         self.version: Version = -1
         self.parameters: list[Vector] = []
@@ -112,10 +94,13 @@ class Aggregator:
         self._states: list[list[State]] = []
         self._outer_state: list[Mapping[str, Vector]] = []
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
-        self._held: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}
-        self._scores: deque[float] = deque(maxlen=SCORES_KEPT)
-        self._history: list[deque[tuple[Version, Vector]]] = []  # per fragment: what was published, for compensation
+        self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
+
+    @property
+    def holds(self) -> bool:
+        """Whether publishes are held until their round closes."""
+        return self._round.needed
 
     def plan(self, model: ModelSpec) -> None:
         """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
@@ -180,7 +165,6 @@ class Aggregator:
         self.parameters = [flat.copy() for flat in flats]
         self.published = [flat.copy() for flat in flats]
         self._sums = [np.zeros_like(flat) for flat in flats]
-        self._held.clear()
         self._states = [
             initial_states(self.broadcast_coding.of_fragment(self.layout, f), self.layout.counts(f))
             for f in range(len(flats))
@@ -188,15 +172,8 @@ class Aggregator:
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
         self.version, self._snapshot = version, (-1, ())
-        kept = self.staleness.versions + 1 if self.staleness.versions else 0
-        self._history = [deque(maxlen=kept) for _ in flats]
-        self._keep_history(range(len(flats)))
-
-    def _keep_history(self, fragments: Iterable[int]) -> None:
-        """Keep what is published now of these fragments, if the staleness rule looks back."""
-        if self.staleness.versions:
-            for fragment in fragments:
-                self._history[fragment].append((self.version, self.published[fragment].copy()))
+        self._round.begin(len(flats))
+        self._round.remember(version, self.published, range(len(flats)))
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
@@ -210,7 +187,7 @@ class Aggregator:
     def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Take a checked publish into the round: into its sum, or held until the round closes."""
         if self.holds:
-            self._held[peer, publish.sequence] = (publish, frames)
+            self._round.hold(peer, publish, frames)
         else:
             self._decode(publish, frames, out=self._sums[publish.fragment])
 
@@ -227,7 +204,7 @@ class Aggregator:
         """Close the round and return what every peer is to be sent."""
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
         if self.holds:
-            self._combine(reduce.contributions)
+            self._round.sum_up(reduce.contributions, self._decode, self.published, self._sums)
         overflowed = tuple(fragment for fragment in reduce.fragments if not _can_be_stepped(self._sums[fragment]))
         for fragment in overflowed:
             self._sums[fragment].fill(0)
@@ -235,7 +212,7 @@ class Aggregator:
             self._release(fragment, reduce, self._takes_turn(fragment, reduce), coding) for fragment in reduce.fragments
         )
         self.version = reduce.version
-        self._keep_history(reduce.fragments)
+        self._round.remember(self.version, self.published, reduce.fragments)
         return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
@@ -245,69 +222,6 @@ class Aggregator:
         turns = floor(share + ROUNDING)
         self._shares[fragment] = max(0.0, share - turns)
         return turns > 0
-
-    def _combine(self, contributions: Sequence[Contribution]) -> None:
-        """Make the sums of a round whose publishes were held: n times what they combine to."""
-        held = [(one, *self._held.pop((one.peer, one.sequence))) for one in contributions]
-        held = [(one, publish, frames) for one, publish, frames in held if not one.too_stale]
-        selected = self.selection.weights([one.score for one, _, _ in held], self._score) if held else []
-        self._scores.extend(one.score for one, _, _ in held if np.isfinite(one.score))
-        for fragment in sorted({one.fragment for one, _, _ in held}):
-            of_fragment = [
-                (one, publish, frames, weight)
-                for (one, publish, frames), weight in zip(held, selected, strict=True)
-                if one.fragment == fragment
-            ]
-            by_samples = self.aggregation.weigh([one.samples for one, _, _, _ in of_fragment])
-            weights = [w * s for (_, _, _, w), s in zip(of_fragment, by_samples, strict=True)]
-            counted = [
-                (one, publish, frames, weight)
-                for (one, publish, frames, _), weight in zip(of_fragment, weights, strict=True)
-                if weight > 0
-            ]
-            if self.aggregation.streams:
-                self._add_up(counted, len(of_fragment), fragment)
-            elif counted:
-                us = [self._arrived(one, publish, frames) for one, publish, frames, _ in counted]
-                self._sum_up(us, [weight for _, _, _, weight in counted], len(of_fragment), fragment)
-
-    @property
-    def _score(self) -> float:
-        """The shared model's score, NaN while nobody has said one."""
-        return median(self._scores) if self._scores else float("nan")
-
-    def _arrived(self, one: Contribution, publish: Publish, frames: Sequence[Buffer]) -> Vector:
-        """Return s D(u): damped by its staleness, or corrected for what has been published since its base."""
-        u = self._decode(publish, frames)
-        damping = self.staleness.damping(one.staleness)
-        if damping != 1.0:
-            u *= np.float32(damping)
-        if self.staleness.versions and one.staleness > 0:
-            history = self._history[one.fragment]
-            base = next((array for version, array in reversed(history) if version <= one.base_version), history[0][1])
-            u = compensate(u, self.published[one.fragment] - base, self.staleness.strength)
-        return u
-
-    def _add_up(
-        self, counted: Sequence[tuple[Contribution, Publish, Sequence[Buffer], float]], count: int, fragment: int
-    ) -> None:
-        """Make the sum of a rule that is a weighted mean: one contribution is decoded at a time."""
-        total, whole = self._sums[fragment], sum(weight for _, _, _, weight in counted)
-        for one, publish, frames, weight in counted:
-            u = self._arrived(one, publish, frames)
-            u *= np.float32(weight / whole)
-            total += u
-        total *= np.float32(count)
-
-    def _sum_up(self, us: Sequence[Vector], weights: Sequence[float], count: int, fragment: int) -> None:
-        total = self._sums[fragment]
-        scales = self.aggregation.scales([_norm(u) for u in us])
-        for u, scale in zip(us, scales, strict=True):
-            if scale != 1.0:
-                u *= np.float32(scale)
-        for start in range(0, total.size, SLAB_VALUES):
-            part = slice(start, start + SLAB_VALUES)
-            np.multiply(self.aggregation.combine([u[part] for u in us], weights), np.float32(count), out=total[part])
 
     def _release(self, fragment: int, reduce: Reduce, turn: bool, coding: Coding) -> tuple[Buffer, ...]:
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
@@ -381,13 +295,13 @@ class Aggregator:
                 self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
             )
         self.version = released.version
-        self._keep_history(released.fragments)
+        self._round.remember(self.version, self.published, released.fragments)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
         "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
-        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "history/<fragment>/
-        <version>" what was published then, flat, "shares" (float64, per fragment), "scores" (float64) and "gate"."""
+        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "shares" (float64, per
+        fragment), "gate", and what the rules of a round keep (`HeldRound.arrays`)."""
         named = {"parameters": self.parameters, "published": self.published}
         for key in self._outer_state[0]:
             named[f"outer.{key}"] = [state[key] for state in self._outer_state]
@@ -399,11 +313,9 @@ class Aggregator:
         }
         for fragment, states in enumerate(self._states):
             arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}
-        for fragment, history in enumerate(self._history):
-            arrays |= {f"history/{fragment}/{version}": flat.copy() for version, flat in history}
         if (memory := self.gate.memory()) is not None:
             arrays["gate"] = memory
-        return arrays | {"shares": np.array(self._shares), "scores": np.array(self._scores, np.float64)}
+        return arrays | {"shares": np.array(self._shares)} | self._round.arrays()
 
     def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
         """Take over what `arrays` returned. Raises CheckpointError."""
@@ -436,29 +348,15 @@ class Aggregator:
                 self.gate.remember(arrays["gate"])
             else:
                 self.gate.open()
-            self._scores = deque((float(score) for score in arrays["scores"]), maxlen=SCORES_KEPT)
+            self._round.restore(arrays)
             for fragment, fresh in enumerate(self._states):
                 numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))
                 self._states[fragment] = fill_states(fresh, [arrays[f"codec/{fragment}/{n}"] for n in numbers])
         except (CodecError, KeyError) as error:
             raise CheckpointError(f"the checkpoint lacks what the aggregation had in hand: {error}") from None
-        for name in arrays:
-            kind, _, place = name.partition("/")
-            if kind == "history":
-                fragment, version = (int(part) for part in place.split("/"))
-                self._history[fragment].append((version, arrays[name].copy()))
-        for fragment, history in enumerate(self._history):
-            latest = dict(history)  # what `_begin` put there is the newest
-            self._history[fragment] = deque(sorted(latest.items()), maxlen=history.maxlen)
 
 
 def _can_be_stepped(flat: Vector) -> bool:
     """Return whether an outer step of this sum stays finite: far from what a float32 holds (NaN is not)."""
     pieces = (flat[start : start + SLAB_VALUES] for start in range(0, flat.size, SLAB_VALUES))
     return all(piece.max() < LARGEST_SUM and piece.min() > -LARGEST_SUM for piece in pieces)
-
-
-def _norm(u: Vector) -> float:
-    """Return the L2 norm of a finite vector, also where its square is no float32."""
-    largest = float(np.abs(u).max(initial=0.0))
-    return largest * float(np.linalg.norm(u / np.float32(largest))) if largest > 0 else 0.0
