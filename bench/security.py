@@ -69,16 +69,22 @@ from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import Lane, PeerId
 address, file = sys.argv[1:]
+async def beat(channel):
+    while True:
+        channel.try_send(Lane.CONTROL, [encode_message(Heartbeat())])
+        await asyncio.sleep(0.01)
+
 async def main():
     keys = CurveKeys.load(file)
     channel = DealerChannel.connect(address, peer=PeerId("clinger#1"), keys=keys, server_key=keys.server)
     await channel.send(Lane.CONTROL, [encode_message(Hello("clinger"))])
     await channel.receive()
     print("ready", flush=True)
+    beating = asyncio.create_task(beat(channel))
     while channel.refused != "key":  # it has been cut, and was not let in again
-        channel.try_send(Lane.CONTROL, [encode_message(Heartbeat())])
-        await asyncio.sleep(0.01)
+        await channel.changed()
     print("out", flush=True)
+    beating.cancel()
     await channel.close(0.0)
 asyncio.run(main())
 """

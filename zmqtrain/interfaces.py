@@ -278,6 +278,9 @@ class Channel(Protocol):
     def refused(self) -> str:
         """Why the last attempt to connect ended: "key" (this channel's is not authorised there), "handshake"; or ""."""
 
+    async def changed(self) -> None:
+        """Wait until `refused` is another than now, if only for a moment. Raise ChannelClosed."""
+
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; wait while the lane is full. Raise ChannelClosed."""
 

@@ -43,6 +43,15 @@ def node(hub: RouterChannel, peer: PeerId, keys: CurveKeys) -> DealerChannel:
     return DealerChannel.connect(hub.address, peer=peer, keys=keys, server_key=HUB.public)
 
 
+async def refuse(hub: RouterChannel, reason: str, count: int) -> None:
+    """Have the hub listen, hearing nobody, until it has refused so many for this reason."""
+    hearing = asyncio.create_task(hub.receive())
+    while hub.refusals[reason] < count:
+        await hub.changed()
+    assert not hearing.done()
+    hearing.cancel()
+
+
 async def end(*channels: DealerChannel | RouterChannel) -> None:
     for channel in channels:
         await channel.close(linger_seconds=0)
@@ -70,8 +79,10 @@ def test_only_who_has_an_authorised_key_is_heard_and_is_known_by_its_name(strang
         await meet(hub, known)
         hub.send(A, Lane.CONTROL, [b"only for you"])
         assert await known.receive() == (Lane.CONTROL, [b"only for you"])
-        while not all(intruder.refused for intruder in intruders):
-            await meet(hub, known)  # fails if it hears anybody else
+        for intruder in intruders:
+            while not intruder.refused:
+                await intruder.changed()
+        await meet(hub, known)  # fails if it hears anybody else
         assert hub.name_of(A) == "pc1" and hub.name_of(B) == "" and hub.strangers == 0
         assert hub.refusals["key"] >= 1 and hub.refusals["handshake"] >= 2 and not known.refused
         with pytest.raises(PeerLost):
@@ -87,10 +98,10 @@ def test_a_key_that_is_authorised_later_comes_in_without_a_new_start() -> None:
         hub = guarded(Admission(names(pc1=ONE)))
         late = node(hub, B, TWO)
         while late.refused != "key":
-            await asyncio.sleep(0.01)
+            await late.changed()
         assert hub.admit(names(pc1=ONE, pc2=TWO)) == {}
         while late.refused:
-            await asyncio.sleep(0.01)
+            await late.changed()
         await meet(hub, late)
         await end(late, hub)
 
@@ -104,12 +115,12 @@ def test_who_asks_before_it_is_known_who_comes_in_waits_for_the_answer() -> None
         for channel in (one, two):
             await channel.send(Lane.CONTROL, [b"hello"])
         while hub.connections < 4:
-            await asyncio.sleep(0.01)
+            await hub.changed()
         assert not one.refused and not two.refused
         hub.admit(names(pc1=ONE))
         assert await hub.receive() == (A, Lane.CONTROL, [b"hello"])
         while not two.refused:
-            await asyncio.sleep(0.01)
+            await two.changed()
         await end(one, two, hub)
 
     run(main)
@@ -123,8 +134,8 @@ def test_a_peer_id_that_one_key_opened_is_not_taken_by_another() -> None:
         thief = node(hub, A, TWO)
         for lane in Lane:
             await thief.send(lane, [b"I am the owner"])
-        while hub.refusals["name"] < 2:
-            await meet(hub, owner)  # fails if the thief is heard
+        await refuse(hub, "name", 2)
+        await meet(hub, owner)
         hub.send(A, Lane.BULK, [b"for the owner"])
         assert await owner.receive() == (Lane.BULK, [b"for the owner"])
         await end(owner, thief, hub)
@@ -141,10 +152,10 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
         folder = KeyFolder(tmp_path / "keys")
         one, two = (CurveKeys.load(path) for path in folder.new(["pc1", "pc2"]))
         hub = RouterChannel.bind(HERE, keys=folder.hub(), admission=Admission())
-        dismissed: list[tuple[PeerId, str]] = []
+        dismissed: asyncio.Queue[tuple[PeerId, str]] = asyncio.Queue()
 
         def dismiss(peer: PeerId, why: str) -> None:
-            dismissed.append((peer, why))
+            dismissed.put_nowait((peer, why))
             hub.send(peer, Lane.CONTROL, [why.encode()])
 
         keeper = Doorkeeper(hub, folder, dismiss)
@@ -155,21 +166,19 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
             await meet(hub, channel)
         folder.revoke("pc2")
         looking = asyncio.create_task(keeper.look())
-        while not dismissed:
-            await asyncio.sleep(0)
-        assert dismissed[0][0] == B and "pc2" in dismissed[0][1] and len(dismissed) == 1
+        peer, said_why = await dismissed.get()
+        assert peer == B and "pc2" in said_why and dismissed.empty()
         lane, (why,) = await goes.receive()
         assert lane is Lane.CONTROL and b"revoked" in bytes(why)
         await goes.send(Lane.CONTROL, [b"once more"])
-        while not hub.refusals["revoked"]:
-            await meet(hub, stays)  # fails if the other is heard
+        await refuse(hub, "revoked", 1)
+        await meet(hub, stays)
         await looking
         while not goes.refused:  # it was cut, and does not come in again
-            await meet(hub, stays)
+            await goes.changed()
+        await meet(hub, stays)
         with pytest.raises(PeerLost):
-            while True:
-                hub.send(B, Lane.CONTROL, [b"?"])
-                await asyncio.sleep(0)
+            hub.send(B, Lane.CONTROL, [b"?"])
         await end(stays, goes, hub)
 
     run(main)
@@ -245,7 +254,7 @@ def test_a_flood_of_half_open_connections_is_cut_and_keeps_no_node_out() -> None
                 raw[-1].sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03")  # the first bytes of a greeting
             await asyncio.sleep(0)
         while hub.refusals["half-open"] < 60 - 12:
-            await asyncio.sleep(0.01)
+            await hub.changed()
         known = node(hub, A, ONE)
         await meet(hub, known)
         assert hub.connections <= 12 + 2
@@ -279,7 +288,7 @@ def test_an_address_has_a_bounded_number_of_connections_and_others_are_let_in() 
         assert hub.refusals["address"] == 1 and hub.connections == 6
         with closing(connect_raw(hub, "127.0.0.9")) as other:
             while hub.connections < 7:
-                await asyncio.sleep(0.01)
+                await hub.changed()
             other.sendall(b"x")
         await end(*nodes, hub)
 
@@ -305,7 +314,7 @@ def test_refusals_are_said_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -
         hub = guarded(Admission(names(pc1=ONE)))
         intruder = node(hub, B, TWO)
         while hub.refusals["key"] < 4:
-            await asyncio.sleep(0.01)
+            await hub.changed()
         assert len([one for one in caplog.records if "not authorised" in one.getMessage()]) == 1
         await end(intruder, hub)
 

@@ -351,7 +351,7 @@ def test_a_group_lets_in_nobody_whose_key_the_hub_has_not_told_it():
             stranger = DealerChannel.connect(address, peer=PeerId("0@" + token), server_key=key, keys=pair)
             await stranger.send(Lane.BULK, [b"junk"])
             while stranger.refused != "key":
-                await asyncio.sleep(0.01)
+                await stranger.changed()
             await stranger.close()
 
     with broker(keys) as hub, ports(hub, 2, server_key=keys.public) as (opened, listeners):

@@ -38,13 +38,18 @@ async def intrude(server_key, keys):
     hub, pair = read_credentials(server_key, keys)
     channel = DealerChannel.connect(address, peer=PeerId("intruder#1"), keys=pair, server_key=hub)
     await channel.send(Lane.CONTROL, [encode_message(Hello("intruder"))])
-    heard = asyncio.create_task(channel.receive())
-    while not channel.refused and not heard.done():
-        await asyncio.sleep(0.01)
-    said = "heard" if heard.done() else channel.refused
+    heard, turned_away = asyncio.create_task(channel.receive()), asyncio.create_task(refusal_of(channel))
+    await asyncio.wait([heard, turned_away], return_when=asyncio.FIRST_COMPLETED)
+    said = "heard" if heard.done() else turned_away.result()
     heard.cancel()
+    turned_away.cancel()
     await channel.close(0.0)
     return said
+
+async def refusal_of(channel):
+    while not channel.refused:
+        await channel.changed()
+    return channel.refused
 
 def plain():
     context = zmq.Context()

@@ -199,12 +199,13 @@ def test_closing_wakes_every_waiter_and_the_hub_is_told_that_the_node_went() -> 
         hub = memory_hub(queue_messages=1)
         node = hub.connect(A)
         await node.send(Lane.BULK, [b"x"])
-        waiters = [asyncio.create_task(node.receive()), asyncio.create_task(node.send(Lane.BULK, [b"y"]))]
+        calls = node.receive(), node.changed(), node.send(Lane.BULK, [b"y"])
+        waiters: list[asyncio.Task[Any]] = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(0)
         await node.close()
         await node.close()
         assert all(isinstance(e, ChannelClosed) for e in await asyncio.gather(*waiters, return_exceptions=True))
-        for call in (node.receive(), node.send(Lane.BULK, [b"y"]), node.reconnect()):
+        for call in (node.receive(), node.changed(), node.send(Lane.BULK, [b"y"]), node.reconnect()):
             with pytest.raises(ChannelClosed):
                 await call
         with pytest.raises(PeerLost):

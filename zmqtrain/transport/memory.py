@@ -153,7 +153,7 @@ class MemoryChannel:
         self._tx: _Ports = {lane: _Port() for lane in Lane}
         self._rx: _Ports = {lane: _Port() for lane in Lane}
         self._inbox: dict[Lane, deque[tuple[_Stream, list[Buffer]]]] = {lane: deque() for lane in Lane}
-        self._incoming = Gate()
+        self._incoming, self._news = Gate(), Gate()
         self._fairness = Fairness()
         self._closed = False
         self._attempt = 0
@@ -235,6 +235,12 @@ class MemoryChannel:
         """Nothing keeps a channel in memory from its hub."""
         return ""
 
+    async def changed(self) -> None:
+        """See Channel: wait until this one is closed."""
+        if not self._closed:
+            await self._news.wait()
+        raise ChannelClosed(f"the channel of {self.peer} is closed")
+
     async def reconnect(self, address: str = "") -> None:
         """Drop the connection and all that is queued on it; connect anew, or as soon as the hub restores this peer.
 
@@ -253,6 +259,7 @@ class MemoryChannel:
         self._closed = True
         self._hub._unregister(self)
         self._incoming.open()
+        self._news.open()
         for stream in self._up.values():
             stream.changed.open()
         for stream in self._down.values():

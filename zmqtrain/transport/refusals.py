@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 __all__ = ["REASONS", "SAY_SECONDS", "Refusals"]
 
@@ -29,10 +30,10 @@ REASONS = {
 
 
 class Refusals:
-    """The refusals at one port, in its loop. counts: by reason, since the beginning."""
+    """The refusals at one port, in its loop. told: called at each.  counts: by reason, since the beginning."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, told: Callable[[], None] = lambda: None) -> None:
+        self._where, self._told = where, told
         self.counts: Counter[str] = Counter()
         self._unsaid: Counter[str] = Counter()
         self._last: dict[str, str] = {}
@@ -44,6 +45,7 @@ class Refusals:
         self._unsaid[reason] += 1
         if whose:
             self._last[reason] = whose
+        self._told()
         if self._timer is None:
             self._say()
             self._timer = asyncio.get_running_loop().call_later(SAY_SECONDS, self._say_again)

@@ -114,7 +114,8 @@ class ZapHandler:
 class Doorway:
     """The connections of a bound socket, as its monitor tells of them; cuts those that are too many.
 
-    gone: called with the descriptor of a connection that has ended.  clock: seconds; never goes back.
+    gone: called with the descriptor of a connection that has ended.  told: called when one has begun or ended.
+    clock: seconds; never goes back.
     """
 
     def __init__(
@@ -122,11 +123,12 @@ class Doorway:
         socket: zmq.SyncSocket,
         limits: ConnectionLimits,
         refusals: Refusals,
+        told: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.connections = Connections(limits)
         self.gone: Callable[[int], None] = lambda descriptor: None
-        self._socket, self._refusals, self._clock = socket, refusals, clock
+        self._socket, self._refusals, self._told, self._clock = socket, refusals, told, clock
         address = f"inproc://zmqtrain-monitor-{next(_NUMBERS)}"
         socket.monitor(address, _ACCEPTED | _DISCONNECTED | _CLOSED | _FAILED)
         monitor = socket.context.socket(zmq.PAIR)
@@ -145,6 +147,7 @@ class Doorway:
         elif event in (_DISCONNECTED, _CLOSED):
             self.connections.closed(value)
             self.gone(value)
+            self._told()
         elif event & _FAILED and event != _REFUSED:  # that was counted by who refused it
             self._refusals.count("handshake")
 
@@ -156,6 +159,7 @@ class Doorway:
             return
         for cut in self.connections.accepted(descriptor, address.removeprefix("::ffff:"), port, self._clock()):
             self._shut(cut)
+        self._told()
 
     def _shut(self, cut: Cut) -> None:
         self._refusals.count(cut.reason, cut.connection.address)

@@ -59,7 +59,7 @@ class DealerChannel:
         self._keyed = keyed
         self._configure, self._shares = configure, context is not None
         self._watches: list[ConnectionWatch] = []
-        self._refused = ""
+        self._refused, self._news = "", Gate()
         self._retry: asyncio.TimerHandle | None = None
         self._context: zmq.Context[zmq.SyncSocket] = context or zmq.Context()
         self._incoming = Gate()
@@ -130,8 +130,19 @@ class DealerChannel:
             )
         return ""
 
+    async def changed(self) -> None:
+        """Wait until `refused` is another; see Channel.  Raise ChannelClosed."""
+        self._check_open()
+        await self._news.wait()
+        self._check_open()
+
+    def _learn(self, how: str) -> None:
+        if how != self._refused:
+            self._refused = how
+            self._news.open()
+
     def _handshake_ended(self, how: str) -> None:
-        self._refused = how
+        self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
 
@@ -233,7 +244,7 @@ class DealerChannel:
         """
         self._check_open()
         self.address = address or self.address
-        self._refused = ""
+        self._learn("")
         self._reopen()
 
     def _reopen(self) -> None:
@@ -253,6 +264,7 @@ class DealerChannel:
         if self._retry is not None:
             self._retry.cancel()
         self._wake_all()
+        self._news.open()
         self._close_ports(linger_seconds)
         if not self._shares:
             await terminate_context(self._context)

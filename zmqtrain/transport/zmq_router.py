@@ -65,11 +65,11 @@ class RouterChannel:
         refusals: Refusals,
         admission: Admission | None,
         handler: ZapHandler | None,
-        seats: Seats,
+        news: Gate,
     ) -> None:
         self.context = context
         self._doorway, self._refusals, self._admission, self._handler = doorway, refusals, admission, handler
-        self._seats = seats
+        self._seats, self._news = Seats(), news
         self._speakers: dict[int, tuple[PeerId, bytes, str]] = {}  # by descriptor: who was heard there
         self._incoming = Gate()
         self._port = Port(socket, self._incoming, Gate())
@@ -100,13 +100,14 @@ class RouterChannel:
         limits = limits or ConnectionLimits()
         limits = replace(limits, total=descriptor_room(limits.total))
         context: zmq.Context[zmq.SyncSocket] = zmq.Context()
-        refusals, seats = Refusals(f"the port at {address}"), Seats()
+        news = Gate()
+        refusals = Refusals(f"the port at {address}", news.open)
         handler = None
         if admission is not None:
             handler = ZapHandler(context, admission, lambda whose: refusals.count("key", whose))
         socket = open_socket(context, zmq.ROUTER, _SEND_MESSAGES, _RECEIVE_MESSAGES)
-        doorway = Doorway(socket, limits, refusals)
-        channel = cls(context, socket, doorway, refusals, admission, handler, seats)
+        doorway = Doorway(socket, limits, refusals, news.open)
+        channel = cls(context, socket, doorway, refusals, admission, handler, news)
         doorway.gone = channel._gone
         try:
             socket.router_mandatory = 1
@@ -147,6 +148,12 @@ class RouterChannel:
         """How many TCP connections there are now."""
         self._doorway.look()
         return len(self._doorway.connections)
+
+    async def changed(self) -> None:
+        """Wait until `connections` or `refusals` are others than now, if only for a moment.  Raise ChannelClosed."""
+        self._check_open()
+        await self._news.wait()
+        self._check_open()
 
     def name_of(self, peer: PeerId) -> str:
         """Return the name of the key with which a peer came; "" where no keys are asked for, or it never came."""
@@ -262,6 +269,7 @@ class RouterChannel:
     def _close(self, linger_seconds: float) -> None:
         self._closed = True
         self._incoming.open()
+        self._news.open()
         self._doorway.close()
         self._port.close(linger_seconds)
         if self._handler is not None:

@@ -274,26 +274,25 @@ def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_
 def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):
     live(node)
     link = node._link
-    link._channel, link._loop = SimpleNamespace(obstacle=""), object()
     link._say_obstacle()
+    link._channel, link._loop = SimpleNamespace(), object()
     link.carry_out(node._peer.distrust("noise", 1.0))
     link._say_obstacle()
     assert "does not come in" not in caplog.text
-    link._channel.obstacle = "it does not authorise this PC's key"
+    link._met = "key", "it does not authorise this PC's key"
     for _ in range(3):
         link._say_obstacle()
     assert caplog.text.count("does not come in again at tcp://hub:5555: it does not authorise this PC's key") == 1
 
 
 def test_a_node_that_goes_on_alone_says_why_its_hub_does_not_answer_if_that_is_known(node, caplog):
-    node._link._channel, node._link._loop = SimpleNamespace(obstacle="it does not authorise this PC's key"), object()
+    node._link._met = "key", "it does not authorise this PC's key"
     assert node.wait_hub_of_checkpoint(0.0, False)
     assert "nobody answers at tcp://hub:5555 (it does not authorise this PC's key): pc goes on from" in caplog.text
 
 
 def test_a_node_that_has_had_no_hub_for_a_minute_says_where_it_looks_and_why(node, caplog):
     link = node._link
-    link._channel, link._loop = SimpleNamespace(obstacle=""), object()
     link.peer.run = "run-1"
     for seconds in (0.0, 30.0, 60.0):
         link._say_alone(seconds)

@@ -120,8 +120,7 @@ class HubLink:
     @property
     def obstacle(self) -> str:
         """What keeps this node from its hub, where more is known than that nobody answers; else ""."""
-        now = self._channel.obstacle if self._loop is not None else ""  # it is opened before
-        return now or self._met[1] or self.peer.obstacle
+        return self._met[1] or self.peer.obstacle
 
     @property
     def refused(self) -> str:
@@ -262,9 +261,8 @@ class HubLink:
         self._channel = self._open_channel()
         self._channel.watch(lambda: self._do(lambda: self.carry_out(self.peer.gone(time.monotonic()))))
         self._loop = asyncio.get_running_loop()
-        tasks = [
-            asyncio.create_task(coroutine) for coroutine in (self._receive_forever(), self._sender.run(self._channel))
-        ]
+        lives = self._receive_forever(), self._sender.run(self._channel), self._follow_refusals()
+        tasks = [asyncio.create_task(life) for life in lives]
         self.carry_out(self.peer.start(time.monotonic()))
         self._ready.set()
         try:
@@ -284,7 +282,6 @@ class HubLink:
         while not self._stop.is_set():
             now = time.monotonic()
             self.carry_out(self.peer.tick(now))
-            self._remember_obstacle()
             self._say_obstacle()
             self._say_alone(now)
             trains = self.live or self.peer.state is PeerState.APART
@@ -297,11 +294,13 @@ class HubLink:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
 
-    def _remember_obstacle(self) -> None:
+    async def _follow_refusals(self) -> None:
         """Keep what an attempt has met for the time of the next, which may be elsewhere; until one is welcomed."""
-        met = self._channel.refused, self._channel.obstacle
-        if met[1] or self.peer.state is not PeerState.CONNECTING:
-            self._met = met
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                if self._channel.refused:
+                    self._met = self._channel.refused, self._channel.obstacle
+                await self._channel.changed()
 
     def _say_obstacle(self) -> None:
         """Say once why a hub that was there does not let this node in again."""
@@ -383,6 +382,8 @@ class HubLink:
             del self._outgoing[transfer]
 
     def _said_where(self, before: PeerState) -> None:
+        if self.peer.state is not PeerState.CONNECTING:
+            self._met = "", ""
         if self.live and self.trouble[0]:
             logger.info("%s federates again, at version %d", self.peer.name, self.peer.version)
             self.trouble, self._obstacle_said = ("", ""), ""
