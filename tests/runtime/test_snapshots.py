@@ -21,6 +21,7 @@ from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, decode_snapshot, 
 from zmqtrain.runtime.equation.digest import digest_of
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.memory import memory_hub
 from zmqtrain.types import Lane, LeafSpec, Offer, PeerId
 
@@ -43,15 +44,34 @@ def small_frames(monkeypatch):
     payload.plan_payload.cache_clear()
 
 
-class Way:
+HEARD = Gate()
+"""Opened when the broker or a node has done all that follows from a message."""
+
+
+class Heard:
+    """The broker's channel, which says when a message has been dealt with."""
+
+    def __init__(self, channel):
+        self.channel = channel
+
+    async def receive(self):
+        HEARD.open()
+        return await self.channel.receive()
+
+    def __getattr__(self, name):
+        return getattr(self.channel, name)
+
+
+class Way(Heard):
     """A node's channel, on which the test does something when chunks of snapshots come."""
 
     def __init__(self, channel, on_chunk):
-        self.channel, self.on_chunk, self.chunks = channel, on_chunk, 0
+        super().__init__(channel)
+        self.on_chunk, self.chunks = on_chunk, 0
         self._snapshots = set()
 
     async def receive(self):
-        lane, frames = await self.channel.receive()
+        lane, frames = await super().receive()
         message = decode_message(frames[0])
         if isinstance(message, Snapshot):
             self._snapshots.add(message.transfer)
@@ -59,9 +79,6 @@ class Way:
             self.chunks += 1
             frames = [frames[0], self.on_chunk(self.chunks, frames[1])]
         return lane, frames
-
-    def __getattr__(self, name):
-        return getattr(self.channel, name)
 
 
 class Node:
@@ -88,6 +105,7 @@ class Node:
 
     def on_failed(self, error):
         self.failure = error
+        HEARD.open()
 
     def on_founding(self):
         frames = encode_snapshot(self.coder.layout, [START])
@@ -122,7 +140,7 @@ class Node:
 
 async def until(condition):
     while not condition():
-        await asyncio.sleep(0.001)
+        await HEARD.wait()
 
 
 def lived(story):
@@ -130,7 +148,7 @@ def lived(story):
 
     async def live():
         hub = memory_hub(queue_messages=4)
-        broker = Broker(hub, SETTINGS)
+        broker = Broker(Heard(hub), SETTINGS)
         running = asyncio.create_task(broker.run())
         founder = Node(hub, "founder")
         try:

@@ -12,6 +12,7 @@ from zmqtrain.protocol.keys import Awaited, Done, Placed, Pull, Push, Values
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Refused, Welcome
 from zmqtrain.runtime.parameter_server.master_line import MasterLine
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.gate import Gate
 from zmqtrain.types import Lane
 
 
@@ -20,12 +21,17 @@ class Wire:
 
     def __init__(self):
         self.heard, self.sent, self.closed = asyncio.Queue(), [], False
+        self._said, self._taken = Gate(), False
 
     async def send(self, lane, frames):
         self.sent.append((lane, decode_message(frames[0]), *frames[1:]))
+        self._said.open()
 
     async def receive(self):
-        return await self.heard.get()
+        if self._taken:
+            self.heard.task_done()
+        one, self._taken = await self.heard.get(), True
+        return one
 
     async def close(self, linger_seconds=1.0):
         self.closed = True
@@ -36,7 +42,7 @@ class Wire:
 
     async def told(self, kind, count=1):
         while len(found := [one for _, one, *_ in self.sent if isinstance(one, kind)]) < count:
-            await asyncio.sleep(0)
+            await self._said.wait()
         return found[-1]
 
 
@@ -99,8 +105,8 @@ def test_what_is_done_refused_placed_and_awaited_is_told():
         assert await done == (0, ())
         with pytest.raises(ConfigError, match="tcp://b:5555: no such key"):
             await wrong
-        while line.awaited.workers != ("b",):
-            await asyncio.sleep(0)
+        await wire.heard.join()
+        assert line.awaited.workers == ("b",)
 
     _, placed, _ = lived(story)
     assert placed == [Placed(3, (), ())]

@@ -14,6 +14,7 @@ from zmqtrain.protocol.keys import Declare, Done, Enrol, Enrolled, Founded, Init
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Hello, Refused
 from zmqtrain.runtime.broker.broker import Broker
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.gate import Gate
 from zmqtrain.types import Lane
 
 ENROL = Enrol("", 0, 1, "async", "sgd:rate=1", 1, False)
@@ -26,10 +27,11 @@ class Wire:
     address = "tcp://127.0.0.1:1"
 
     def __init__(self):
-        self.heard, self.sent = asyncio.Queue(), []
+        self.heard, self.sent, self.said = asyncio.Queue(), [], Gate()
 
     def send(self, peer, lane, frames):
         self.sent.append((peer, decode_message(frames[0]), *frames[1:]))
+        self.said.open()
 
     async def receive(self):
         return await self.heard.get()
@@ -55,7 +57,7 @@ class Clients:
     async def told(self, peer, kind, count=1):
         """Wait until a peer was sent so many messages of this kind; return the last."""
         while len(found := [one for who, one, *_ in self.wire.sent if who == peer and isinstance(one, kind)]) < count:
-            await asyncio.sleep(0)
+            await self.wire.said.wait()
         return found[-1]
 
     async def enrol(self, *peers, enrol=ENROL):
@@ -82,7 +84,7 @@ class Clients:
         self.say(peer, Initialise(2, "w", "float32", 0, large.size, sizes))
         for sent, (chunk, frame) in enumerate(split(2, cut_frames(large))):
             while sum(one.chunks for who, one, *_ in self.wire.sent if isinstance(one, Credit)) <= sent:
-                await asyncio.sleep(0)
+                await self.wire.said.wait()
             self.wire.heard.put_nowait((peer, Lane.BULK, [chunk, bytes(frame)]))
         await self.told(peer, Done)
         return len(sizes)
@@ -102,7 +104,8 @@ class Clients:
                 if who == peer and isinstance(one, Values | Chunk):
                     self.say(peer, Credit(one.transfer, 1))
                     messages -= 1
-            await asyncio.sleep(0)
+            if messages > 0:
+                await self.wire.said.wait()
 
 
 def lived(story):
