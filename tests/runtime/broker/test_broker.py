@@ -34,6 +34,7 @@ from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import check_message
 from zmqtrain.types import Lane, LeafSpec, Offer
 
@@ -48,16 +49,19 @@ class Wire:
 
     def __init__(self):
         self.heard, self.sent, self.bulk, self.closed = asyncio.Queue(), [], [], False
+        self.news = Gate()
 
     def send(self, peer, lane, frames):
         check_message(frames)
         (self.sent if lane is Lane.CONTROL else self.bulk).append((peer, decode_message(frames[0])))
+        self.news.open()
 
     def asked(self, peer):
         """How often the broker has asked this peer for its parameters."""
         return sum(who == peer and isinstance(message, Fetch) for who, message in self.sent)
 
     async def receive(self):
+        self.news.open()  # all that follows from what came before has been done
         return await self.heard.get()
 
     async def close(self, linger_seconds=1.0):
@@ -86,7 +90,7 @@ class Peers:
 
     async def until(self, condition):
         while not condition():
-            await asyncio.sleep(0)
+            await self.wire.news.wait()
 
     async def join(self, *peers):
         for peer in peers:
