@@ -276,7 +276,8 @@ class Channel(Protocol):
 
     @property
     def refused(self) -> str:
-        """Why the last attempt to connect ended: "key" (this channel's is not authorised there), "handshake"; or ""."""
+        """Why the last attempts to connect ended: "key" (this channel's is not authorised there), "handshake", "broken"
+        (in its midst); "" if they did not."""
 
     async def changed(self) -> None:
         """Wait until `refused` is another than now, if only for a moment. Raise ChannelClosed."""

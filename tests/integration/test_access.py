@@ -295,6 +295,26 @@ def test_an_address_has_a_bounded_number_of_connections_and_others_are_let_in() 
     run(main)
 
 
+def test_only_who_breaks_several_connections_in_a_row_is_taken_for_no_hub_and_not_one_that_is_just_ending() -> None:
+    async def main() -> None:
+        broken = 0
+
+        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal broken
+            broken += 1
+            writer.close()
+
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as no_hub:
+            port = no_hub.sockets[0].getsockname()[1]
+            lost = DealerChannel.connect(f"tcp://127.0.0.1:{port}", peer=A)
+            while not lost.refused:
+                await lost.changed()
+            assert lost.refused == "broken" and broken >= 4 and "no zmqtrain-broker?" in lost.obstacle
+            await lost.close()
+
+    run(main)
+
+
 def test_a_frame_larger_than_any_of_ours_ends_the_connection_before_it_is_taken(strangers: StrangeSockets) -> None:
     async def main() -> None:
         hub = RouterChannel.bind(HERE)

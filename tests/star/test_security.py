@@ -112,7 +112,7 @@ def test_the_wire_shows_all_without_keys_and_nothing_with_them_and_who_has_none_
             argv = [sys.executable, "-c", INTRUDERS, star.hub_address, *map(str, files)]
             output, _ = star.popen(1, argv, stdout=subprocess.PIPE, text=True).communicate()
             *said, (greeting, rest) = json.loads(output)
-            assert said == ["key", "handshake", "handshake", "refused"]
+            assert said in (["key", "broken", which, "refused"] for which in ("handshake", "broken"))
             words = bytes.fromhex(greeting)
             assert words[12:32] == b"CURVE".ljust(20, b"\0") and not any(words[33:]) and rest == ""
 

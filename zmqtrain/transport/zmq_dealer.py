@@ -36,6 +36,9 @@ _SEND_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 4}
 _RECEIVE_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 16}
 
 _REFUSED_SECONDS = 1.0
+_BROKEN_IN_A_ROW = 4
+"""Connections that ended in the midst of their handshake, of both lanes, before that is taken for more than a hub that
+was just ending."""
 _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS = 100, 500
 """libzmq adds a random time of up to the first: who all lost one hub do not all come at once."""
 
@@ -59,7 +62,7 @@ class DealerChannel:
         self._keyed = keyed
         self._configure, self._shares = configure, context is not None
         self._watches: list[ConnectionWatch] = []
-        self._refused, self._news = "", Gate()
+        self._refused, self._broken, self._news = "", 0, Gate()
         self._retry: asyncio.TimerHandle | None = None
         self._context: zmq.Context[zmq.SyncSocket] = context or zmq.Context()
         self._incoming = Gate()
@@ -113,7 +116,8 @@ class DealerChannel:
     @property
     def refused(self) -> str:
         """Why the last attempt to connect ended in its handshake: "key" (this channel's is not authorised there),
-        "handshake" (what listens there wants other keys, or none, or is no hub); "" if it did not."""
+        "handshake" (what listens there wants keys, or none), "broken" (it ended several connections in a row: it has
+        other keys or wants some, or is no hub); "" if it did not."""
         return self._refused
 
     @property
@@ -121,12 +125,17 @@ class DealerChannel:
         """See Channel: what is known of an attempt to connect that ended in its handshake."""
         if self._refused == "key":
             return "it does not authorise this PC's key (on the hub, `zmqtrain keys list` shows whose it does)"
-        if self._refused:
+        if self._refused and self._keyed:
             return (
                 "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
                 "--keys) this hub's, and does it use keys at all (not --insecure)?"
-                if self._keyed
-                else "what listens there wants keys: give the file that was made for this PC (--keys FILE)"
+            )
+        if self._refused == "handshake":
+            return "what listens there wants keys: give the file that was made for this PC (--keys FILE)"
+        if self._refused:
+            return (
+                "what listens there ends every connection before it is greeted: does it want keys (--keys FILE, made "
+                "for this PC), or is it no zmqtrain-broker?"
             )
         return ""
 
@@ -142,7 +151,9 @@ class DealerChannel:
             self._news.open()
 
     def _handshake_ended(self, how: str) -> None:
-        self._learn(how)
+        self._broken = self._broken + 1 if how == "broken" else 0
+        if how != "broken" or self._broken >= _BROKEN_IN_A_ROW:
+            self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
 

@@ -18,15 +18,22 @@ __all__ = ["ConnectionWatch"]
 
 _SUCCEEDED, _REFUSED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _GONE = int(zmq.EVENT_DISCONNECTED)
-_WATCHED = _SUCCEEDED | _REFUSED | _GONE
-_WATCHED |= int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_ENDS = {
+    _SUCCEEDED: "",
+    _REFUSED: "key",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "broken",
+}
+_WATCHED = sum(_ENDS) | _GONE
 
 
 class ConnectionWatch:
     """The watch over the connections of one socket, in the running loop. lost: called there at each loss.
 
     ended: called at the end of each handshake, with "" if it succeeded, "key" if the other end knows this key and does
-    not let it in (then libzmq does not try again), "handshake" if it does not understand it.
+    not let it in, "handshake" if the two do not understand each other (after these libzmq does not try again), "broken"
+    if the other end ended the connection in its midst: so does a hub that has other keys or wants some,
+    and one that is just ending.
     """
 
     def __init__(self, socket: zmq.SyncSocket, lost: Callable[[], None], ended: Callable[[str], None]) -> None:
@@ -42,7 +49,7 @@ class ConnectionWatch:
             event = struct.unpack("=HI", self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
             if event != _GONE:
                 self._there = self._there or event == _SUCCEEDED
-                self._ended("" if event == _SUCCEEDED else "key" if event == _REFUSED else "handshake")
+                self._ended(_ENDS[event])
             elif self._there:
                 self._there = False
                 self._lost()
