@@ -46,6 +46,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.runtime.broker import arrivals as arrivals_room
 from zmqtrain.runtime.broker import broker as broker_room
 from zmqtrain.runtime.broker import intake as intake_room
+from zmqtrain.runtime.broker import receiver as receiver_room
 from zmqtrain.runtime.broker import telling
 from zmqtrain.runtime.broker import traffic as traffic_room
 from zmqtrain.runtime.equation.delta import DENSE, encode_snapshot
@@ -181,7 +182,8 @@ class _Noted(logging.Handler):
 def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
     an exception."""
-    before = [(room, room.time) for room in (broker_room, arrivals_room, intake_room, traffic_room, parameters_room)]
+    timed = (broker_room, receiver_room, arrivals_room, intake_room, traffic_room, parameters_room)
+    before = [(room, room.time) for room in timed]
     jobs, noted = broker_room.Jobs, _Noted()
     logger = logging.getLogger(telling.__name__)
     propagates, level = logger.propagate, logger.level
@@ -241,7 +243,7 @@ async def _session(data: bytes) -> int:
         wire = _Wire(next_message)
         broker = broker_room.Broker(wire, RunSettings.from_dict(SETTINGS[seed % len(SETTINGS)]))
         try:
-            await broker._receive_forever()
+            await broker.receiver.receive_forever()
             if noted.errors:
                 raise noted.errors[0]
             _check_bounds(broker)

@@ -6,7 +6,6 @@ Rule 2: a round is released at the moment at which its rule says so, not at the 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -43,6 +42,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.gate import reason_of
 from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
@@ -133,8 +133,7 @@ class SimHub:
         self._value_seconds = NANO * codec_ns
         self._following: dict[PeerId, None] = {}
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
-        self._effects: deque[HubEffect] = deque()
-        self._carrying_out = False
+        self._effects = EffectQueue[HubEffect](self._carry_out_one)
         self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
         self._transfer = 0
         self._looks_at = float("inf")
@@ -200,15 +199,7 @@ class SimHub:
     # ------------------------------------------------------------------ carrying out effects
 
     def _carry_out(self, effects: Sequence[HubEffect]) -> None:
-        self._effects.extend(effects)
-        if self._carrying_out:
-            return
-        self._carrying_out = True
-        try:
-            while self._effects:
-                self._carry_out_one(self._effects.popleft())
-        finally:
-            self._carrying_out = False
+        self._effects.carry_out(effects)
         due = self.hub.rounds.due_at(self.hub.live)
         if due is not None and due < self._looks_at:
             self._looks_at = max(due, self._scheduler.now)

@@ -325,12 +325,12 @@ def test_the_founders_optimizer_state_goes_to_the_nodes_of_the_founding_and_to_n
         give(peers, "b#1", moments=encode_moments([np.ones(20, np.float32)]))
         await peers.until(lambda: len(snapshots(peers)) == 2)
         assert (snapshots(peers)["a#1"].moments, snapshots(peers)["b#1"].sizes) == (1, ())
-        assert len(peers.broker._moments) == 1
+        assert len(peers.broker.versions.moments) == 1
         peers.publish("a#1", 0, transfer=7)
         await peers.until(lambda: peers.broker.aggregator.version == 1)
         wants(peers, "c#1", 0.0)
         await peers.until(lambda: "c#1" in snapshots(peers))
-        assert snapshots(peers)["c#1"].moments == 0 and len(peers.broker._moments) == 0
+        assert snapshots(peers)["c#1"].moments == 0 and len(peers.broker.versions.moments) == 0
 
     lived(story, initial="best", start_nodes=2)
 
@@ -452,7 +452,7 @@ def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
         await peers.until(peers.wire.heard.empty)
         peers.publish("a#1", 0, transfer=7)
         await peers.until(lambda: peers.broker.aggregator.version == 1)
-        assert peers.broker.rates.not_heard > 700
+        assert peers.broker.receiver.rates.not_heard > 700
 
     lived(story)
     assert caplog.text.count("sending b away: it says more than") == 1
@@ -460,7 +460,7 @@ def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
 
 def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard():
     async def story(peers):
-        peers.broker._has_our_keys = lambda peer: peer == "s#1"
+        peers.broker.receiver._has_our_keys = lambda peer: peer == "s#1"
         address = "tcp://10.0.0.9:1"
         peers.wire.say("x#1", Hello("x", "standby", address=address))
         peers.wire.say("y#1", Hello("y", "master", shard=1, address=address))

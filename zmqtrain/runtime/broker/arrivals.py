@@ -1,6 +1,7 @@
 """Hold what peers have sent until it is used: announced, checked by the codec thread, whole.
 
-Rule 1: nothing is expected that is larger than it can be, and nothing counts before all of it is checked.
+Rule 1: nothing is expected that is larger than it can be, and nothing counts before all of it is checked: a delta by
+the norm gate, too, which is used by the codec thread alone.
 Rule 2: what a peer announced on a connection that it has left does not count, whatever it has announced since.
 Rule 3: used by the broker's loop alone.
 """
@@ -45,6 +46,7 @@ class Arrivals:
         self._telling, self._carry_out = telling, carry_out
         self.whole: dict[tuple[PeerId, int], Frames] = {}
         """By peer and sequence (of its parameters -1): accepted, and not yet added."""
+        self._forgotten: set[PeerId] = set()  # by the gate, soon
 
     def expect(self, peer: PeerId, announcement: Announcement) -> None:
         """Let a peer send what it has announced, or have the hub refuse it."""
@@ -85,6 +87,21 @@ class Arrivals:
         self.whole.pop((peer, -1), None)
         if self._hub.exchange and peer not in self._hub.members:
             self.whole = {key: frames for key, frames in self.whole.items() if key[0] != peer}
+
+    # ------------------------------------------------------------------ the norm gate
+
+    def forget_norms(self, peer: PeerId) -> None:
+        """Have the gate take a node for a new one; however often nodes come and go, one job does it for all."""
+        self._forgotten.add(peer)
+        self._jobs.do_once("forget", self._forget_all_norms)
+
+    def rebase(self, peers: Sequence[PeerId]) -> None:
+        """Have the gate take the size of these nodes' deltas for usual."""
+        self._jobs.do(lambda: self._aggregator.gate.rebase(peers))
+
+    def _forget_all_norms(self) -> None:
+        while self._forgotten:
+            self._aggregator.gate.forget(self._forgotten.pop())
 
     # ------------------------------------------------------------------ the codec thread
 

@@ -13,17 +13,16 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
-from zmqtrain.protocol.effects import Deliver
+from zmqtrain.errors import ConfigError, HubUnreachable
 from zmqtrain.protocol.masters import Claim
-from zmqtrain.protocol.messages import Quarantine, Report, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.broker.onlooker import Onlooker
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.types import Buffer, PeerId
+from zmqtrain.types import PeerId
 
 __all__ = ["MasterPlace", "Registration", "public_address"]
 
@@ -63,14 +62,15 @@ def public_address(bound: str, own: str, first: str) -> str:
     return f"tcp://{here}:{parse_address(own)[1]}" if here else own
 
 
-class Registration:
+class Registration(Onlooker):
     """A master's line to the first, in a thread of its own (a `Listener`).
 
     address: at which nodes reach this master.
     """
 
     def __init__(self, place: MasterPlace, address: str) -> None:
-        self.place, self.address, self.failure = place, address, None
+        super().__init__()
+        self.place, self.address = place, address
         self.name = f"master {place.shard}/{place.masters}"
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
         self.peer = Peer(peer, self.name, claim=Claim(place.shard, address))
@@ -86,11 +86,8 @@ class Registration:
             self,
             meanwhile="Its shard is served on",
         )
-        self._reminded_at = time.monotonic()
+        self._reminded_at = self._not_over_at = time.monotonic()
         self._link.start()
-
-    failure: ZmqTrainError | None
-    """Why this master cannot go on, if so."""
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
@@ -134,7 +131,20 @@ class Registration:
         """Whether the first has said that the run is over."""
         return self.peer.over
 
-    def remind(self) -> None:
+    def ends(self, nodes: int) -> bool:
+        """Whether this master is to end: the first says that the run is over, and its nodes have left, or had time to.
+
+        nodes: how many are here.  Says now and then what it waits for.  Raises why this master cannot go on.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._remind()
+        now = time.monotonic()
+        if not self.over:
+            self._not_over_at = now
+        return self.over and (not nodes or now - self._not_over_at > self.settings.lost_seconds)
+
+    def _remind(self) -> None:
         """Say now and then, while the first is not there, that this master waits for it."""
         now = time.monotonic()
         if self.peer.state is not PeerState.CONNECTING:
@@ -158,26 +168,3 @@ class Registration:
         if self.peer.state is PeerState.WELCOMED and self._link.trouble[0]:
             logger.info("%s is registered again with the first master, at %s", self.name, self.place.first)
             self._link.trouble = ("", "")
-
-    def on_failed(self, error: ZmqTrainError) -> None:
-        """See Listener."""
-        self.failure = self.failure or error
-
-    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        """See Listener: nothing is sent to who watches."""
-
-    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
-        """See Listener: nothing was offered."""
-
-    def on_quarantined(self, quarantine: Quarantine) -> None:
-        """See Listener: who watches sends no deltas."""
-
-    def on_founding(self) -> None:
-        """See Listener: who watches is not asked."""
-
-    def on_work(self, answer: WorkUnit) -> None:
-        """See Listener: no unit was asked for."""
-
-    def make_report(self) -> Report:
-        """See Listener: who watches reports nothing."""
-        raise AssertionError("a master reports nothing to the first")

@@ -72,7 +72,7 @@ class Replicas:
         carry_out: Callable[[Sequence[HubEffect]], None],
         open_line: OpenLine | None = None,
     ) -> None:
-        self._hub, self._send_away, self._carry_out, self._open_line = hub, send_away, carry_out, open_line
+        self._hub, self.send_away, self._carry_out, self._open_line = hub, send_away, carry_out, open_line
         self._waiting: deque[tuple[Version, float, Callable[[], None]]] = deque()
         self._announced: Version = hub.version
         self._held: Version = -1
@@ -114,7 +114,7 @@ class Replicas:
         elif (since := self._waits_since()) is not None and now - since > PATIENCE_SECONDS:
             text = f"it has not taken version {self._waiting[0][0]} for {now - since:.1f} s, and the nodes wait for it"
             self._closing_since = None
-            self._send_away(standby.peer, text)
+            self.send_away(standby.peer, text)
         self._flush()
         self._ask_rival()
         paused = bool(self._waiting) and self._hub.standby is None

@@ -27,6 +27,7 @@ from zmqtrain.parameter_server.store import Store
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.messages import KeyRequest, Message, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.types import Buffer, PeerId
 
@@ -68,8 +69,7 @@ class Parameters:
         self._outgoing: dict[PeerId, deque[Answer]] = {}
         self._awaited: dict[PeerId, keys.Awaited] = {}  # as they were told
         self._looked_at = 0.0
-        self._effects: deque[Effect | Placed] = deque()
-        self._carrying_out = False
+        self._carry_out = EffectQueue[Effect | Placed](self._carry_out_one).carry_out
 
     # ------------------------------------------------------------------ what comes in
 
@@ -202,18 +202,6 @@ class Parameters:
             self._answer(outgoing.popleft())
 
     # ------------------------------------------------------------------ carrying out effects
-
-    def _carry_out(self, effects: Sequence[Effect | Placed]) -> None:
-        """Carry out effects in the order in which they came, also those that carrying out one brings about."""
-        self._effects.extend(effects)
-        if self._carrying_out:
-            return
-        self._carrying_out = True
-        try:
-            while self._effects:
-                self._carry_out_one(self._effects.popleft())
-        finally:
-            self._carrying_out = False
 
     def _carry_out_one(self, effect: Effect | Placed) -> None:
         self._changed |= isinstance(effect, Install | Apply | Begin)

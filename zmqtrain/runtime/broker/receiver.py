@@ -1,0 +1,135 @@
+"""Take what peers say: heads to the hub, chunks to where their transfers are put together.
+
+Rule 1: whatever a peer says wrong costs that peer its place, and nobody else anything.  Rule 2: a peer that says too
+many messages is not read, before any is decoded.  Rule 3: in the broker's loop alone; what a message makes of the run
+is the hub's to say, and others' to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from zmqtrain.errors import ChannelClosed, FramingError, RemoteProtocolError, ZmqTrainError
+from zmqtrain.interfaces import HubChannel
+from zmqtrain.protocol.effects import HubEffect
+from zmqtrain.protocol.fencing import Verdict
+from zmqtrain.protocol.framing import ProtocolVersionError, decode_head
+from zmqtrain.protocol.group_messages import Fold, Relay, Relayed
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.keys import Initialise, Push
+from zmqtrain.protocol.messages import Chunk, Credit, Hello, Probe, Refused, Report
+from zmqtrain.protocol.rates import MESSAGES_PER_SECOND, Hearing, MessageRates
+from zmqtrain.runtime.broker.arrivals import Arrivals
+from zmqtrain.runtime.broker.loads import Loads
+from zmqtrain.runtime.broker.telling import Telling
+from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.groups.relays import Relays
+from zmqtrain.runtime.parameter_server.parameters import Parameters
+from zmqtrain.types import Buffer, Lane, PeerId
+
+__all__ = ["Receiver"]
+
+OTHER_KEYS = (
+    "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
+    "it with a copy of the keys folder of the first (--keys)"
+)
+
+
+class Receiver:
+    """The way of what peers say to one broker.
+
+    carry_out: does what the hub wishes.  send_away: tells a peer, with an error and a code, that it cannot stay.
+    has_our_keys: whether a peer came in with this hub's own pair.  The rest: of the broker.
+    rates: of each peer's messages.  bytes_received: payload and heads.  behind: the frames behind the head that is
+    being taken.
+    """
+
+    def __init__(
+        self,
+        channel: HubChannel,
+        hub: Hub,
+        traffic: Traffic,
+        arrivals: Arrivals,
+        parameters: Parameters,
+        relays: Relays,
+        loads: Loads,
+        telling: Telling,
+        carry_out: Callable[[Sequence[HubEffect]], None],
+        send_away: Callable[[PeerId, Exception, str], None],
+        has_our_keys: Callable[[PeerId], bool],
+    ) -> None:
+        self._channel, self._hub, self._traffic, self._arrivals = channel, hub, traffic, arrivals
+        self._parameters, self._relays, self._loads, self._telling = parameters, relays, loads, telling
+        self._carry_out, self._send_away, self._has_our_keys = carry_out, send_away, has_our_keys
+        self.rates = MessageRates()
+        self.bytes_received = 0
+        self.behind: Sequence[Buffer] = ()
+
+    async def receive_forever(self) -> None:
+        """Take what comes until the channel is closed."""
+        while True:
+            try:
+                peer, lane, frames = await self._channel.receive()
+            except ChannelClosed:
+                return
+            self.bytes_received += sum(len(frame) for frame in frames)
+            if lane is Lane.CONTROL and not self._is_heard(peer):
+                continue
+            try:
+                self._take(peer, lane, frames)
+            except ProtocolVersionError as error:
+                self._traffic.send(peer, Refused("protocol", str(error)))
+            except (FramingError, RemoteProtocolError) as error:
+                self._send_away(peer, error, "protocol")
+            except Exception as error:  # a message that we did not think of costs its sender, not the run
+                self._telling.unthought_of(peer)
+                self._send_away(peer, error, "protocol")
+
+    def _is_heard(self, peer: PeerId) -> bool:
+        """Return whether a message is read; who says too many is sent away, and may come back."""
+        hearing = self.rates.take(peer, time.monotonic())
+        if hearing is Hearing.TOO_MANY:
+            text = f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long"
+            self._send_away(peer, ZmqTrainError(text), "unknown")
+        return hearing is Hearing.HEARD
+
+    def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
+        now = time.monotonic()
+        stamp, message = decode_head(frames[0])
+        if (instead := self._hub.judge(peer, stamp, message, now, lane is Lane.CONTROL)) is not None:
+            return self._carry_out(instead)
+        if isinstance(message, Chunk):
+            self._take_chunk(peer, message, frames, now)
+        elif isinstance(message, Credit):
+            self._hub.saw(peer, now)
+            self._traffic.intake.pay(len(frames[0]))
+            self._traffic.acknowledged(peer, message)
+            self._parameters.go_on(peer)
+        elif isinstance(message, Hello) and message.role in ("master", "standby") and not self._has_our_keys(peer):
+            self._send_away(peer, ZmqTrainError(OTHER_KEYS), "keys")
+        else:
+            self.behind = frames[1:]
+            if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self.behind) != message.size:
+                raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
+            self._traffic.intake.pay(sum(len(frame) for frame in frames))
+            self._carry_out(self._hub.receive(peer, message, now))
+            self.behind = ()
+            if isinstance(message, Relayed):
+                self._relays.pump(peer)
+            if isinstance(message, Hello):
+                self._loads.limit(peer)
+            if isinstance(message, Report):
+                self._telling.evaluated(message)
+
+    def _take_chunk(self, peer: PeerId, chunk: Chunk, frames: list[Buffer], now: float) -> None:
+        if len(frames) != 2:
+            raise FramingError("a chunk is a head and one frame")
+        self._hub.saw(peer, now)
+        if self._traffic.intake.has_chunk(peer, chunk):
+            return self._hub.fence.count(Verdict.DOUBLE)
+        if (whole := self._traffic.intake.take_chunk(peer, chunk, frames[1])) is not None:
+            if isinstance(whole[0], Initialise | Push):
+                self._parameters.whole(peer, whole[0], whole[1])
+            else:
+                self._arrivals.arrived(peer, *whole)

@@ -1,0 +1,185 @@
+"""Make the versions of a broker's run: found it, close its rounds, save it, go back in it, copy it to the standby.
+
+Rule 1: the arrays are the codec thread's; each thing that is done stands here in both its halves: the job, and what the
+loop does with what comes out.  Rule 2: nobody hears of a version that a broker which is started again, or the standby,
+would not know: it is in the journal first, then with the standby, then with the nodes.
+Rule 3: a job that fails for a reason of our own ends the broker (`Jobs`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from zmqtrain.errors import CodecError
+from zmqtrain.protocol.effects import Accumulate, Average, Found, HubEffect, Lend, Reduce, Replicate, Rewind, Serve
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Snapshot
+from zmqtrain.runtime.broker.arrivals import Arrivals
+from zmqtrain.runtime.broker.jobs import Jobs
+from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.broker.replicas import Replicas, pack_replica
+from zmqtrain.runtime.broker.serving import Serving
+from zmqtrain.runtime.broker.telling import Telling
+from zmqtrain.runtime.broker.traffic import Traffic
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.moments import split_snapshot
+from zmqtrain.types import Buffer, PeerId
+
+__all__ = ["VersionEffect", "Versions"]
+
+VersionEffect = Found | Average | Lend | Accumulate | Reduce | Rewind | Serve | Replicate
+
+Frames = Sequence[Buffer]
+
+
+class Versions:
+    """The versions of one run.
+
+    moments: the founder's optimizer state, until training has begun; of a run that is resumed, as it was kept.
+    carry_out: does what the hub wishes.  The rest: of the broker.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        aggregator: Aggregator,
+        jobs: Jobs,
+        keeper: Keeper,
+        arrivals: Arrivals,
+        traffic: Traffic,
+        serving: Serving,
+        replicas: Replicas,
+        telling: Telling,
+        carry_out: Callable[[Sequence[HubEffect]], None],
+        moments: Frames,
+    ) -> None:
+        self.moments = moments
+        self._hub, self._aggregator, self._jobs, self._keeper = hub, aggregator, jobs, keeper
+        self._arrivals, self._traffic, self._serving, self._replicas = arrivals, traffic, serving, replicas
+        self._telling, self._carry_out = telling, carry_out
+
+    def do(self, effect: VersionEffect) -> None:
+        """Do what the hub wishes; jobs are done in the order in which it wished them."""
+        match effect:
+            case Found():
+                self._found(effect)
+            case Average(snapshots):
+                self._average(snapshots)
+            case Lend(lender, announcement, peers):
+                self._lend(lender, announcement, peers)
+            case Accumulate(peer, publish):
+                frames = self._arrivals.take(peer, publish)
+                self._jobs.do(partial(self._aggregator.accumulate, peer, publish, frames))
+            case Reduce():
+                self._jobs.do(partial(self._release, effect, len(self._hub.live)), self._released, effect)
+                if self._hub.version == effect.version:
+                    self.save_when_due(together=True)
+            case Rewind(version) if version < 0:
+                self._telling.going_back(version)
+            case Rewind(version):
+                self._jobs.do(partial(self._keeper.rewind, version, self._aggregator), self._rewound)
+            case Serve():
+                self._serving.serve(effect, self.moments)
+            case Replicate(standby):
+                self._replicate(standby)
+
+    def save_when_due(self, together: bool = False) -> None:
+        """Save the version that the hub is at, if it is time to. together: as in `Keeper.is_due`."""
+        if self._keeper.is_due(self._hub.version, together):
+            self._jobs.do(partial(self._keeper.save, self._hub.state(), self._aggregator))
+
+    # ------------------------------------------------------------------ version 0
+
+    def _found(self, found: Found) -> None:
+        peer, announcement = found.peer, found.announcement
+        self._telling.founding(peer, found.model)
+        frames, self.moments = split_snapshot(announcement, self._arrivals.take(peer, announcement))
+        self._serving.begin_anew()
+        self._arrivals.clear()  # what was pending in a run that is founded anew
+        self._jobs.do(partial(self._begin, frames, self._hub.state(), peer, self.moments))
+        if (standby := self._hub.standby) is not None:
+            self._replicate(standby.peer)
+
+    def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
+        self._aggregator.found(frames)
+        self._telling.founded(peer)
+        # before the founder, or anybody, hears of the run
+        self._keeper.save(state, self._aggregator, wait=True, moments=moments)
+
+    def _average(self, snapshots: Sequence[tuple[PeerId, Snapshot]]) -> None:
+        gathered = [self._arrivals.take(peer, snapshot) for peer, snapshot in snapshots]
+        parts: dict[str, Frames] = {
+            peer: split_snapshot(snapshot, frames)[0]
+            for (peer, snapshot), frames in zip(snapshots, gathered, strict=True)
+        }
+        self._jobs.do(partial(self._aggregator.average, parts), self._averaged, snapshots)
+
+    def _averaged(
+        self, result: tuple[tuple[Buffer, ...], str] | CodecError, snapshots: Sequence[tuple[PeerId, Snapshot]]
+    ) -> None:
+        if isinstance(result, CodecError):
+            raise result
+        frames, why = result
+        if why:
+            self._telling.unrelated([peer for peer, _ in snapshots], why)
+            self._carry_out(self._hub.unrelated(why))
+        else:
+            self._arrivals.put(*snapshots[0], frames)
+            self._telling.averaged([peer for peer, _ in snapshots])
+            self._carry_out(self._hub.averaged())
+
+    def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
+        """Pass the parameters of one of a population on to those that are to start again from them."""
+        frames, moments = split_snapshot(announcement, self._arrivals.take(lender, announcement))
+        here = [peer for peer in peers if peer in self._hub.members]
+        for peer in here:
+            self._telling.preempted(peer, lender)
+        self._serving.lend(here, frames, moments)
+
+    # ------------------------------------------------------------------ those that follow
+
+    def _release(self, reduce: Reduce, nodes: int) -> Released:
+        released = self._aggregator.release(reduce)
+        self._keeper.released(released, reduce)
+        self._telling.released(reduce, nodes, released)
+        return released
+
+    def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
+        if isinstance(released, CodecError):
+            raise released
+        if released.overflowed:
+            self._telling.overflowed(released.version, reduce)
+        self.moments = ()
+        standby = self._hub.standby
+        first = standby.peer if standby is not None else ""
+        self._traffic.send_aggregate(released, reduce, lambda peer: peer == first)
+        to_nodes = partial(self._serving.released, released, reduce, lambda peer: peer != first)
+        self._replicas.announce(released.version, to_nodes, time.monotonic())
+
+    # ------------------------------------------------------------------ an earlier one
+
+    def _rewound(self, result: tuple[dict[str, Any], Frames] | CodecError) -> None:
+        assert not isinstance(result, CodecError)
+        state, self.moments = result
+        self._serving.begin_anew()
+        self._telling.going_back(state["version"])
+        self._replicas.go_back(int(state["version"]))
+        self._carry_out(self._hub.rewound(state))
+        if (standby := self._hub.standby) is not None:
+            self._replicate(standby.peer)
+
+    # ------------------------------------------------------------------ all that there is
+
+    def _replicate(self, standby: PeerId) -> None:
+        """Send the standby a copy of all there is, as it stands once the codec thread has come to it."""
+        pack = partial(pack_replica, self._hub.state(), self._aggregator)
+        self._jobs.do(pack, self._send_replica, standby, self._hub.version)
+
+    def _send_replica(self, packed: tuple[list[Buffer], int], standby: PeerId, version: int) -> None:
+        if standby in self._hub.members:
+            self._replicas.copied()
+            if not self._traffic.send_replica(standby, version, *packed):
+                self._replicas.send_away(standby, "it does not read what it is sent")
