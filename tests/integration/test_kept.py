@@ -91,7 +91,7 @@ def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_pa
                     sync.save(params, wait=True)
                     break
                 if node.in_flight() and node.peek() is None:
-                    assert node._wait(lambda: node.peek() is not None, 60)
+                    assert node._waiting.wait(lambda: node.peek() is not None, 60)
         with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:
             again = DelayedSync(node, parameters())
             assert again.steps == sync.steps

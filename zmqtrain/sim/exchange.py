@@ -86,7 +86,7 @@ class SimExchange(PeerExchange):
         self._wait_to_join(lambda: self._peer.settings is not None)
 
     def _wait_to_join(self, condition: Callable[[], bool]) -> None:
-        self._wait(condition, None)
+        self._waiting.wait(condition, None)
 
     @property
     def clock(self) -> Clock:
@@ -109,7 +109,7 @@ class SimExchange(PeerExchange):
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
         """See Exchange."""
-        if not self._wait(lambda: len(self._inbox) > 0, timeout_seconds):
+        if not self._waiting.wait(lambda: len(self._inbox) > 0, timeout_seconds):
             raise AggregateTimeout(
                 f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._offers.version}"
             )
@@ -150,15 +150,15 @@ class SimExchange(PeerExchange):
             offers_refused=progress.offers_refused,
             bytes_sent=self.link.wire.up,
             bytes_received=self.link.wire.down,
-            waiting="data units" if self._units.waiting else "",
+            waiting="data units" if self.units.waiting else "",
             exchange_seconds=self._coded_seconds(),
         )
 
     def _coded_seconds(self) -> float:
         """The time of the codec thread for one exchange: an offer and an aggregate, each of one fragment."""
-        if self._coder is None or not self._value_seconds:
+        if self._jobs.coder is None or not self._value_seconds:
             return 0.0
-        layout = self._coder.layout
+        layout = self._jobs.coder.layout
         return 2 * self._value_seconds * sum(layout.counts(0))
 
     # ------------------------------------------------------------------ threads
@@ -167,7 +167,7 @@ class SimExchange(PeerExchange):
         what()
 
     def _in_codec(self, what: Callable[[], None], fragments: Sequence[int] | None = ()) -> bool:
-        layout = self._joined_coder.layout
+        layout = self._jobs.joined_coder.layout
         coded = range(layout.fragments) if fragments is None else fragments
         values = sum(sum(layout.counts(fragment)) for fragment in coded)
         self._codec.do(values, lambda: self._do(what))
@@ -185,7 +185,7 @@ class SimExchange(PeerExchange):
         return _SharedCoder(model, self.settings, self._decoded)
 
     def _decode_on(self) -> None:
-        self._decode()
+        self._jobs.decode()
 
     def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
         self.link.publish(offer, base, encoded, score)

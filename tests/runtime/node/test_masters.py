@@ -16,6 +16,7 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import AggregateTimeout, JoinRefused
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.offers import Offers
+from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.types import ExchangeStatistics, LeafSpec, Part, Update
@@ -74,7 +75,7 @@ class FakeLine:
         self.inbox, self.offers, self.closed = deque(), Offers(), False
         self.founding, self.answers_later, self.wanted = int(first), False, False
         self.reached, self.founder, self.log = True, False, []
-        self.data_ended, self.ended, self.idle = False, False, lambda: None
+        self.units = UnitQueue(self.peer_id, lambda: None, lambda: self.reached)
 
     @property
     def masters(self):
@@ -151,14 +152,8 @@ class FakeLine:
         return update
 
     def everyone_drained(self, master):
-        self.log.append(("drained", self.ended))
+        self.log.append(("drained", self.units.finished))
         return True
-
-    def end_data(self):
-        self.ended = True
-
-    def when_idle(self, told):
-        self.idle = told
 
     def say_idle(self):
         self.log.append(("idle",))
@@ -337,10 +332,10 @@ def test_what_ends_or_idles_at_the_first_is_told_to_the_others():
     world = Federation(2, 1, 1)
     node = world.nodes[0]
     first, second = node._lines
-    first.idle()
+    first.units.idle()
     assert second.log[-1] == ("idle",)
     assert node.everyone_drained(1) and second.log[-2:] == [("idle",), ("drained", False)], "it leaves early"
-    first.data_ended = True
+    first.units.finish()
     assert node.everyone_drained(1) and second.log[-1] == ("drained", True)
     node.close()
     assert second.log[-1][1] < first.log[-1][1], "the first is left last"

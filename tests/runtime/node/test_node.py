@@ -86,11 +86,13 @@ def welcome(version=-1, model=(), **settings):
 
 
 def live(node, version=0):
-    """Join as the founder of the run."""
-    node._coder = None
+    """Join as the founder of the run; nothing is coded."""
     hear(node, welcome())
     node._link.carry_out(node._peer.join(MODEL, 0.0))
-    hear(node, Fetch(), Snapshot(1, version, ()))
+    node._link.listener = Deaf(node)
+    hear(node, Fetch())
+    node._link.listener = node
+    hear(node, Snapshot(1, version, ()))
     assert node.unreachable == ()
 
 
@@ -98,14 +100,14 @@ def test_who_waits_for_a_snapshot_keeps_the_units_that_it_was_dealt(node):
     live(node)
     hear(node, WorkUnit((7, 8)), Aggregate(5, 3, "float32", (0,), (1,), (100,), (), 1))
     assert node._peer.state is PeerState.SYNCING  # the aggregates in between were dropped on their way
-    assert node._units.take(lambda: None) == 7
+    assert node.units.take(lambda: None) == 7
 
 
 def test_who_loses_the_broker_forgets_the_units_that_will_be_dealt_again(node):
     live(node)
     hear(node, WorkUnit((7, 8)))
     node._link.carry_out(node._peer.distrust("noise", 1.0))
-    assert not node._units._units
+    assert not node.units._units
 
 
 def test_who_has_drained_says_so_again_when_the_broker_is_back(node):
@@ -126,7 +128,7 @@ def test_a_node_that_never_asked_for_units_is_dealt_none(node):
 
 def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
     hear(node, welcome())
-    node._founding = (LEAVES, ())
+    node._joining.begin(DeltaCoder(MODEL, RunSettings()), LEAVES, ())
     node._link.carry_out(node._peer.join(MODEL, 0.0))
     node._link._founding = False
     node._link.listener = Deaf(node)  # the codec thread takes its time
@@ -159,7 +161,7 @@ def test_a_founder_that_is_late_to_begin_misses_no_aggregate(node):
 
     hear(node, welcome())
     node.wait_welcome, settings = lambda: settings, node.settings
-    node._wait = joined_meanwhile
+    node._waiting.wait = joined_meanwhile
     assert node.join(MODEL, LEAVES) is None
     assert node.statistics().version == 0
     assert node.poll().version == 1
@@ -196,7 +198,7 @@ def population(node):
     """Join a population whose run is not founded."""
     hear(node, welcome(initial="own", start_nodes=2))
     node.wait_welcome, settings = lambda: settings, node.settings
-    node._wait = lambda condition, timeout_seconds: condition()
+    node._waiting.wait = lambda condition, timeout_seconds: condition()
     assert node.join(MODEL, LEAVES, score=0.5) is None and not node.founded
 
 
@@ -258,17 +260,17 @@ def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeyp
 
 
 def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_thread_had_not_yet(node):
-    node._coder = DeltaCoder(MODEL, RunSettings())
+    node._jobs.coder = DeltaCoder(MODEL, RunSettings())
 
     def facts():
-        return {"node": {"resets": node._resets}, "offers": {"on_their_way": [[0, 0]]}}
+        return {"node": {"resets": node._restarts.resets}, "offers": {"on_their_way": [[0, 0]]}}
 
     before = facts()
-    assert node._coded(before) is not None
-    node._inbox.restart(node._coder, 3)  # the codec thread; what is on its way may still land, and is nobody's own then
-    assert node._coded(before) is None and node._coded(facts()) is None
+    assert node._jobs.kept(before) is not None
+    node._inbox.restart(node._jobs.coder, 3)  # in the codec thread; what is on its way may land, and is nobody's own
+    assert node._jobs.kept(before) is None and node._jobs.kept(facts()) is None
     assert node.poll().reset
-    assert node._coded(before) is None and node._coded(facts()) is not None
+    assert node._jobs.kept(before) is None and node._jobs.kept(facts()) is not None
 
 
 def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):

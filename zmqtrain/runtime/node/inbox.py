@@ -1,6 +1,7 @@
 """Bring aggregates and snapshots from the wire to the training thread: compressed as long as can be, in version order.
 
-Rule 1: filled and decoded by the codec thread; the training thread only takes what is decoded.
+Rule 1: filled and decoded by the codec thread; the training thread only takes what is decoded, and hears what of its
+own will not land.
 Rule 2: bounded at every stage; who is too far behind takes one snapshot instead of many aggregates, and loses nothing.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from zmqtrain.protocol.effects import Deliver
@@ -25,6 +26,7 @@ DECODED = 2
 LARGE_UPDATE_BYTES = 1 << 26
 """Only one of an update that holds more: the next is decoded when it is taken."""
 KEPT = 32
+WITHDRAWN_KEPT = 1024
 
 
 class Inbox:
@@ -39,6 +41,7 @@ class Inbox:
         self._version: Version = 0  # of the last update decoded
         self._landed_unseen: list[int] = []
         self._updates: Mailbox[Update] = Mailbox(DECODED)
+        self._withdrawn: Mailbox[int] = Mailbox(WITHDRAWN_KEPT)
         self.decode_seconds = 0.0
 
     @property
@@ -56,6 +59,15 @@ class Inbox:
     def take(self) -> Update | None:
         """Take the next decoded update, or None; have `decode` run after it."""
         return self._updates.get_nowait()
+
+    def withdraw(self, sequence: int) -> None:
+        """Have the training thread hear that an offer will not land; from any thread."""
+        self._withdrawn.put_nowait(sequence)
+
+    def take_withdrawn(self) -> Iterator[int]:
+        """Give the offers that will not land, as far as was not asked before (training thread)."""
+        while (sequence := self._withdrawn.get_nowait()) is not None:
+            yield sequence
 
     def arrive(self, coder: DeltaCoder, deliver: Deliver, frames: Sequence[Buffer]) -> None:
         """Take in one delivery and decode as far as there is room. Raises CodecError."""

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from zmqtrain.interfaces import Exchange
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.node.exchange import UnitSource
+from zmqtrain.runtime.node.batches import UnitSource
+from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, Update
 
@@ -24,6 +25,7 @@ class Line(Exchange, Protocol):
     peer_id: PeerId
     founding: int
     answers_later: bool
+    units: UnitQueue
     message_delay: Callable[[], float] | None
 
     @property
@@ -50,10 +52,6 @@ class Line(Exchange, Protocol):
     def waiting_for(self) -> str:
         """What it is waiting for."""
 
-    @property
-    def data_ended(self) -> bool:
-        """Whether the run has no more data units."""
-
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the master's Welcome."""
 
@@ -68,14 +66,8 @@ class Line(Exchange, Protocol):
     def end_join(self) -> Update | None:
         """Return what `join` does."""
 
-    def end_data(self) -> None:
-        """Take note that the run has no more data units."""
-
     def say_idle(self) -> None:
         """Say that this node waits for data units, and offers nothing meanwhile."""
-
-    def when_idle(self, told: Callable[[], None]) -> None:
-        """Call this in the training thread, now and then, while that waits for data units."""
 
     def batches(self, source: UnitSource[Any] | Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         """Give the batches of the data units that are dealt."""

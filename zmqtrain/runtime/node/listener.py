@@ -1,18 +1,19 @@
-"""Say what a node's network thread tells whom it works for.
+"""Say what a node's network thread tells whom it works for, and what is asked of it: two interfaces.
 
 Rule: a listener never waits; it is called in that thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.protocol.effects import Deliver
-from zmqtrain.protocol.messages import Quarantine, Report, WorkUnit
+from zmqtrain.protocol.effects import Deliver, PeerEffect
+from zmqtrain.protocol.messages import Message, Quarantine, Report, WorkUnit
 from zmqtrain.types import Buffer
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "PeerLink"]
 
 
 class Listener(Protocol):
@@ -41,3 +42,20 @@ class Listener(Protocol):
 
     def make_report(self) -> Report:
         """Return what the hub is told about this node now."""
+
+
+class PeerLink(Protocol):
+    """A node's network thread, as far as an exchange reaches it."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the node takes part in the run now."""
+
+    def send(self, message: Message) -> None:
+        """Send a control message."""
+
+    def carry_out(self, effects: Sequence[PeerEffect]) -> None:
+        """Do what the machine wishes."""
+
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
+        """Announce the parameters that the hub asked for, unless that hub is lost."""

@@ -22,7 +22,7 @@ from zmqtrain.errors import HubUnreachable, JoinRefused, LocalProtocolError, Zmq
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.node.exchange import UnitSource
+from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.line import Line
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Part, PeerId, Update, Version
@@ -52,7 +52,7 @@ class MastersNode:
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
         first.answers_later = True
-        first.when_idle(self._tell_idle)
+        first.units.idle = self._tell_idle
 
     # ------------------------------------------------------------------ joining
 
@@ -382,8 +382,8 @@ class MastersNode:
     def everyone_drained(self, master: int) -> bool:
         """See Exchange."""
         line = self._lines[master]
-        if self._first.data_ended:
-            line.end_data()
+        if self._first.units.finished:
+            line.units.finish()
         elif master:
             line.say_idle()  # it leaves early, and waits at others for nodes that may wait for it here
         return line.everyone_drained(0)

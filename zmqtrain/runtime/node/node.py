@@ -19,7 +19,6 @@ from typing import Any
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.errors import (
     AggregateTimeout,
-    CodecError,
     HubUnreachable,
     JoinRefused,
     NonFiniteDelta,
@@ -32,6 +31,7 @@ from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.runtime.node.codec_jobs import say_codec_failure
 from zmqtrain.runtime.node.coder_place import CodecOn, CoderPlace
 from zmqtrain.runtime.node.exchange import PeerExchange
 from zmqtrain.runtime.node.keeper import SavedNode
@@ -99,7 +99,7 @@ class Node(PeerExchange):
             self._link.undecided = keep[2] is not None
         self._link.start()
         try:
-            self._raise_failure()
+            self._waiting.check()
         except ZmqTrainError:
             self.close()
             raise
@@ -154,7 +154,7 @@ class Node(PeerExchange):
             other = self._link.trouble[0] in ("run", "version") and len(self._link.whereabouts) == 1
             return self._peer.state is not PeerState.CONNECTING or other
 
-        came = self._wait(answered, timeout_seconds)
+        came = self._waiting.wait(answered, timeout_seconds)
         self._link.undecided = False
         if came and self._peer.state is not PeerState.CONNECTING:
             return True
@@ -167,9 +167,9 @@ class Node(PeerExchange):
         elif self._link.trouble[0] == "run":
             if new_run:
                 return False
-            assert self._keeper is not None
+            assert self.checkpoint is not None
             raise JoinRefused(
-                f"the checkpoint in {self._keeper.folder.folder} is not of the run at {self.address}: "
+                f"the checkpoint in {self.checkpoint.folder.folder} is not of the run at {self.address}: "
                 f"{self._link.trouble[1].partition('. ')[0]}. Restart the broker with the checkpoint of the old run; "
                 "or, to leave that for the new one, say --new-run "
                 "(new_run=True); its checkpoints are then set aside",
@@ -184,11 +184,11 @@ class Node(PeerExchange):
             return self._peer.settings is not None
 
         soon = min(SAY_WAITING_SECONDS, timeout_seconds)
-        if self._wait(welcomed, soon):
+        if self._waiting.wait(welcomed, soon):
             return True
         if (rest := timeout_seconds - soon) > 0:
             logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(self._link.whereabouts), rest)
-        return self._wait(welcomed, rest)
+        return self._waiting.wait(welcomed, rest)
 
     def join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
@@ -204,7 +204,7 @@ class Node(PeerExchange):
 
     def _wait_to_join(self, condition: Callable[[], bool]) -> None:
         waited = 0.0
-        while not self._wait(condition, SAY_AGAIN_SECONDS):
+        while not self._waiting.wait(condition, SAY_AGAIN_SECONDS):
             waited += SAY_AGAIN_SECONDS
             logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
 
@@ -218,7 +218,7 @@ class Node(PeerExchange):
                 return f"the parameters of shard {self.shard}, from {self.address}"
             case PeerState.SYNCING:
                 return "the run's parameters" if self._peer.run_model else "the nodes that the run starts with"
-            case PeerState.LIVE if self._units.waiting:
+            case PeerState.LIVE if self.units.waiting:
                 return "data units"
             case PeerState.LIVE if self.quarantined_seconds > 0:
                 return f"the end of its quarantine, in {self.quarantined_seconds:.0f} s"
@@ -266,7 +266,7 @@ class Node(PeerExchange):
     @property
     def device_coder(self) -> OnDevice | None:
         """What compresses on the device, and counts the bytes that leave it; None where the processor does."""
-        return None if self._coder is None else self._coder.device
+        return None if self._jobs.coder is None else self._jobs.coder.device
 
     @property
     def is_evaluator(self) -> bool:
@@ -277,7 +277,9 @@ class Node(PeerExchange):
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
         """See Exchange."""
         until = time.monotonic() + timeout_seconds
-        while not self._wait(lambda: len(self._inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))):
+        while not self._waiting.wait(
+            lambda: len(self._inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))
+        ):
             waiting = self.waiting_for or "the other nodes' contributions"
             if time.monotonic() >= until:
                 raise AggregateTimeout(
@@ -306,7 +308,7 @@ class Node(PeerExchange):
             peers=len(roster.members) if roster else 0,
             bytes_sent=self._link.bytes_sent,
             bytes_received=self._link.bytes_received,
-            encode_seconds=self._encode_seconds,
+            encode_seconds=self._jobs.encode_seconds,
             decode_seconds=self._inbox.decode_seconds,
             publishes=self._link.publishes,
             publishes_refused=self._withdrawals,
@@ -321,8 +323,8 @@ class Node(PeerExchange):
             atexit.unregister(self.close)
             self._link.close(reason)
             self._worker.close()
-            if self._keeper is not None:
-                self._keeper.close()
+            if self.checkpoint is not None:
+                self.checkpoint.close()
             if self._events is not None:
                 self._events.closed()
 
@@ -344,7 +346,9 @@ class Node(PeerExchange):
     def make_report(self) -> Report:
         """See Listener."""
         link = self._link
-        report = self._progress.report(link.bytes_sent, link.bytes_received, self.waiting_for, self._exchange_seconds)
+        report = self._progress.report(
+            link.bytes_sent, link.bytes_received, self.waiting_for, self._jobs.exchange_seconds
+        )
         return report if self._is_first else replace(report, scores=None, score_version=-1)
 
     # ------------------------------------------------------------------ threads
@@ -356,7 +360,7 @@ class Node(PeerExchange):
         return self._worker.submit(what)
 
     def _decode_on(self) -> None:
-        self._worker.submit(self._decode)
+        self._worker.submit(self._jobs.decode)
 
     # ------------------------------------------------------------------ codec thread
 
@@ -366,7 +370,7 @@ class Node(PeerExchange):
         return DeltaCoder(model, self.settings, self._place.coder(), self.shard)
 
     def _encode(self, offer: Offer, base: Version) -> None:
-        self._place.settle(self._joined_coder, offer.segments)
+        self._place.settle(self._jobs.joined_coder, offer.segments)
         try:
             super()._encode(offer, base)
         except NonFiniteDelta as error:
@@ -383,20 +387,10 @@ class Node(PeerExchange):
 
     def _warm_up(self, fragment: int) -> None:
         """Compile for one fragment, and the next ones after what has come meanwhile."""
-        coder = self._joined_coder
+        coder = self._jobs.joined_coder
         if fragment < coder.layout.fragments:
             coder.warm_up(fragment)
             self._worker.submit(lambda: self._warm_up(fragment + 1))
 
     def _codec_failed(self, error: BaseException) -> None:
-        if isinstance(error, ZmqTrainError) and (
-            isinstance(error, NonFiniteDelta) or not isinstance(error, CodecError)
-        ):
-            self.on_failed(error)
-        elif isinstance(error, CodecError):
-            self.on_failed(
-                ZmqTrainError(f"{self.name} cannot read what the broker sent: {error}. Start this node again.")
-            )
-        else:
-            logger.error("the codec thread of %s failed", self.name, exc_info=error)
-            self.on_failed(ZmqTrainError(f"the codec thread of {self.name} failed: {error!r}"))
+        self.on_failed(say_codec_failure(self.name, error))

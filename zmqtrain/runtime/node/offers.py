@@ -6,7 +6,7 @@ that lives its record again keep the same book; the last of them is told what to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zmqtrain.settings import RunSettings
@@ -82,6 +82,11 @@ class Offers:
     def withdrawn(self, sequence: int) -> None:
         """Take note that an offer will not land; one that has, or is not known, changes nothing."""
         self._on_their_way.pop(sequence, None)
+
+    def hear(self, withdrawn: Iterable[int]) -> None:
+        """Take note that these will not land."""
+        for sequence in withdrawn:
+            self.withdrawn(sequence)
 
     def skip_to(self, sequence: int) -> None:
         """Give no number below this one any more: the hub has heard of those before, perhaps of a former life."""

@@ -16,10 +16,14 @@ MOST_RESTARTS, HEALTHY_OFFERS = 3, 8
 
 
 class Restarts:
-    """The book of one node. begun: since the node was seen to diverge, until its training thread has begun again."""
+    """The book of one node. begun: since the node was seen to diverge, until its training thread has begun again.
+
+    resets: as often the training thread has gone on from the shared parameters.
+    """
 
     def __init__(self) -> None:
         self.begun = False
+        self.resets = 0
         self._count = self._landed = self._fresh = 0
 
     def is_known(self, sequence: int) -> bool:
@@ -37,6 +41,7 @@ class Restarts:
     def done(self, sequence: int) -> None:
         """Take note that the training thread goes on from the shared parameters. sequence: of its next offer."""
         self.begun, self._fresh = False, sequence
+        self.resets += 1
 
     def landed(self, offers: int) -> None:
         """Take note that so many offers of this node have landed."""

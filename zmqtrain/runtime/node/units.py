@@ -142,7 +142,7 @@ class UnitQueue:
         return self._finished
 
     def finish(self) -> None:
-        """The run has no more units, as another than this broker has said."""
+        """The run has no more units, as another than this broker has said; this one deals none."""
         self._finished = True
 
     @property

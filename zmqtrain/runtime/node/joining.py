@@ -1,0 +1,75 @@
+"""Say how a node comes to the parameters that it begins with: it founds the run, adopts another's, or goes on.
+
+Rule 1: who is asked to found the run answers with what it joined with, at once; one of a population, or of several
+masters, with what it holds when its training thread gives it (`lend`).
+Rule 2: who goes on from a checkpoint waits for nobody, but in strict mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.equation.delta import DeltaCoder
+from zmqtrain.runtime.node.checkpoint import NodeCheckpoint
+from zmqtrain.runtime.node.codec_jobs import CodecJobs
+from zmqtrain.runtime.node.inbox import Inbox
+from zmqtrain.runtime.node.offers import Offers
+
+__all__ = ["Joining"]
+
+Founding = tuple[Sequence[Any], Sequence[Any]]
+
+
+class Joining:
+    """How one node joins, in its training thread. checkpoint: what it saves and goes on from, None for nothing.
+
+    wanted: whether the others wait for this node's parameters, to be lent.
+    """
+
+    def __init__(self, peer: Peer, offers: Offers, inbox: Inbox, jobs: CodecJobs) -> None:
+        self.checkpoint: NodeCheckpoint | None = None
+        self.wanted = False
+        self._peer, self._offers, self._inbox, self._jobs = peer, offers, inbox, jobs
+        self._founding: Founding = ((), ())
+
+    def begin(self, coder: DeltaCoder, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
+        """The node joins, with these parameters and this state of its optimizer. Raises ModelMismatch."""
+        self._jobs.coder, self._founding = coder, (leaves, moments)
+        if self.checkpoint is not None:
+            self.checkpoint.begin(coder.model)
+
+    def is_over(self, live: bool) -> bool:
+        """Return whether the hub's answer is here; of a node that goes on from a checkpoint, whether it may.
+
+        live: whether the node takes part in the run now.
+        """
+        if self.checkpoint is not None and self.checkpoint.resuming is not None:
+            return self.checkpoint.may_go_on()
+        apart = self._peer.state is PeerState.APART
+        return apart or (live and (len(self._inbox) > 0 or self._peer.confirmed))
+
+    def end(self) -> bool:
+        """Begin where the node begins; return whether that is with the update that is here."""
+        self._founding = ((), ())
+        if self.checkpoint is not None and self.checkpoint.resuming is not None:
+            self.checkpoint.go_on()
+            return False
+        if self._peer.state is PeerState.APART:
+            return False
+        first = self._inbox.peek()
+        if first is None or first.anchor is None:  # the founder holds version 0; an aggregate that is here is the next
+            self._offers.version = 0
+            return False
+        return True
+
+    def answer(self, later: bool) -> Founding | None:
+        """The hub asks for this node's parameters: return them, None if they will be lent (network thread).
+
+        later: whether they will be in any case.
+        """
+        if self._peer.state is PeerState.APART or later:  # what it holds may change with every step
+            self.wanted = True
+            return None
+        return self._founding
