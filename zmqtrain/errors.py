@@ -112,7 +112,7 @@ class JoinRefused(ZmqTrainError):
 
 
 class HubUnreachable(ZmqTrainError):
-    """No broker answered at `address`. reason: "key" if one is there that does not authorise this PC's; else ""."""
+    """No broker answered at `address`. reason: why who is there does not hear this PC (`Channel.refused`), or ""."""
 
     def __init__(self, message: str, address: str = "", reason: str = "") -> None:
         super().__init__(message)

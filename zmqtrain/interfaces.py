@@ -276,8 +276,8 @@ class Channel(Protocol):
 
     @property
     def refused(self) -> str:
-        """Why the last attempts to connect ended: "key" (this channel's is not authorised there), "handshake", "broken"
-        (in its midst); "" if they did not."""
+        """Why the hub does not hear this channel, if that is known: "key" (it is not authorised there), "handshake",
+        "broken" (that ended in its midst), "name" (this peer came with another key before); or ""."""
 
     async def changed(self) -> None:
         """Wait until `refused` is another than now, if only for a moment. Raise ChannelClosed."""

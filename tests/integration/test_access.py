@@ -126,7 +126,9 @@ def test_who_asks_before_it_is_known_who_comes_in_waits_for_the_answer() -> None
     run(main)
 
 
-def test_a_peer_id_that_one_key_opened_is_not_taken_by_another() -> None:
+def test_a_peer_id_that_one_key_opened_is_not_taken_by_another_and_who_tries_is_told_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def main() -> None:
         hub = guarded(Admission(names(pc1=ONE, pc2=TWO)))
         owner = node(hub, A, ONE)
@@ -138,9 +140,26 @@ def test_a_peer_id_that_one_key_opened_is_not_taken_by_another() -> None:
         await meet(hub, owner)
         hub.send(A, Lane.BULK, [b"for the owner"])
         assert await owner.receive() == (Lane.BULK, [b"for the owner"])
+        listening = [asyncio.create_task(channel.receive()) for channel in (thief, hub)]
+        while thief.refused != "name":
+            await thief.changed()
+        assert f"it knows {A} by another key than this PC's" in thief.obstacle
+        while hub.connections > 2:  # it is cut
+            await hub.changed()
+        while hub.connections < 4:  # comes again, and is told again
+            await hub.changed()
+        assert thief.refused == "name"
+        assert hub.admit(names(pc1=ONE)) == {TWO.public.decode(): "pc2"}
+        while thief.refused != "key":
+            await thief.changed()
+        assert not any(task.done() for task in listening)
+        for task in listening:
+            task.cancel()
         await end(owner, thief, hub)
 
     run(main)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(f"came with another key (the last: {A} with the key of pc2)" in line for line in said)
 
 
 def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(

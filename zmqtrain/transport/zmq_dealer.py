@@ -21,6 +21,7 @@ from zmqtrain.errors import ChannelClosed, ConfigError
 from zmqtrain.transport.address import check_reachable, parse_address
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message, check_peer_id
+from zmqtrain.transport.notice import reason_of
 from zmqtrain.transport.routing import new_life, routing_id_of
 from zmqtrain.transport.zmq_keys import CurveKeys, check_key
 from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
@@ -117,14 +118,20 @@ class DealerChannel:
     def refused(self) -> str:
         """Why the last attempt to connect ended in its handshake: "key" (this channel's is not authorised there),
         "handshake" (what listens there wants keys, or none), "broken" (it ended several connections in a row: it has
-        other keys or wants some, or is no hub); "" if it did not."""
+        other keys or wants some, or is no hub); or why nothing is heard that comes over the connection: "name" (this
+        peer came with another key before); "" if nothing is known to be wrong."""
         return self._refused
 
     @property
     def obstacle(self) -> str:
-        """See Channel: what is known of an attempt to connect that ended in its handshake."""
+        """See Channel: what `refused` means, for people."""
         if self._refused == "key":
             return "it does not authorise this PC's key (on the hub, `zmqtrain keys list` shows whose it does)"
+        if self._refused == "name":
+            return (
+                f"it knows {self.peer} by another key than this PC's: a node that goes on from a checkpoint is the one "
+                "that it was. Start it with the key file of then (--keys), or with a checkpoint folder of its own"
+            )
         if self._refused and self._keyed:
             return (
                 "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
@@ -152,7 +159,9 @@ class DealerChannel:
 
     def _handshake_ended(self, how: str) -> None:
         self._broken = self._broken + 1 if how == "broken" else 0
-        if how != "broken" or self._broken >= _BROKEN_IN_A_ROW:
+        if how == "broken" and self._broken < _BROKEN_IN_A_ROW:
+            return
+        if how or self._refused != "name":  # that is told after the handshake, of each connection
             self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
@@ -241,8 +250,13 @@ class DealerChannel:
             for lane, port in self._ports.items():
                 frames = port.receive(limit=MAX_MESSAGE_FRAMES)
                 if frames:
-                    return lane, [as_buffer(frame) for frame in frames]
-                if frames is not None:  # too many of them: not a hub of ours; look again
+                    message = [as_buffer(frame) for frame in frames]
+                    reason = reason_of(message)
+                    if reason or self._refused == "name":
+                        self._learn(reason or "")
+                    if reason is None:
+                        return lane, message
+                if frames is not None:  # a notice, or too many: not a hub of ours; look again
                     break
             else:
                 if not any(port.readable for port in self._ports.values()):

@@ -15,6 +15,8 @@ Source: ZeroMQ RFC 28 (ROUTER, DEALER).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import logging
 from collections import Counter
@@ -29,6 +31,7 @@ from zmqtrain.transport.admission import EVERYBODY, Admission, Seats
 from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message
+from zmqtrain.transport.notice import NOTICES, notice
 from zmqtrain.transport.refusals import Refusals
 from zmqtrain.transport.routing import routing_id_of, sender_of
 from zmqtrain.transport.zmq_access import ZAP_DOMAIN, Doorway, ZapHandler, descriptor_room
@@ -47,6 +50,9 @@ logger = logging.getLogger(__name__)
 _SEND_MESSAGES, _RECEIVE_MESSAGES = 64, 8
 
 _SOURCE, _USER = int(zmq.SRCFD), "User-Id"
+
+_FAREWELL_SECONDS = 0.5
+"""Between the notice why a connection is not heard and its end, so that it can be read."""
 
 _BACKLOG = 128  # connections that wait to be accepted: a whole classroom started at once
 
@@ -71,6 +77,7 @@ class RouterChannel:
         self._doorway, self._refusals, self._admission, self._handler = doorway, refusals, admission, handler
         self._seats, self._news = Seats(), news
         self._speakers: dict[int, tuple[PeerId, bytes, str]] = {}  # by descriptor: who was heard there
+        self._dismissed: dict[int, int] = {}  # by descriptor: the number of a connection that was told why it will end
         self._incoming = Gate()
         self._port = Port(socket, self._incoming, Gate())
         self._fairness = Fairness()
@@ -188,6 +195,7 @@ class RouterChannel:
             self._doorway.cut(descriptor)
 
     def _gone(self, descriptor: int) -> None:
+        self._dismissed.pop(descriptor, None)
         if (speaker := self._speakers.pop(descriptor, None)) is not None:
             self._seats.left(speaker[0], descriptor)
 
@@ -226,10 +234,10 @@ class RouterChannel:
                 await self._incoming.wait()
             elif len(frames) < 2 or (sender := sender_of(frames[0].bytes)) is None:
                 self._strangers += 1
-            elif self._counts(frames[1], sender[0], sender[2]) and (len(frames) > 2 or len(frames[1])):
+            elif self._counts(frames[1], *sender) and (len(frames) > 2 or len(frames[1])):
                 return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
 
-    def _counts(self, frame: zmq.Frame, peer: PeerId, life: bytes) -> bool:
+    def _counts(self, frame: zmq.Frame, peer: PeerId, lane: Lane, life: bytes) -> bool:
         """Whether the connection over which this frame came may speak as `peer` in this life of it."""
         key = name = EVERYBODY
         if self._admission is not None:
@@ -246,6 +254,11 @@ class RouterChannel:
         connection = self._doorway.connections.get(descriptor)
         number = -1 if connection is None else connection.number
         reason, ended = self._seats.hear(peer, name, key, life, descriptor, number)
+        if reason in NOTICES and connection is not None:
+            self._refusals.count(reason, f"{_name_in_a_log(peer)} with the key of {name}")
+            if self._dismissed.get(descriptor) != number:
+                self._dismiss(descriptor, number, notice(reason), routing_id_of(lane, peer, life))
+            return False
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
             self._doorway.cut(descriptor)
@@ -258,6 +271,20 @@ class RouterChannel:
         self._speakers[descriptor] = (peer, life, key)
         self._doorway.connections.proved(descriptor)
         return True
+
+    def _dismiss(self, descriptor: int, number: int, why: Sequence[Buffer], routing_id: bytes) -> None:
+        """Tell who speaks over a connection why nothing of it counts; cut it when that can have been read."""
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
+            self._port.send(why, routing_id)
+        self._dismissed[descriptor] = number
+        asyncio.get_running_loop().call_later(_FAREWELL_SECONDS, self._end, descriptor, number)
+
+    def _end(self, descriptor: int, number: int) -> None:
+        if self._closed:
+            return
+        self._doorway.look()  # its number may be another connection's by now
+        if self._dismissed.get(descriptor) == number:
+            self._doorway.cut(descriptor)
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once."""

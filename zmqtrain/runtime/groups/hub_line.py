@@ -91,7 +91,10 @@ class HubLine:
         occupied, occupied_until = "", math.inf
 
         def still() -> str:
-            return _say_forming(asked, forming) if welcomed else f"no broker answers at {self.address} yet"
+            if welcomed:
+                return _say_forming(asked, forming)
+            obstacle = self._channel.obstacle
+            return f"no broker answers at {self.address} yet" + (f": {obstacle}" if obstacle else "")
 
         tasks = [asyncio.create_task(one) for one in (self._beat_forever(), self._say_forever(still, timeout_seconds))]
         try:

@@ -1,0 +1,67 @@
+"""A node's link over real sockets: what it has met at one address is not forgotten while it looks at another."""
+
+from __future__ import annotations
+
+import asyncio
+
+from channels import run
+
+from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.broker.broker import Broker
+from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.admission import Admission
+from zmqtrain.transport.gate import Gate
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
+from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.types import PeerId
+
+HERE = "tcp://127.0.0.1:0"
+HUB, OWN = CurveKeys.generate(), CurveKeys.generate()
+
+
+class Listener:
+    """Of what a link tells, only that something has changed."""
+
+    def __init__(self) -> None:
+        self.changed = Gate()
+
+    def on_changed(self) -> None:
+        self.changed.open()
+
+    def on_failed(self, error: Exception) -> None:
+        raise error
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"nothing else is told here: {name}")
+
+
+def test_a_refusal_is_remembered_while_the_next_address_is_silent_and_until_one_welcomes() -> None:
+    async def main() -> None:
+        closed = RouterChannel.bind(HERE, keys=HUB, admission=Admission({}))
+        silent = RouterChannel.bind(HERE, keys=HUB, admission=Admission({OWN.public.decode(): "pc1"}))
+        peer = Peer(PeerId("pc-1#11"), "pc-1", addresses=(closed.address, silent.address))
+        channel = DealerChannel.connect(closed.address, peer=peer.peer, keys=OWN, server_key=HUB.public)
+        listener = Listener()
+        link = HubLink(lambda: channel, peer, closed.address, listener)  # type: ignore[arg-type]
+        living = asyncio.create_task(link._main())
+        while channel.refused != "key":
+            await channel.changed()
+        while channel.address != silent.address:
+            await channel.changed()
+        assert channel.refused == "" and link.refused == "key"
+        assert "does not authorise this PC's key" in link.obstacle
+
+        broker = Broker(silent, RunSettings())
+        serving = asyncio.create_task(broker.run())
+        while peer.state is PeerState.CONNECTING:
+            await listener.changed.wait()
+        assert link.refused == link.obstacle == "" and link.address == silent.address
+        link._leave("")
+        await living
+        broker.stop()
+        await serving
+        await closed.close()
+
+    run(main)
