@@ -41,8 +41,9 @@ from zmqtrain.protocol.messages import (
     Welcome,
     model_to_wire,
 )
-from zmqtrain.protocol.peer import MOST_LEARNT, Peer, PeerState
+from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.protocol.search import MOST_LEARNT
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Books, Replica
 from zmqtrain.runtime.broker.replicas import Replicas

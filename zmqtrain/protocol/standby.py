@@ -75,9 +75,10 @@ class Follower(Peer):
         self.saw(now)
         if isinstance(message, Books):
             return self._read(message, now)
-        if isinstance(message, Aggregate) and message.version != self._announced + 1:
-            return self._lose_hub("gap", f"version {message.version} came after {self._announced}", now, now)
-        self._announced = message.version
+        announced = self._following.announced
+        if isinstance(message, Aggregate) and message.version != announced + 1:
+            return self._lose_hub("gap", f"version {message.version} came after {announced}", now, now)
+        self._following.announced = message.version
         self._copies[message.transfer] = message
         return [Expect(HUB, message)]
 
@@ -86,7 +87,7 @@ class Follower(Peer):
         copy = self._copies.pop(transfer, None)
         if copy is None:
             return []
-        self.version = copy.version
+        self._following.version = copy.version
         return [Deliver(copy, ()), Send(Holding(copy.version))]
 
     def _read(self, books: Books, now: float) -> list[PeerEffect]:
