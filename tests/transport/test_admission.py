@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zmqtrain.transport.admission import Admission, Seats
+from zmqtrain.transport.routing import first_life, next_life
 from zmqtrain.types import PeerId
 
 A, B = PeerId("a#1"), PeerId("b#2")
@@ -38,7 +39,7 @@ def test_a_later_life_ends_the_connections_of_the_former_whose_last_words_are_no
     assert seats.hear(A, "pc1", "k1", b"1", 7, number=7) == ("life", set())
     assert seats.hear(A, "pc1", "k1", b"1", 8, number=-1) == ("life", set())  # its connection is gone already
     seat = seats.get(A)
-    assert seat is not None and seat.life == b"2" and seat.descriptors == {9}
+    assert seat is not None and seat.life == b"2" and seat.descriptors == {9: 9}
 
 
 def test_a_life_that_connects_anew_is_heard_again() -> None:
@@ -46,6 +47,15 @@ def test_a_life_that_connects_anew_is_heard_again() -> None:
     seats.hear(A, "pc1", "k1", b"1", 7, number=1)
     seats.hear(A, "pc1", "k1", b"2", 8, number=2)
     assert seats.hear(A, "pc1", "k1", b"1", 7, number=3) == ("", {8})
+
+
+def test_last_words_of_a_channel_that_was_opened_anew_do_not_shut_it_out() -> None:
+    seats, former = Seats(), first_life()
+    life = next_life(former)
+    assert seats.hear(A, "pc1", "k1", former, 7, number=2) == ("", set())  # its connection is gone: 7 is another's
+    assert seats.hear(A, "pc1", "k1", life, 8, number=1) == ("", set())
+    assert seats.hear(A, "pc1", "k1", life, 7, number=2) == ("", set())
+    assert seats.hear(A, "pc1", "k1", former, 9, number=3) == ("life", set())
 
 
 def test_when_there_is_no_place_left_those_that_have_gone_are_forgotten_first() -> None:

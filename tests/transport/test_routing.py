@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.transport.routing import new_life, routing_id_of, sender_of
+from zmqtrain.transport.routing import first_life, is_former, next_life, routing_id_of, sender_of
 from zmqtrain.types import Lane, PeerId
 
 PEER = PeerId("pc-1#é1")
@@ -21,5 +21,11 @@ def test_a_strangers_routing_id_is_nobodys(strange: bytes) -> None:
     assert sender_of(strange) is None
 
 
-def test_a_new_life_is_told_from_the_former_one() -> None:
-    assert new_life() != new_life()
+def test_a_life_tells_which_of_its_channel_came_before_it_and_nothing_of_other_channels() -> None:
+    one, other = first_life(), first_life()
+    later = one
+    for _ in range(300):
+        assert is_former(later, next_life(later)) is True
+        later = next_life(later)
+    assert len(later) == len(one) and is_former(later, one) is False
+    assert one != other and is_former(one, other) is None and is_former(b"1", b"2") is None

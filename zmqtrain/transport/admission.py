@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zmqtrain.transport.routing import is_former
 from zmqtrain.types import PeerId
 
 __all__ = ["EVERYBODY", "MAX_SEATS", "Admission", "Seat", "Seats"]
@@ -48,13 +49,14 @@ class Admission:
 @dataclass(slots=True)
 class Seat:
     """A peer's place. name: under which it came.  key: its public key.  life: what tells its connections from those of
-    its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard."""
+    its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard, with
+    their numbers."""
 
     name: str
     key: str
     life: bytes
     newest: int
-    descriptors: set[int] = field(default_factory=set)
+    descriptors: dict[int, int] = field(default_factory=dict)
 
 
 class Seats:
@@ -76,30 +78,34 @@ class Seats:
     ) -> tuple[str, set[int]]:
         """Take note that a message of `peer` came over a connection.
 
-        number: of the connection, higher for each that is made; -1 for one that has ended.
+        number: of the connection, higher for each that is made; -1 for one that has ended.  Which of two lives is the
+        later one they tell themselves, if they are of one channel (a message may be heard when its connection has ended
+        and another has its descriptor), else their connections do.
         Return ("", the connections of the life that this one ends) if it counts, else why not: "name" (the peer is
         another's) or "life" (another life of it has connected since).
         """
         seat = self._seats.get(peer)
         if seat is None:
             self._make_room()
-            self._seats[peer] = Seat(name, key, life, number, {descriptor})
+            self._seats[peer] = Seat(name, key, life, number, {descriptor: number})
             return "", set()
         if seat.name != name:
             return "name", set()
         ended: set[int] = set()
         if seat.life != life:
-            if number <= seat.newest:
+            former = is_former(life, seat.life)
+            if number <= seat.newest if former is None else former:
                 return "life", ended
-            ended, seat.life, seat.descriptors = seat.descriptors, life, set()
+            ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
+            seat.life, seat.descriptors = life, {}
         seat.key, seat.newest = key, max(seat.newest, number)
-        seat.descriptors.add(descriptor)
+        seat.descriptors[descriptor] = number
         return "", ended
 
     def left(self, peer: PeerId, descriptor: int) -> None:
         """Take note that a connection of a peer is gone; its place stays its own."""
         if (seat := self._seats.get(peer)) is not None:
-            seat.descriptors.discard(descriptor)
+            seat.descriptors.pop(descriptor, None)
 
     def with_key(self, key: str) -> list[PeerId]:
         """Return the peers that are here, last heard with this key."""

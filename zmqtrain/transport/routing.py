@@ -1,7 +1,8 @@
 """Say whose connection it is: the routing id under which a node's socket speaks on one lane (pure: no socket).
 
-Rule: a routing id is the lane, b"C" or b"B", the peer's id in utf-8, a zero byte, and the life of that channel: random,
-so that nobody else can take the place of a connection (libzmq gives it to whoever comes last with the same id).
+Rule 1: a routing id is the lane, b"C" or b"B", the peer's id in utf-8, a zero byte, and the life of that channel.
+Rule 2: a life is a random series, so that nobody else can take the place of a connection (libzmq gives it to whoever
+comes last with the same id), and a count: of two lives of one series the later has the higher.
 Source: ZeroMQ RFC 28 (ROUTER, DEALER).
 """
 
@@ -12,20 +13,33 @@ import secrets
 from zmqtrain.transport.limits import is_peer_id
 from zmqtrain.types import Lane, PeerId
 
-__all__ = ["new_life", "routing_id_of", "sender_of"]
+__all__ = ["first_life", "next_life", "is_former", "routing_id_of", "sender_of"]
 
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
-_LIFE_BYTES = 8
+_SERIES_BYTES, _COUNT_BYTES = 8, 4
 
 
-def new_life() -> bytes:
-    """Return what tells a new channel of a peer from its former ones: random."""
-    return secrets.token_bytes(_LIFE_BYTES)
+def first_life() -> bytes:
+    """Return what tells a new channel of a peer from all others of that peer."""
+    return secrets.token_bytes(_SERIES_BYTES) + bytes(_COUNT_BYTES)
+
+
+def next_life(life: bytes) -> bytes:
+    """Return the life of the same channel when it is opened once more."""
+    count = int.from_bytes(life[_SERIES_BYTES:], "big") + 1
+    return life[:_SERIES_BYTES] + count.to_bytes(_COUNT_BYTES, "big")
+
+
+def is_former(life: bytes, other: bytes) -> bool | None:
+    """Return whether `life` was before `other`; None for lives of two series, which do not tell."""
+    if life[:_SERIES_BYTES] != other[:_SERIES_BYTES]:
+        return None
+    return life < other
 
 
 def routing_id_of(lane: Lane, peer: PeerId, life: bytes) -> bytes:
-    """Return the routing id of one lane of a peer's channel. life: `new_life`; b"" for none."""
+    """Return the routing id of one lane of a peer's channel. life: as above; b"" for none."""
     return _LANE_BYTES[lane] + peer.encode() + (b"\0" + life if life else b"")
 
 

@@ -22,7 +22,7 @@ from zmqtrain.transport.address import check_reachable, parse_address
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message, check_peer_id
 from zmqtrain.transport.notice import reason_of
-from zmqtrain.transport.routing import new_life, routing_id_of
+from zmqtrain.transport.routing import first_life, next_life, routing_id_of
 from zmqtrain.transport.zmq_keys import CurveKeys, check_key
 from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
 from zmqtrain.transport.zmq_router import RouterChannel
@@ -60,7 +60,7 @@ class DealerChannel:
         keyed: bool = False,
     ) -> None:
         self.address, self.peer = address, peer
-        self._keyed = keyed
+        self._keyed, self._life = keyed, first_life()
         self._configure, self._shares = configure, context is not None
         self._watches: list[ConnectionWatch] = []
         self._refused, self._broken, self._news = "", 0, Gate()
@@ -161,7 +161,8 @@ class DealerChannel:
         self._broken = self._broken + 1 if how == "broken" else 0
         if how == "broken" and self._broken < _BROKEN_IN_A_ROW:
             return
-        if how or self._refused != "name":  # that is told after the handshake, of each connection
+        # "name" is told after the handshake, of each connection; after "key" both lanes are opened anew
+        if how or (self._refused != "name" and self._retry is None):
             self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
@@ -172,11 +173,11 @@ class DealerChannel:
             self._reopen()
 
     def _open(self) -> None:
-        life = new_life()
+        self._life = next_life(self._life)
         for lane in Lane:
             socket = open_socket(self._context, zmq.DEALER, _SEND_MESSAGES[lane], _RECEIVE_MESSAGES[lane])
             self._ports[lane] = Port(socket, self._incoming, self._writable[lane])
-            socket.routing_id = routing_id_of(lane, self.peer, life)
+            socket.routing_id = routing_id_of(lane, self.peer, self._life)
             socket.probe_router = 1
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)

@@ -245,6 +245,7 @@ class RouterChannel:
             known = self._admission.name_of(key)
             if known is None:
                 self._refusals.count("revoked", _name_in_a_log(peer))
+                self._end_soon(int(frame.get(_SOURCE)))
                 return False
             name = known
         descriptor = int(frame.get(_SOURCE))
@@ -256,8 +257,9 @@ class RouterChannel:
         reason, ended = self._seats.hear(peer, name, key, life, descriptor, number)
         if reason in NOTICES and connection is not None:
             self._refusals.count(reason, f"{_name_in_a_log(peer)} with the key of {name}")
-            if self._dismissed.get(descriptor) != number:
-                self._dismiss(descriptor, number, notice(reason), routing_id_of(lane, peer, life))
+            if self._end_soon(descriptor):
+                with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
+                    self._port.send(notice(reason), routing_id_of(lane, peer, life))
             return False
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
@@ -272,12 +274,15 @@ class RouterChannel:
         self._doorway.connections.proved(descriptor)
         return True
 
-    def _dismiss(self, descriptor: int, number: int, why: Sequence[Buffer], routing_id: bytes) -> None:
-        """Tell who speaks over a connection why nothing of it counts; cut it when that can have been read."""
-        with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
-            self._port.send(why, routing_id)
-        self._dismissed[descriptor] = number
-        asyncio.get_running_loop().call_later(_FAREWELL_SECONDS, self._end, descriptor, number)
+    def _end_soon(self, descriptor: int) -> bool:
+        """Cut this connection in a while; what was said to it can be read until then. False if that is on its way."""
+        self._doorway.look()
+        connection = self._doorway.connections.get(descriptor)
+        if connection is None or self._dismissed.get(descriptor) == connection.number:
+            return False
+        self._dismissed[descriptor] = connection.number
+        asyncio.get_running_loop().call_later(_FAREWELL_SECONDS, self._end, descriptor, connection.number)
+        return True
 
     def _end(self, descriptor: int, number: int) -> None:
         if self._closed:
