@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives import calls
+from zmqtrain.collectives import windows
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.collectives.calls import Call, Calls
 from zmqtrain.collectives.exchanges import barrier
@@ -26,10 +26,10 @@ INT = np.dtype(np.int64)
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred bytes are many, so that flow control has something to do."""
-    monkeypatch.setattr(calls, "PART_BYTES", 64)
-    monkeypatch.setattr(calls, "WINDOW_BYTES", 256)
-    monkeypatch.setattr(calls, "_REPORT_BYTES", 64)
-    monkeypatch.setattr(calls, "COPIED_BELOW_BYTES", 32)
+    monkeypatch.setattr(windows, "PART_BYTES", 64)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 256)
+    monkeypatch.setattr(windows, "REPORT_BYTES", 64)
+    monkeypatch.setattr(windows, "COPIED_BELOW_BYTES", 32)
 
 
 class Net:
@@ -113,6 +113,23 @@ def test_any_interleaving_ends_in_numpys_answer(size: int, program: list[tuple[s
             continue
         for buffer in ranks:
             np.testing.assert_array_equal(buffer, expected)
+
+
+def test_what_waits_for_room_keeps_its_dtype_while_its_call_goes_on_to_another() -> None:
+    """A rank that only sends has played all its part, of several dtypes, while the first still waits for room."""
+    net = Net(2)
+    sent = [np.arange(200), np.arange(10, dtype=np.float32)]
+    into = [np.zeros_like(values) for values in sent]
+
+    def phases(rank: int, arrays: list[np.ndarray[Any, Any]]) -> Any:
+        return iter([(BROADCAST["chain"](rank, 2, values, 0, values.size), values.dtype) for values in arrays])
+
+    begun = [net.machines[rank].begin("both", phases(rank, arrays)) for rank, arrays in enumerate((sent, into))]
+    while ready := net.ready():
+        net.deliver(*ready[0])
+    assert not net.errors and all(call.ended and call.error is None for call in begun)
+    for values, received in zip(sent, into, strict=True):
+        np.testing.assert_array_equal(values, received)
 
 
 @settings(max_examples=60, deadline=None)

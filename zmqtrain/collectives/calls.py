@@ -5,9 +5,8 @@ and what goes from rank to rank carries the text's digest: who sees another one 
 Rule 2: who waits says so to all others after a while, with his call's text: so two that only wait for one another find
 out too, and everybody knows what the others do.
 Rule 3: a call that comes to nothing on one rank is of no use on any: what `hear` and `begin` raise ends them all.
-Rule 4: of one call at most WINDOW_BYTES are on their way to a rank and not taken there. Windows of several calls are
-apart: in whatever order the ranks wait, none keeps another one from going on. At the hub, where a rank has one window,
-its calls have it one after another.
+Rule 4: each call has `windows` of its own: in whatever order the ranks wait, none keeps another one from going on. At
+the hub, where a rank has one window, its calls have it one after another.
 Rule 5: a call ends when its algorithm has, and when those whom it sent memory of its own have taken all of that; where
 some ranks only send (`confirm`), when they have taken all: else a rank could be done before it hears that calls differ.
 Rule 6: what to send is appended to `outgoing`, and calls that have ended to `finished`.
@@ -26,17 +25,11 @@ from numpy.typing import NDArray
 from zmqtrain.collectives.arrays import as_bytes, dtype_code
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
 from zmqtrain.collectives.transfers import Outgoing
-from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
+from zmqtrain.collectives.windows import Inflow, Outflow
+from zmqtrain.collectives.wire import CONFIRM, Head, Kind, digest
 from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
-from zmqtrain.types import MAX_FRAME_BYTES
 
-__all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "PART_BYTES", "WINDOW_BYTES", "Call", "Calls", "Phases"]
-
-PART_BYTES = MAX_FRAME_BYTES
-"""What is longer is cut on its way."""
-
-WINDOW_BYTES = 4 * PART_BYTES
-_REPORT_BYTES = WINDOW_BYTES // 4
+__all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "Call", "Calls", "Phases"]
 
 ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
 """When a rank says that it waits, and how often it says so again."""
@@ -46,27 +39,6 @@ _AHEAD = 1 << 16  # how far ahead of this rank's last call another one may be
 
 Phases = Iterator[tuple[Steps, np.dtype[Any]]]
 """The algorithms that a call plays one after another, each with the dtype of what it sends and receives."""
-
-
-@dataclass(slots=True)
-class _Source:
-    """What has come of one rank and was not taken: (values or None, bytes of the whole Send, code of its dtype)."""
-
-    digest: int
-    parts: deque[tuple[memoryview | None, int, int]] = field(default_factory=deque)
-    taken: int = 0
-    reported: int = 0
-    large: bool = False  # its sender waits to hear that all is taken
-
-
-@dataclass(slots=True)
-class _Stream:
-    """What goes to one rank: (values, bytes of the whole Send, from which byte on), as long as there is no room."""
-
-    waiting: deque[tuple[Any, int, int]] = field(default_factory=deque)
-    sent: int = 0
-    taken: int = 0
-    lent: int = 0  # up to here memory of ours may be on its way
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +65,8 @@ class Call:
     _wanted: Receive | None = None
     _filled: int = 0
     _filling: NDArray[np.uint8] | None = None
-    _sources: dict[int, _Source] = field(default_factory=dict)
-    _streams: dict[int, _Stream] = field(default_factory=dict)
+    _sources: dict[int, Inflow] = field(default_factory=dict)
+    _streams: dict[int, Outflow] = field(default_factory=dict)
     _moved: bool = True
     _ask_at: float = 0.0
 
@@ -103,7 +75,7 @@ class Call:
         """The ranks that it cannot go on, or end, without."""
         if self._wanted is not None:
             return (self._wanted.source,)
-        return tuple(to for to, stream in self._streams.items() if stream.taken < stream.lent or stream.waiting)
+        return tuple(to for to, stream in self._streams.items() if not stream.is_done)
 
 
 class Calls:
@@ -226,9 +198,8 @@ class Calls:
             raise FramingError(f"a part of {nbytes} bytes of {head.size} of {self._name(source)}")
         from_source = call._sources.get(source)
         if from_source is None:
-            from_source = call._sources[source] = _Source(head.digest)
-        from_source.parts.append((values, head.size, head.flag & ~CONFIRM))
-        from_source.large |= (nbytes >= COPIED_BELOW_BYTES or head.flag >= CONFIRM) and source != HUB
+            from_source = call._sources[source] = Inflow(head.digest, reports=source != HUB)
+        from_source.put(values, head.size, head.flag & ~CONFIRM, confirm=head.flag >= CONFIRM)
         if call._wanted is not None and call._wanted.source == source:
             self._advance(call)
 
@@ -285,7 +256,9 @@ class Calls:
         phase = next(call._phases, None)
         if phase is None:
             call._phases = iter(())
-            self._report_all(call)
+            for rank, source in call._sources.items():
+                if source.finish():
+                    self._report(call, rank, source)
             if self._at_hub and self._at_hub[0] is call:
                 self._at_hub.popleft()
                 if self._at_hub:
@@ -319,7 +292,7 @@ class Calls:
             wanted.into.view(np.uint8)[:] = np.frombuffer(values, np.uint8)
         return True, None
 
-    def _fill(self, call: Call, wanted: Receive, source: _Source, total: int) -> tuple[bool, Any]:
+    def _fill(self, call: Call, wanted: Receive, source: Inflow, total: int) -> tuple[bool, Any]:
         """Take the parts that are here of something that was cut on its way."""
         if call._filling is None:
             room = np.empty(wanted.values, call._dtype) if wanted.into is None else wanted.into
@@ -341,53 +314,38 @@ class Calls:
         filling.flags.writeable = False
         return True, filling.view(call._dtype)
 
-    def _consume(self, call: Call, rank: int, source: _Source, nbytes: int) -> None:
-        source.taken += nbytes
-        if source.taken - source.reported >= _REPORT_BYTES and rank != HUB:
-            source.reported = source.taken
-            self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), None))
+    def _consume(self, call: Call, rank: int, source: Inflow, nbytes: int) -> None:
+        if source.take(nbytes):
+            self._report(call, rank, source)
 
-    def _report_all(self, call: Call) -> None:
-        for rank, source in call._sources.items():
-            if source.large and source.reported < source.taken:
-                source.reported = source.taken
-                self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), None))
+    def _report(self, call: Call, rank: int, source: Inflow) -> None:
+        self.outgoing.append((rank, Head(Kind.CONSUMED, number=call.number, size=source.taken), None))
 
     def _send(self, call: Call, step: Send) -> None:
-        to, values = step.to, as_bytes(step.values)
+        to = step.to
         stream = call._streams.get(to)
         if stream is None:
-            stream = call._streams[to] = _Stream()
+            stream = call._streams[to] = Outflow(bounded=to != HUB, confirm=call.confirm)
             if to == HUB:
                 self._at_hub.append(call)
-        total = values.nbytes
-        if total <= PART_BYTES:
-            stream.waiting.append((values if total else None, total, 0))
-        else:
-            for start in range(0, total, PART_BYTES):
-                stream.waiting.append((values[start : start + PART_BYTES], total, start))
+        stream.put(as_bytes(step.values), call._code)
         self._pump(call, to, stream)
 
-    def _pump(self, call: Call, to: int, stream: _Stream) -> None:
-        """Send what there is room for; to the hub, which has its own window, when it is this call's turn."""
+    def _pump(self, call: Call, to: int, stream: Outflow) -> None:
+        """Send what there is room for; to the hub when it is this call's turn."""
         if to == HUB and self._at_hub[0] is not call:
             return
-        while stream.waiting and (stream.sent - stream.taken < WINDOW_BYTES or to == HUB):
-            values, total, start = stream.waiting.popleft()
-            flag = call._code | CONFIRM if call.confirm else call._code
-            text = call.operation if to == HUB else ""
-            head = Head(Kind.PART, call.number, total, start, call.digest, flag, text)
-            self.outgoing.append((to, head, values))
-            if values is not None:
-                stream.sent += values.nbytes
-                if (values.nbytes >= COPIED_BELOW_BYTES or call.confirm) and to != HUB:
-                    stream.lent = stream.sent
+        confirm = CONFIRM if call.confirm else 0
+        text = call.operation if to == HUB else ""
+        while (part := stream.next()) is not None:
+            head = Head(Kind.PART, call.number, part.total, part.start, call.digest, part.code | confirm, text)
+            self.outgoing.append((to, head, part.values))
 
     def _look_whether_ended(self, call: Call) -> None:
         """End a call that has been played, and whose memory is nowhere on its way."""
         if call._wanted is not None or call._steps is not None or not call.text:
             return
-        if all(stream.taken >= stream.lent and not stream.waiting for stream in call._streams.values()):
+        if all(stream.is_done for stream in call._streams.values()):
             for rank, source in call._sources.items():
                 if source.parts:
                     raise FramingError(f"{self._name(rank)} sent more of call {call.number} than it consists of")
