@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.collectives.arrays import Leaf, LeafShape, as_bytes, read_leaf, take_leaf
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
+from zmqtrain.containers import children, like
 from zmqtrain.errors import ConfigError, FramingError
 
 __all__ = ["Tree", "read_tree", "take_tree"]
@@ -123,26 +125,24 @@ def _take(node: Any, leaves: list[Leaf], depth: int) -> tuple[Any, Any]:
         raise ConfigError(f"a tree of arrays that is more than {_DEEPEST} deep")
     if node is None:
         return None, None
+    inside = children(node)
+    if inside is None:
+        leaves.append(take_leaf(node))
+        return len(leaves) - 1, str(leaves[-1].shape)
+    ordered = _sorted(inside) if isinstance(node, dict) else inside
+    taken = {name: _take(child, leaves, depth + 1) for name, child in ordered}
+    structure = like(node, [taken[name][0] for name, _ in inside])
     if isinstance(node, dict):
-        children = {key: _take(node[key], leaves, depth + 1) for key in _sorted(node)}
-        return {key: children[key][0] for key in node}, {key: child[1] for key, child in children.items()}
-    if isinstance(node, list | tuple):
-        taken = [_take(child, leaves, depth + 1) for child in node]
-        inside, told = [child[0] for child in taken], [child[1] for child in taken]
-        return (inside, told) if isinstance(node, list) else (_like(node, inside), tuple(told))
-    leaves.append(take_leaf(node))
-    return len(leaves) - 1, str(leaves[-1].shape)
+        return structure, {name: described for name, (_, described) in taken.items()}
+    told = [described for _, described in taken.values()]
+    return structure, told if isinstance(node, list) else tuple(told)
 
 
-def _sorted(node: dict[Any, Any]) -> list[Any]:
-    if not all(isinstance(key, str) for key in node) and not all(isinstance(key, int) for key in node):
+def _sorted(inside: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return a dict's children by key, whatever the order in which it was filled."""
+    if not all(isinstance(key, str) for key, _ in inside) and not all(isinstance(key, int) for key, _ in inside):
         raise ConfigError("the keys of a dict of arrays are all strings, or all whole numbers")
-    return sorted(node)
-
-
-def _like(node: tuple[Any, ...], inside: Sequence[Any]) -> Any:
-    """Return a tuple, or a NamedTuple of the same type."""
-    return type(node)(*inside) if hasattr(node, "_fields") else tuple(inside)
+    return sorted(inside, key=itemgetter(0))
 
 
 def _build(structure: Any, leaves: Sequence[Any]) -> Any:
@@ -150,10 +150,7 @@ def _build(structure: Any, leaves: Sequence[Any]) -> Any:
         return None
     if isinstance(structure, int):
         return leaves[structure]
-    if isinstance(structure, dict):
-        return {key: _build(child, leaves) for key, child in structure.items()}
-    built = [_build(child, leaves) for child in structure]
-    return built if isinstance(structure, list) else _like(structure, built)
+    return like(structure, [_build(child, leaves) for _, child in children(structure) or ()])
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -176,11 +173,10 @@ def _read(node: Any, shapes: list[LeafShape]) -> Any:
     if isinstance(node, str):
         shapes.append(read_leaf(node))
         return len(shapes) - 1
-    if isinstance(node, dict):
-        return {key: _read(child, shapes) for key, child in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(_read(child, shapes) for child in node)
-    raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
+    inside = children(node)
+    if inside is None:
+        raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
+    return like(node, [_read(child, shapes) for _, child in inside])
 
 
 def _literal(text: str) -> Any:

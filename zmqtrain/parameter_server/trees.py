@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from zmqtrain.containers import children, like
 from zmqtrain.errors import ConfigError
 
 __all__ = ["name_leaves", "rebuild"]
@@ -18,7 +19,7 @@ def name_leaves(tree: Any) -> dict[str, Any]:
 
     Raises ConfigError for a tree that is an array itself, and for keys that two of them would have.
     """
-    if _children(tree) is None:
+    if children(tree) is None:
         raise ConfigError(f"a dict, a list or a tuple of arrays is wanted here, not {type(tree).__name__}")
     found: dict[str, Any] = {}
     for key, leaf in _walk(tree, ""):
@@ -33,31 +34,18 @@ def rebuild(tree: Any, values: Mapping[str, Any]) -> Any:
     return _rebuild(tree, values.__getitem__, "")
 
 
-def _children(node: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(node, dict):
-        return list(node.items())
-    if hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    return list(enumerate(node)) if isinstance(node, list | tuple) else None
-
-
 def _walk(node: Any, way: str) -> Iterator[tuple[str, Any]]:
-    children = _children(node)
-    if children is None:
+    inside = children(node)
+    if inside is None:
         if node is not None:
             yield way, node
         return
-    for name, child in children:
+    for name, child in inside:
         yield from _walk(child, f"{way}/{name}" if way else str(name))
 
 
 def _rebuild(node: Any, value_of: Callable[[str], Any], way: str) -> Any:
-    children = _children(node)
-    if children is None:
+    inside = children(node)
+    if inside is None:
         return None if node is None else value_of(way)
-    built = [_rebuild(child, value_of, f"{way}/{name}" if way else str(name)) for name, child in children]
-    if isinstance(node, dict):
-        return dict(zip(node, built, strict=True))
-    if hasattr(node, "_fields"):
-        return type(node)(*built)
-    return type(node)(built)
+    return like(node, [_rebuild(child, value_of, f"{way}/{name}" if way else str(name)) for name, child in inside])
