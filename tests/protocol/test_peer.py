@@ -8,49 +8,28 @@ from math import nan
 
 import pytest
 
+from tests.protocol.said import ONE_EACH
 from zmqtrain.errors import ConfigError, LocalProtocolError
 from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS, Backoff
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send, Serve, Withdraw
-from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
-from zmqtrain.protocol.keys import (
-    Awaited,
-    Declare,
-    Done,
-    Enrol,
-    Enrolled,
-    Founded,
-    Initialise,
-    Placed,
-    Pull,
-    Push,
-    Values,
-)
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
-    Chunk,
-    Credit,
     Fetch,
     Goodbye,
     Heartbeat,
     Hello,
     Preempt,
-    Probe,
-    Probed,
     Publish,
     Quarantine,
     Refused,
-    Report,
     Roster,
     Schedule,
     Snapshot,
     Welcome,
-    WorkRequest,
-    WorkUnit,
     model_to_wire,
 )
 from zmqtrain.protocol.peer import HUB, PEER_TRANSITIONS, Peer, PeerState
-from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
@@ -135,51 +114,14 @@ IN_STATE = {
     PeerState.LIVE: live,
     PeerState.CLOSED: closed,
 }
-SAMPLES = {
-    Hello: Hello("x"),
+SAMPLES = ONE_EACH | {
     Welcome: welcome(),
     Refused: Refused("no", "go away"),
-    Heartbeat: Heartbeat(0.5),
-    Goodbye: Goodbye("stopped"),
-    Report: Report(1, 8, 1.0, 0.5, 4.0, 0, 0, 0),
     Roster: ROSTER,
     Schedule: Schedule(8, 4, 1),
     Fetch: Fetch(),
     Snapshot: snapshot(0),
-    Publish: publish(0),
     Aggregate: aggregate(1),
-    Chunk: Chunk(1, 0),
-    Credit: Credit(1, 1),
-    Preempt: Preempt("a better one was found"),
-    Quarantine: Quarantine("norm", "too large", 10.0),
-    WorkRequest: WorkRequest((), 1, False),
-    WorkUnit: WorkUnit(()),
-    JoinGroup: JoinGroup("default", 2),
-    Forming: Forming("default", (), 1),
-    Group: Group("default", 1, 0, ()),
-    GroupLost: GroupLost(1, "silent"),
-    Leave: Leave(3),
-    Relay: Relay(1, 100),
-    Relayed: Relayed(1, 1),
-    Fold: Fold(1, "sum", "float32", 100),
-    Folded: Folded(1, 100),
-    Probe: Probe(1, 100, 200),
-    Probed: Probed(1, 1.5, "zmqtrain"),
-    Enrol: Enrol("s-1", 1, 2, "bsp", "sgd:rate=0.1", 4, False),
-    Enrolled: Enrolled("s-1", "bsp", "sgd:rate=0.1", 4),
-    Declare: Declare(1, (("w", (2, 3), "float32"),)),
-    Placed: Placed(1, (("w", (2, 3), "float32", ((0, 0, 3), (1, 3, 3))),), ()),
-    Founded: Founded(("w",)),
-    Initialise: Initialise(2, "w", "float32", 3, 3, (12,)),
-    Push: Push(3, "w", "float32", True, (12,)),
-    Pull: Pull(4, "w"),
-    Values: Values(1, 4, 7, (12,)),
-    Done: Done(2),
-    Awaited: Awaited(("worker-1",), 2),
-    Replica: Replica(1, 5, (64,), 1),
-    Books: Books("{}"),
-    Holding: Holding(5),
-    Promote: Promote(),
 }
 
 
