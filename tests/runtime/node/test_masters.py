@@ -362,8 +362,8 @@ def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
     second.begin_join = second.peek = refused
     first.peek, first.wanted = look, True
     node = MastersNode(first, lambda address: second, 1.0)
-    assert not node._found_others((LeafSpec("a", (3, 4096), "float32"),), [])
-    assert second.closed and next(looks, None) is None and node._lines == [first]
+    assert not node._lines.found_others((LeafSpec("a", (3, 4096), "float32"),), [])
+    assert second.closed and next(looks, None) is None and [*node._lines] == [first]
 
 
 def test_a_broker_of_another_run_at_a_masters_address_is_not_taken_for_it():

@@ -1,41 +1,32 @@
 """Be a node of several masters: one `Exchange` made of a line to each, every line an ordinary node of one shard.
 
 Rule 1: the first master has the settings, the data units, the roster and the run's name; the others are found through
-it.  Rule 2: fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
-Rule 3: the run begins at the first LAST: who is asked to found it founds the others before it answers, and whoever else
-joins the others only when it takes part at the first. So where the first has parameters, all have, and of one node.
-Rule 4: a master that is lost costs its shard's exchange until it is back, at whatever address, and nothing else.
+it (`Lines`).  Rule 2: fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
+Rule 3: a master that is lost costs its shard's exchange until it is back, at whatever address, and nothing else.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from zmqtrain.codecs.fragment import WholeLayout
-from zmqtrain.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
+from zmqtrain.errors import LocalProtocolError
 from zmqtrain.interfaces import Clock, Layout
-from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.line import Line
+from zmqtrain.runtime.node.lines import Lines
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, Part, PeerId, Update, Version
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Update, Version
 
 __all__ = ["MastersNode"]
 
-logger = logging.getLogger(__name__)
-
 Batch = TypeVar("Batch", covariant=True)
-
-LOOK_SECONDS = 0.01
-"""How often a node looks, while it joins, whether it may go on."""
-SAY_AGAIN_SECONDS = 5.0
 
 
 class MastersNode:
@@ -46,12 +37,10 @@ class MastersNode:
     """
 
     def __init__(self, first: Line, open_line: Callable[[str], Line], wait_seconds: float) -> None:
-        self._first, self._open_line, self._wait_seconds = first, open_line, wait_seconds
-        self._others: list[Line] = []
+        self._first, self._lines = first, Lines(first, open_line, wait_seconds)
         self._count, self._fragments = first.settings.masters, first.settings.fragments
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
-        first.answers_later = True
         first.units.idle = self._tell_idle
 
     # ------------------------------------------------------------------ joining
@@ -65,135 +54,14 @@ class MastersNode:
         HubUnreachable, NonFiniteDelta.
         """
         self._layout = WholeLayout(model, self._fragments, self._count)
-        self._first.begin_join(model, leaves, score=score, moments=moments)
-        while True:
-            self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
-            if self._first.has_joined():
-                break
-            self._leave_others()
-            if self._found_others(model, leaves):
-                self._first.lend(leaves, moments)
-        update = self._first.end_join()
-        if update is None and self._others:
-            return None
-        self._leave_others()  # whose parameters are not the run's, or no more than the first's were
-        return self._join_others(model, update)
-
-    def _found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
-        """Give the others their shards of this node's parameters; False if the first does not ask for that any more."""
-        number = self._first.founding
-
-        def obsolete() -> bool:
-            return not (self._first.wanted and self._first.founding == number)
-
-        try:
-            for shard in range(1, self._count):
-                if (line := self._open(shard, obsolete)) is None:
-                    break
-                line.founding = number
-                line.begin_join(model, leaves)
-            for line in self._others:
-                self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
-        except JoinRefused as error:
-            # another was asked: its word may be there before the loss of the first is seen here
-            self._leave_others()
-            if error.reason != "founding" or not self._wait(obsolete, 2 * self.settings.lost_seconds):
-                raise
-            return False
-        if obsolete():
-            self._leave_others()
-            return False
-        for line in self._others:
-            line.end_join()
-            line.founding = 0
-        return True
-
-    def _join_others(self, model: ModelSpec, update: Update | None) -> Update:
-        anchor: list[Part] = []
-        version = -1
-        if update is not None:
-            anchor, version = [*(update.anchor or ())], update.version
-        for shard in range(1, self._count):
-            line = self._open(shard, lambda: False)
-            assert line is not None
-            line.begin_join(model, ())
-        for line in self._others:
-            self._until(line.has_joined, lambda line=line: line.waiting_for)  # type: ignore[misc]
-            theirs = line.end_join()
-            if theirs is None or theirs.anchor is None:
-                raise ZmqTrainError(
-                    f"the master at {line.address} sent no parameters of its shard: start this node again"
-                )
-            anchor += theirs.anchor
-        return Update(version, {}, {}, anchor=anchor)
-
-    def _open(self, shard: int, obsolete: Callable[[], bool]) -> Line | None:
-        """Make the line to a master, once the first says where it is; None if that has become obsolete."""
-        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.masters))
-        if obsolete():
-            return None
-        address = self._address(shard)
-        line = self._open_line(address)
-        self._others.append(line)
-        try:
-            line.wait_welcome(self._wait_seconds)
-        except HubUnreachable:
-            if self._address(shard) == address:
-                raise HubUnreachable(
-                    f"the master of shard {shard} is at {address}, says the first, and does not answer from here "
-                    f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
-                    "--address tcp://HOST:PORT; and its firewall must let that port in",
-                    address,
-                ) from None
-            self._others.pop().close()  # it has gone meanwhile, or come back elsewhere
-            return self._open(shard, obsolete)
-        if (line.run, line.shard) != (self._first.run, shard):
-            raise JoinRefused(
-                f"the first master, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
-                f"{line.address}; the broker there has shard {line.shard} of {line.run}. Was another broker started at "
-                "that address? Start the master of the shard again",
-                "shard",
-            )
-        return line
-
-    def _address(self, shard: int) -> str:
-        masters = self._first.masters
-        return masters[shard] if shard < len(masters) else ""
-
-    def _leave_others(self) -> None:
-        others, self._others = self._others, []
-        for line in others:
-            line.close("another node founds the run")
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until the condition holds, for so long; raise what has failed at a line."""
-        until = self.clock.monotonic() + seconds
-        while not condition():
-            for line in self._lines:
-                line.peek()
-            if self.clock.monotonic() >= until:
-                return False
-            self.clock.sleep(LOOK_SECONDS)
-        return True
-
-    def _until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
-        waited = 0.0
-        while not self._wait(condition, SAY_AGAIN_SECONDS):
-            waited += SAY_AGAIN_SECONDS
-            logger.info("%s has waited %.0f s for %s", self.name, waited, what() or "the first master")
+        return self._lines.join(model, leaves, score, moments)
 
     @property
     def waiting_for(self) -> str:
         """What this node is waiting for, in a few words; "" for nothing."""
-        return (name_missing(self._first.masters) if not self._others and not self._first.has_joined() else "") or next(
-            (line.waiting_for for line in self._lines if line.waiting_for), ""
-        )
+        return self._lines.waiting_for
 
     # ------------------------------------------------------------------ what the first master knows
-
-    @property
-    def _lines(self) -> list[Line]:
-        return [self._first, *self._others]
 
     @property
     def clock(self) -> Clock:
@@ -333,7 +201,7 @@ class MastersNode:
 
     def peek(self) -> Update | None:
         """See Exchange: of the masters' next updates one that lands nothing of this node, or what it offered first."""
-        self._follow_moved()
+        self._lines.follow_moved()
         waiting = [
             (max(update.landed, default=-1), shard, update)
             for shard, line in enumerate(self._lines)
@@ -345,12 +213,6 @@ class MastersNode:
         if self._next is None or self._next[1] is not update:
             self._next = (shard, update, self._here(shard, update))
         return self._next[2]
-
-    def _follow_moved(self) -> None:
-        """Have the lines of masters that came back elsewhere look there: the first says where they are."""
-        for shard, line in enumerate(self._others, 1):
-            if line.unreachable and self._address(shard) not in ("", line.address):
-                line.move(self._address(shard))
 
     def poll(self) -> Update | None:
         """See Exchange."""
@@ -389,7 +251,7 @@ class MastersNode:
         return line.everyone_drained(0)
 
     def _tell_idle(self) -> None:
-        for line in self._others:
+        for line in self._lines.others:
             line.peek()  # raises what has failed there
             line.say_idle()
 
