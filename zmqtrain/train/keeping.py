@@ -8,6 +8,7 @@ Rule 3: a dtype that numpy does not have goes as bytes; a typed random key as it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,9 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ModelMismatch
+from zmqtrain.train.account import Account
+from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.types import LeafSpec, ModelSpec, describe_mismatch, spec_from_plain, spec_to_plain
 
-__all__ = ["describe_tree", "pack_tree", "unpack_tree", "pack_trees", "kept_leaves"]
+__all__ = [
+    "describe_tree",
+    "pack_tree",
+    "unpack_tree",
+    "pack_trees",
+    "kept_leaves",
+    "KeptLoop",
+    "pack_loop",
+    "unpack_loop",
+]
 
 NUMPY_KINDS = "biuf"
 """The kinds of dtype that are written as they are."""
@@ -76,6 +88,41 @@ def kept_leaves(
     """Return what the tree of this name was made of, and its leaves, of what `pack_trees` gave."""
     spec = spec_from_plain(trees[name])
     return spec, [arrays[f"{name}/{leaf.path}"] for leaf in spec]
+
+
+@dataclass(frozen=True)
+class KeptLoop:
+    """What a checkpoint holds of a loop. own: its parameters, and anchor: the shared ones, leaf by leaf; state: what
+    else of it was given; adopted: whether that is of before parameters that it has adopted, and not taken note of."""
+
+    own: Sequence[Any]
+    anchor: Sequence[NDArray[Any]]
+    state: Any
+    account: dict[str, Any]
+    rhythm: dict[str, Any]
+    adopted: bool
+
+
+def pack_loop(
+    params: Any, anchor: Any, state: Any, account: Account, rhythm: Rhythm, adopted: bool
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return what a checkpoint is to hold of a loop, as `Keeping.save` takes it: copies of all, on the host.
+
+    params, anchor: in the caller's tree.  Raises ModelMismatch for what is no array.
+    """
+    trees, arrays = pack_trees({"params": params, "anchor": anchor, "state": state})
+    facts = {"trees": trees, "account": account.to_plain(), "rhythm": rhythm.to_plain(), "adopted": adopted}
+    return facts, arrays
+
+
+def unpack_loop(params: Any, state: Any, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> KeptLoop:
+    """Return what `pack_loop` gave. params, state: of the form of those. Raises ModelMismatch, naming the leaf."""
+    trees = facts["trees"]
+    own = unpack_tree(params, *kept_leaves("params", trees, arrays), "parameters")
+    what = "loop's state (its optimizer's, for one)"
+    state = unpack_tree(state, *kept_leaves("state", trees, arrays), what)
+    anchor = kept_leaves("anchor", trees, arrays)[1]
+    return KeptLoop(jax.tree.leaves(own), anchor, state, facts["account"], facts["rhythm"], facts["adopted"])
 
 
 def _is_key(leaf: Any) -> bool:

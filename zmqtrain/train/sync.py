@@ -21,7 +21,7 @@ from zmqtrain.interfaces import Exchange, Keeps
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.drain import Drain
-from zmqtrain.train.keeping import kept_leaves, pack_trees, unpack_tree
+from zmqtrain.train.keeping import pack_loop, unpack_loop
 from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.step import describe_model
@@ -226,24 +226,17 @@ class DelayedSync:
         if self._keeping is None or not self.exchange.founded:
             return
         self._account.take_back(self.exchange.in_flight())
-        kept = {"params": params, "anchor": jax.tree.unflatten(self._tree, self._anchor), "state": state}
-        trees, arrays = pack_trees(kept)
-        account, rhythm = self._account.to_plain(), self._rhythm.to_plain()
-        facts = {"trees": trees, "account": account, "rhythm": rhythm, "adopted": self._adoption is not None}
-        self._keeping.save(facts, arrays, wait)
+        anchor, adopted = jax.tree.unflatten(self._tree, self._anchor), self._adoption is not None
+        self._keeping.save(*pack_loop(params, anchor, state, self._account, self._rhythm, adopted), wait)
 
     def _go_on_from(self, leaves: list[Any], facts: dict[str, Any], arrays: Mapping[str, Array]) -> None:
         """Be where `save` was."""
-        trees = facts["trees"]
-        own = unpack_tree(jax.tree.unflatten(self._tree, leaves), *kept_leaves("params", trees, arrays), "parameters")
-        self._own = jax.tree.leaves(own)
-        self._anchor = self._moves.place(kept_leaves("anchor", trees, arrays)[1])
-        what = "loop's state (its optimizer's, for one)"
-        self.state = unpack_tree(self.state, *kept_leaves("state", trees, arrays), what)
+        kept = unpack_loop(jax.tree.unflatten(self._tree, leaves), self.state, facts, arrays)
+        self._own, self._anchor, self.state = list(kept.own), self._moves.place(kept.anchor), kept.state
         self._adopted = False  # of an adoption that was not taken yet, the state is still that of before
-        self._adoption = Adoption(None) if facts["adopted"] else None
-        self._account = Account.from_plain(facts["account"])
-        self._rhythm.restore(facts["rhythm"])
+        self._adoption = Adoption(None) if kept.adopted else None
+        self._account = Account.from_plain(kept.account)
+        self._rhythm.restore(kept.rhythm)
         self._resumed = self._untaken = True
 
     def take_note(self, steps: int, samples: int) -> None:
