@@ -18,6 +18,9 @@ from kept_node import train, train_all
 from runs import BrokerProcess, batches, broker, parameters, sgd
 
 from zmqtrain.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
+from zmqtrain.monitor import BrokerRecorder, NodeRecorder
+from zmqtrain.monitor.ledger import audit, lives_of, releases_of
+from zmqtrain.monitor.records import read_records
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
@@ -75,9 +78,13 @@ def test_a_node_that_is_killed_goes_on_from_its_checkpoint_as_the_node_that_it_w
 
 @pytest.mark.parametrize("saved_when", ["it is on its way", "it has landed and is applied"])
 def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_path):
-    settings = RunSettings(every=4, delay=2, codec="int4", broadcast_codec="float32", outer="sgd:rate=1")
-    with broker(settings) as hub:
-        with connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_every="1000") as node:
+    settings, kept = (
+        RunSettings(every=4, delay=2, codec="int4", broadcast_codec="float32", outer="sgd:rate=1"),
+        tmp_path / "kept",
+    )
+    lives, books = NodeRecorder(tmp_path / "pc-1.jsonl"), BrokerRecorder(tmp_path / "hub.jsonl")
+    with books, broker(settings, events=books) as hub:
+        with lives, connect(hub.address, "pc-1", checkpoint=kept, checkpoint_every="1000", events=lives) as node:
             params = parameters()
             sync = DelayedSync(node, params)
             for batch in (next(batches(unit)) for unit in range(99)):
@@ -92,13 +99,19 @@ def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_pa
                     break
                 if node.in_flight() and node.peek() is None:
                     assert node._waiting.wait(lambda: node.peek() is not None, 60)
-        with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:
+        lives = NodeRecorder(tmp_path / "pc-1.jsonl")
+        with lives, connect(hub.address, "pc-1", checkpoint=kept, events=lives) as node:
+            version = node.checkpoint.folder.load()[0]["node"]["version"]
             again = DelayedSync(node, parameters())
             assert again.steps == sync.steps
             ended = again.finish(again.start)
         assert hub.broker.hub.samples == 16 * sync.steps, "each sample counts once"
     for name in params:  # of a single node all that it computed lands, and nothing else
         np.testing.assert_allclose(ended[name], params[name], atol=1e-5)
+    first, second = lives_of(tmp_path / "pc-1.jsonl")
+    assert (first[0]["version"], second[0]["version"]) == (-1, version) and first[0]["peer"] == second[0]["peer"]
+    found = audit(releases_of(read_records(tmp_path / "hub.jsonl")), [first, second])
+    assert found.faults == () and found.samples == 16 * sync.steps
 
 
 def test_a_node_needs_no_hub_to_go_on_and_federates_when_there_is_one(tmp_path, caplog):

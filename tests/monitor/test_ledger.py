@@ -94,6 +94,12 @@ def test_an_offer_whose_record_a_kill_cut_off_is_no_fault_and_a_later_life_may_h
     assert audit(book, lives).faults == ()
 
 
+def test_a_number_that_was_taken_back_may_be_used_again_by_a_life_that_goes_on_from_before(book, lives):
+    lost = [*lives[1], records.withdrawal(0.0, "x", 2, 2, "lost")]  # the hub never heard of it
+    assert any("took back its offer 2" in fault for fault in audit([*book, Release(4, ((B, 2),))], [lost]).faults)
+    assert audit([*book, Release(4, ((B, 2),))], [lives[0], lost, [joins(B), *offers(2), applies(4, 2)]]).faults == ()
+
+
 def test_who_was_told_to_begin_again_holds_nothing_that_landed(book, lives):
     lives[0][5] = applies(2, snapshot=True, reset=True)
     assert audit(book, lives).faults == ()

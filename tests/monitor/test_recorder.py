@@ -44,7 +44,7 @@ def clock():
 @pytest.fixture
 def node(tmp_path, clock):
     with NodeRecorder(tmp_path / "pc-1.jsonl", {"data": "x"}, clock) as recorder:
-        recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False)
+        recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False, -1)
         yield recorder
 
 
@@ -59,10 +59,18 @@ def update(version, landed=(), anchor=None):
 def test_a_node_says_first_who_it_is(node, clock):
     assert read_records(node.path) == [
         {
-            "kind": "node", "seconds": 0.0, "node": "pc-1", "peer": "pc-1#ab", "run": "run-1", "program": "text",
-            "program_arguments": "", "founded": False, "data": "x",
+            "kind": "node", "seconds": 0.0, "node": "pc-1", "peer": "pc-1#ab", "run": "run-1", "version": -1,
+            "program": "text", "program_arguments": "", "founded": False, "data": "x",
         }
     ]  # fmt: skip
+
+
+def test_a_node_that_joins_after_it_has_left_another_run_is_not_draining(node):
+    node.closed()
+    node.joining("pc-1#cd", "run-2", RunSettings(program="text"), True, 7)
+    node.applied(update(3))
+    assert kinds(node) == ["node", "node"], "an event of a step is written when that is over"
+    assert read_records(node.path)[1]["version"] == 7
 
 
 def test_what_happens_in_a_step_is_written_with_its_number_when_the_step_is_over(node, clock):
@@ -203,7 +211,7 @@ def test_a_record_never_takes_the_place_of_another(tmp_path, clock):
     path = tmp_path / "pc-1.jsonl"
     for life in range(12):
         with NodeRecorder(path, {"life": life}, clock) as recorder:
-            recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False)
+            recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False, -1)
     assert [life[0]["life"] for life in lives_of(path)] == list(range(12))
     with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock):
         pass  # it said nothing: there is nothing to keep

@@ -230,6 +230,9 @@ def test_records_that_cannot_be_replayed_are_refused_with_the_reason(record, pro
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="preempted"):
         replay(run.broker, [preempted, nodes[1]], program)
+    went_on = [{**nodes[0][0], "version": 3}, *nodes[0][1:]]
+    with pytest.raises(ConfigError, match="node-0 went on from its checkpoint of version 3"):
+        replay(run.broker, [nodes[0], went_on, nodes[1]], program)
     with pytest.raises(ConfigError, match="loops of one's own"):
         replay(run.broker, nodes)
 

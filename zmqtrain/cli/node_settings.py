@@ -101,11 +101,6 @@ class NodeConfig:
             )
         if self.checkpoint is not None and self.lockstep is not None:
             raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP)
-        if self.checkpoint is not None and self.record is not None:
-            raise ConfigError(
-                "a node that goes on from a checkpoint cannot be lived again from its record: leave --record or "
-                "--checkpoint out"
-            )
         if self.card_memory:
             parse_bytes(self.card_memory, "card_memory")
         if self.induce:

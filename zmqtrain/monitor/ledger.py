@@ -109,25 +109,26 @@ def computed_samples(life: Sequence[Record]) -> int:
 
 
 def audit(releases: Iterable[Release], lives: Iterable[Sequence[Record]]) -> Audit:
-    """Compare the hub's book with those of its nodes. releases: of all lives of the hub; lives: of all its nodes.
+    """Compare the hub's book with those of its nodes. releases: of all lives of the hub; lives: of all its nodes, those
+    of one that went on from checkpoints in their order.
 
     Raises ConfigError for a life that does not say whose it is.
     """
     faults: list[str] = []
     book, hub_samples = _hub_book(releases, faults)
     acknowledged: set[Key] = set()
-    computed, count = 0, 0
-    offered: dict[PeerId, set[int]] = {}
+    computed = 0
+    nodes: list[_NodeBook] = []
     for life in lives:
-        count += 1
         computed += computed_samples(life)
-        node = _NodeBook.read(life)
-        known = offered.setdefault(node.peer, set())
-        known |= node.offered
-        faults += node.compare(book, known)
+        nodes.append(_NodeBook.read(life))
+    for number, node in enumerate(nodes):
+        known = set[int]().union(*(one.offered for one in nodes[: number + 1] if one.peer == node.peer))
+        again = set[int]().union(*(one.offered for one in nodes[number + 1 :] if one.peer == node.peer))
+        faults += node.compare(book, known, again)
         acknowledged |= {(node.peer, sequence) for sequence in node.acknowledged}
     heard = len(acknowledged & book.keys())
-    return Audit(tuple(faults), len(set(book.values())), len(book), heard, hub_samples, computed, count)
+    return Audit(tuple(faults), len(set(book.values())), len(book), heard, hub_samples, computed, len(nodes))
 
 
 def _hub_book(releases: Iterable[Release], faults: list[str]) -> tuple[dict[Key, Version], int]:
@@ -197,8 +198,12 @@ class _NodeBook:
             if (before := self.acknowledged.setdefault(sequence, version)) != version:
                 self.faults.append(f"{name} was told twice of its offer {sequence}: with versions {before}, {version}")
 
-    def compare(self, book: Mapping[Key, Version], known: set[int]) -> list[str]:
-        """Return what differs from the hub's book. known: what this and earlier lives of the node have offered."""
+    def compare(self, book: Mapping[Key, Version], known: set[int], again: set[int]) -> list[str]:
+        """Return what differs from the hub's book. known: what this and earlier lives of the node have offered.
+
+        again: what later lives have: a number of which the hub had never heard is used again by one that goes on from a
+        checkpoint of before, and what lands under it is that life's.
+        """
         faults, name = self.faults, name_of(self.peer)
         for sequence, told in sorted(self.acknowledged.items()):
             landed = book.get((self.peer, sequence))
@@ -209,7 +214,7 @@ class _NodeBook:
             if sequence not in known:
                 faults.append(f"{name} was told with version {told} of its offer {sequence}, which it never made")
         for sequence, reason in sorted(self.withdrawn.items()):
-            if (self.peer, sequence) in book:
+            if (self.peer, sequence) in book and sequence not in again:
                 where = book[self.peer, sequence]
                 faults.append(
                     f"{name} took back its offer {sequence} ({reason}), and it is in version {where}: it counts twice"

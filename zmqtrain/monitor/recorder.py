@@ -158,10 +158,10 @@ class NodeRecorder(Recorder):
         self._draining = False
         self._unsaid: tuple[float, int, int, Any] | None = None  # the step whose loss may not be ready
 
-    def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool) -> None:
+    def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool, version: Version) -> None:
         """See NodeEvents."""
-        self._name = name_of(peer)
-        self.write(records.node(self.seconds, peer, run, settings.to_dict(), founded, self.facts))
+        self._name, self._draining = name_of(peer), False
+        self.write(records.node(self.seconds, peer, run, settings.to_dict(), founded, self.facts, version))
 
     def began(self, unit: int) -> None:
         """See NodeEvents."""

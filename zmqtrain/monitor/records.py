@@ -155,12 +155,18 @@ def run_end(seconds: float, figures: Mapping[str, Any]) -> Record:
 
 
 def node(
-    seconds: float, peer: PeerId, run: str, settings: Mapping[str, Any], founded: bool, facts: Mapping[str, Any]
+    seconds: float,
+    peer: PeerId,
+    run: str,
+    settings: Mapping[str, Any],
+    founded: bool,
+    facts: Mapping[str, Any],
+    version: Version = -1,
 ) -> Record:
     """A node joins a run: it trains the settings' program. founded: whether the run has parameters, as far as the node
-    knows; facts: what else is known."""
+    knows; facts: what else is known; version: of the checkpoint that it goes on from, -1 for none."""
     return {
-        "kind": "node", "seconds": seconds, "node": name_of(peer), "peer": peer, "run": run,
+        "kind": "node", "seconds": seconds, "node": name_of(peer), "peer": peer, "run": run, "version": version,
         "program": settings["program"], "program_arguments": settings["program_arguments"], "founded": founded, **facts,
     }  # fmt: skip
 

@@ -49,8 +49,9 @@ class NodeEvents(Protocol):
     """What happens at a node, in the order in which its training thread has it; `encoded` and `withdrawn` come from the
     thread that codes, in its order."""
 
-    def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool) -> None:
-        """The node asks for the run's parameters. founded: whether the run has any, as far as it knows."""
+    def joining(self, peer: PeerId, run: str, settings: RunSettings, founded: bool, version: Version) -> None:
+        """The node asks for the run's parameters. founded: whether the run has any, as far as it knows; version: of the
+        checkpoint that it goes on from, -1 for none."""
 
     def began(self, unit: int) -> None:
         """Training begins on a data unit."""

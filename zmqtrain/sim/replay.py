@@ -4,7 +4,8 @@ Rule 1: from the records come orders and numbers only: which data units a node t
 applied what, in which order the hub added up; every array is computed anew, by the code of a real run.
 Rule 2: one node at a time, in one process; who waits for an aggregate lets those go on that it is made of.
 Not replayed: runs in which each node keeps its own parameters (initial own, not elastic), or whose timed steps began
-apart (initial best), nodes that were preempted, brokers that were started from a checkpoint, loops of one's own.
+apart (initial best), nodes that were preempted, brokers and nodes that were started from a checkpoint, loops of one's
+own.
 """
 
 from __future__ import annotations
@@ -115,6 +116,11 @@ def _read_node(records: Sequence[Record], run: str) -> NodeScript:
     if not records or records[0]["kind"] != "node":
         raise ConfigError("a node's record begins with the node that joined; this one holds no such line")
     script = NodeScript(records)
+    if script.version >= 0:
+        raise ConfigError(
+            f"{script.name} went on from its checkpoint of version {script.version} when this record began: only a "
+            "node that was recorded from its beginning can be replayed"
+        )
     if script.run != run:
         raise ConfigError(f"{script.name} was a node of {script.run}, the broker's record is of {run}")
     if any(event["kind"] == "application" and event["reset"] for event in script.events):

@@ -35,7 +35,8 @@ class RecordEnds(Exception):
 class NodeScript:
     """What one node did, read from its record. samples: by step, those of all steps until then.
 
-    ended: whether the node ended by itself.  crc: of its final parameters, None if that is not known.
+    version: of the checkpoint with which the record begins, -1 for none.  ended: whether the node ended by itself.
+    crc: of its final parameters, None if that is not known.
     """
 
     def __init__(self, recorded: Sequence[Record]) -> None:
@@ -46,6 +47,7 @@ class NodeScript:
             head["run"],
             head.get("data", ""),
         )
+        self.version = int(head.get("version", -1))
         self.ended, self.crc = bool(ends), ends[-1].get("crc") if ends else None
         self.units: list[int] = [one["unit"] for one in recorded if one["kind"] == "unit"]
         self.events = [one for one in recorded if one["kind"] in EVENTS]

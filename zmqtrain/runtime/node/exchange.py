@@ -137,7 +137,8 @@ class PeerExchange(ABC):
         """Ask to join, without waiting: the first third of `join`."""
         self._joining.begin(self._make_coder(model), leaves, moments)
         if self._events is not None:
-            self._events.joining(self._peer.peer, self._peer.run, self.settings, self.founded)
+            going_on = self._joining.goes_on_from
+            self._events.joining(self._peer.peer, self._peer.run, self.settings, self.founded, going_on)
         self._in_network(lambda: self._link.carry_out(self._peer.join(model, self.clock.monotonic(), score)))
 
     def has_joined(self) -> bool:

@@ -16,6 +16,7 @@ from zmqtrain.runtime.node.checkpoint import NodeCheckpoint
 from zmqtrain.runtime.node.codec_jobs import CodecJobs
 from zmqtrain.runtime.node.inbox import Inbox
 from zmqtrain.runtime.node.offers import Offers
+from zmqtrain.types import Version
 
 __all__ = ["Joining"]
 
@@ -33,6 +34,12 @@ class Joining:
         self.wanted = False
         self._peer, self._offers, self._inbox, self._jobs = peer, offers, inbox, jobs
         self._founding: Founding = ((), ())
+
+    @property
+    def goes_on_from(self) -> Version:
+        """The version of the checkpoint that the node is yet to go on from; -1: of none."""
+        resuming = None if self.checkpoint is None else self.checkpoint.resuming
+        return -1 if resuming is None else resuming.version
 
     def begin(self, coder: DeltaCoder, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
         """The node joins, with these parameters and this state of its optimizer. Raises ModelMismatch."""
