@@ -176,7 +176,7 @@ def _be_broker(folder: str, first: str) -> None:
 
 def _be_node(hub: str, number: int) -> None:
     from zmqtrain.runtime.node.connect import connect
-    from zmqtrain.types import LeafSpec
+    from zmqtrain.types import LeafSpec, Tally
 
     told = commands()
     chance = np.random.default_rng(number)
@@ -188,7 +188,7 @@ def _be_node(hub: str, number: int) -> None:
             steps += 1
             if steps >= every and (fragments := node.next_fragments()):
                 pending = chance.normal(size=VALUES).astype(np.float32) * np.float32(1e-3)
-                if node.offer(fragments[0], [pending], samples=8 * steps, steps=steps) is not None:
+                if node.offer(fragments[0], [pending], Tally(8 * steps, steps)) is not None:
                     steps = 0
             while (update := node.poll()) is not None:
                 if not heard and update.version > 3:

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zmqtrain.runtime.planning.schedule import payload_rate
+from zmqtrain.types import Tally
 
 from children import Child, ask_all, commands, difference, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
@@ -264,7 +265,7 @@ class _Node:
         done = False
         while fragments := self.exchange.next_fragments():
             for fragment in fragments:
-                self.exchange.offer(fragment, self.deltas[fragment], samples=1, steps=1)
+                self.exchange.offer(fragment, self.deltas[fragment], Tally(1, 1))
             done = True
         while (update := self.exchange.poll()) is not None:
             self.fragments += len(update.aggregate)

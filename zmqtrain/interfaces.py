@@ -20,6 +20,7 @@ from zmqtrain.types import (
     ModelSpec,
     PeerId,
     Score,
+    Tally,
     Turn,
     Update,
     Version,
@@ -133,19 +134,11 @@ class Exchange(Protocol):
         """Return the fragments that the offers of now should carry: one for each master, none for one that would refuse
         it now."""
 
-    def offer(
-        self,
-        fragment: int,
-        segments: Sequence[Array],
-        *,
-        samples: int,
-        steps: int,
-        scores: tuple[Any, ...] = (),
-        dense: bool = False,
-    ) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
 
-        What was not taken is still pending: the next offer holds it too. The arguments are those of `Offer`.
+        What was not taken is still pending: the next offer holds it too. tally: what it stands for; segments, dense: as
+        in `Offer`.
         """
 
     def in_flight(self) -> tuple[int, ...]:

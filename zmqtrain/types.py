@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 __all__ = [
     "VERSION",
@@ -31,6 +31,7 @@ __all__ = [
     "describe_mismatch",
     "spec_to_plain",
     "spec_from_plain",
+    "Tally",
     "Offer",
     "Part",
     "Update",
@@ -127,14 +128,22 @@ def spec_from_plain(plain: Sequence[Sequence[Any]]) -> ModelSpec:
     return tuple(LeafSpec(str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in plain)
 
 
+class Tally(NamedTuple):
+    """What an offer stands for: the work since the last accepted one. scores: the losses of its steps, floats or device
+    scalars."""
+
+    samples: int
+    steps: int
+    scores: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What the training thread hands over every k steps.
 
     segments: the pending progress of one fragment, one flat float32 array per leaf that the fragment touches (numpy or
-    jax); nobody writes into them again.  samples, steps: the work since the last accepted offer.
-    scores: the losses of the steps since then, floats or device scalars.  applied: the sequences whose landing has been
-    applied since the last offer.  dense: send uncompressed, to drain what is pending.
+    jax); nobody writes into them again.  samples, steps, scores: as in `Tally`.  applied: the sequences whose landing
+    has been applied since the last offer.  dense: send uncompressed, to drain what is pending.
     """
 
     sequence: int

@@ -19,7 +19,7 @@ from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import Lane, PeerId
+from zmqtrain.types import Lane, PeerId, Tally
 
 
 def finals(address, names, **options):
@@ -134,7 +134,7 @@ def test_a_node_that_diverges_is_named_and_the_others_go_on():
         def diverge(trainer):
             if trainer.steps > 5:  # until one is taken
                 bad_delta = [np.full(8, np.nan, np.float32), np.zeros(320, np.float32)]
-                trainer.sync.exchange.offer(0, bad_delta, samples=1, steps=1)
+                trainer.sync.exchange.offer(0, bad_delta, Tally(1, 1))
 
         bad = Trainer(hub.address, "pc-bad", on_step=diverge)
         with pytest.raises(NonFiniteDelta, match="pc-bad: the delta of b holds 8 values that are not finite"):

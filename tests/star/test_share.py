@@ -26,7 +26,7 @@ NODE = """
 import sys, threading
 import numpy as np
 from zmqtrain.runtime.node.connect import connect
-from zmqtrain.types import LeafSpec
+from zmqtrain.types import LeafSpec, Tally
 name, address, share = sys.argv[1:]
 link = "" if share == "1" else "1gbit"
 leaf = np.zeros(2_000_000, np.float32)
@@ -37,7 +37,7 @@ with connect(address, name=name, link=link, share=float(share)) as node:
     while True:
         while node.poll() is not None:
             pass
-        if not node.next_fragments() or node.offer(0, [leaf], samples=1, steps=1) is None:
+        if not node.next_fragments() or node.offer(0, [leaf], Tally(1, 1)) is None:
             pause.wait(0.002)
 """
 

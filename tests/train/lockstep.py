@@ -147,9 +147,9 @@ class Run:
     def next_fragments(self):
         return (0,)
 
-    def offer(self, fragment, segments, *, samples, steps, scores=(), dense=False):
+    def offer(self, fragment, segments, tally, *, dense=False):
         u = [np.array(segment) for segment in segments]
-        self.offers.append((u, samples, steps, dense))
+        self.offers.append((u, tally.samples, tally.steps, dense))
         self.version += 1
         self.landing.append(Update(self.version, {fragment: u}, {fragment: u}, (len(self.offers) - 1,)))
         return len(self.offers) - 1

@@ -73,13 +73,13 @@ class ScriptedExchange:
             return ()
         return (len(self.offers) % self.settings.fragments,)
 
-    def offer(self, fragment, segments, *, samples, steps, scores=(), dense=False):
+    def offer(self, fragment, segments, tally, *, dense=False):
         if self.refuse:
             self.refuse -= 1
             return None
         sequence = len(self.offers)
         u = np.concatenate([np.array(segment) for segment in segments])
-        self.offers[sequence] = Offered(fragment, u, samples, steps, scores, dense)
+        self.offers[sequence] = Offered(fragment, u, *tally, dense)
         self.on_the_way.add(sequence)
         if self.lands_at_once:
             self.land(sequence)

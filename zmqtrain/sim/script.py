@@ -20,7 +20,7 @@ from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
-from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Update, Version
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
 
 __all__ = ["RecordEnds", "NodeScript", "ScriptedExchange"]
 
@@ -165,16 +165,7 @@ class ScriptedExchange:
         event = self._due("offer")
         return () if event is None else (int(event["fragment"]),)
 
-    def offer(
-        self,
-        fragment: int,
-        segments: Sequence[Array],
-        *,
-        samples: int,
-        steps: int,
-        scores: tuple[Any, ...] = (),
-        dense: bool = False,
-    ) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """See Exchange: taken if it was."""
         event = self._due("offer")
         if event is None or (event["fragment"], event["dense"]) != (fragment, dense):
@@ -186,13 +177,13 @@ class ScriptedExchange:
             )
         self._next += 1
         self._forget_withdrawn(sequence)
-        draft = self._offers.draft(fragment, segments, samples=samples, steps=steps, dense=dense)
+        draft = self._offers.draft(fragment, segments, tally._replace(scores=()), dense=dense)
         offer = replace(draft, sequence=sequence)
         encoded = self._known_coder.encode(offer)
         self._offers.made(offer, self.layout.fragments)
         sizes = tuple(len(frame) for frame in encoded.frames)
         base, codec = self._offers.version, encoded.codec
-        publish = Publish(0, sequence, base, fragment, codec, sizes, samples, steps, math.nan, dense)
+        publish = Publish(0, sequence, base, fragment, codec, sizes, tally.samples, tally.steps, math.nan, dense)
         self._hub.take(self.script.peer, publish, encoded.frames)
         return sequence
 

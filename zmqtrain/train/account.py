@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from zmqtrain.types import Tally
+
 __all__ = ["Account"]
 
 AGES_KEPT = 1024
@@ -86,11 +88,11 @@ class Account:
         for sequence, offered in self._offered.items():
             self._offered[sequence] = offered._replace(samples=0, steps=0)
 
-    def unsaid(self, master: int) -> tuple[int, int, tuple[Any, ...]]:
-        """Return the samples, the steps and their scores that the next offer to a master stands for."""
+    def unsaid(self, master: int) -> Tally:
+        """Return what the next offer to a master stands for."""
         unsaid = self._unsaid[master]
         unsaid.said = tuple(unsaid.scores) or unsaid.said  # who drains has made no step since, and is as good as before
-        return unsaid.samples, unsaid.steps, unsaid.said
+        return Tally(unsaid.samples, unsaid.steps, unsaid.said)
 
     def offered(self, sequence: int | None, master: int) -> None:
         """Take note that what is unsaid to a master went as this offer; None: it was refused, and stays unsaid."""

@@ -302,8 +302,7 @@ class DelayedSync:
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
         master = fragment // self.settings.fragments
-        samples, steps, scores = self._account.unsaid(master)
-        sequence = self.exchange.offer(fragment, segments, samples=samples, steps=steps, scores=scores, dense=dense)
+        sequence = self.exchange.offer(fragment, segments, self._account.unsaid(master), dense=dense)
         self._account.offered(sequence, master)
         return sequence
 

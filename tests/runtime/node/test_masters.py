@@ -112,13 +112,13 @@ class FakeLine:
         fragment = self.offers.next_fragment(self.settings, self.reached)
         return () if fragment is None else (fragment,)
 
-    def offer(self, fragment, segments, **facts):
+    def offer(self, fragment, segments, tally, **facts):
         if not self.next_fragments():
             return None
-        offer = self.offers.draft(fragment, [np.array(segment) for segment in segments], **facts)
+        offer = self.offers.draft(fragment, [np.array(segment) for segment in segments], tally, **facts)
         self.offers.made(offer, self.settings.fragments)
         self.hub.waiting.append((self, offer))
-        self.log.append(("offer", fragment, facts["samples"]))
+        self.log.append(("offer", fragment, tally.samples))
         return offer.sequence
 
     def withdraw(self):

@@ -36,7 +36,7 @@ from zmqtrain.runtime.node.restarts import Restarts
 from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.runtime.node.waiting import Waiting
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Update, Version
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Tally, Update, Version
 
 __all__ = ["PeerExchange"]
 
@@ -203,22 +203,13 @@ class PeerExchange(ABC):
         fragment = self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
         return () if fragment is None else (fragment,)
 
-    def offer(
-        self,
-        fragment: int,
-        segments: Sequence[Array],
-        *,
-        samples: int,
-        steps: int,
-        scores: tuple[Any, ...] = (),
-        dense: bool = False,
-    ) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
         self._waiting.check()
         if not self.next_fragments():
             return None
         self._offers.skip_to(self._peer.heard + 1)  # of a former life, too
-        offer = self._offers.draft(fragment, segments, samples=samples, steps=steps, scores=scores, dense=dense)
+        offer = self._offers.draft(fragment, segments, tally, dense=dense)
         base = self._offers.version
         taken = [offer]  # from there: the segments need not stay until the next job
         if not self._in_codec(lambda: self._encode(taken.pop(), base), (fragment,)):

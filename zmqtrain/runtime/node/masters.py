@@ -22,7 +22,7 @@ from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.line import Line
 from zmqtrain.runtime.node.lines import Lines
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Update, Version
+from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
 
 __all__ = ["MastersNode"]
 
@@ -177,20 +177,11 @@ class MastersNode:
             for fragment in line.next_fragments()
         )
 
-    def offer(
-        self,
-        fragment: int,
-        segments: Sequence[Array],
-        *,
-        samples: int,
-        steps: int,
-        scores: tuple[Any, ...] = (),
-        dense: bool = False,
-    ) -> int | None:
+    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
         shard, inside = divmod(fragment, self._fragments)
         line = self._lines[shard]
-        sequence = line.offer(inside, segments, samples=samples, steps=steps, scores=scores, dense=dense)
+        sequence = line.offer(inside, segments, tally, dense=dense)
         return None if sequence is None else sequence * self._count + shard
 
     def in_flight(self) -> tuple[int, ...]:

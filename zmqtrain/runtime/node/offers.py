@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Offer, Update, Version
+from zmqtrain.types import Array, Offer, Tally, Update, Version
 
 __all__ = ["Offers"]
 
@@ -51,18 +51,9 @@ class Offers:
         """The number of the next offer."""
         return self._sequence
 
-    def draft(
-        self,
-        fragment: int,
-        segments: Sequence[Array],
-        *,
-        samples: int,
-        steps: int,
-        scores: tuple[Any, ...] = (),
-        dense: bool = False,
-    ) -> Offer:
-        """Return the next offer; the arguments are those of `Offer`. It counts once it is `made`."""
-        return Offer(self._sequence, fragment, segments, samples, steps, scores, tuple(self._applied), dense)
+    def draft(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> Offer:
+        """Return the next offer; the arguments are those of `Exchange.offer`. It counts once it is `made`."""
+        return Offer(self._sequence, fragment, segments, *tally, tuple(self._applied), dense)
 
     def made(self, offer: Offer, fragments: int) -> None:
         """Take note that an offer was taken. fragments: of the model."""
