@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,10 @@ RULES = ("quorum", "all")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. pace_seconds: of every step; program_arguments: of the program "text"."""
+    """What is trained. pace_seconds: of every step; program_arguments: of the program "text".
+
+    node_checkpoints: whether nodes that are killed go on from where they were, not from the shared parameters.
+    """
 
     nodes: int = 6
     pace_seconds: float = 0.15
@@ -244,6 +247,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mean-seconds", type=float, default=12.0, help="between two of them (default %(default)s)")
     parser.add_argument("--broker-kills", type=int, default=2, help="how many (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of each loss (default %(default)s)")
+    parser.add_argument("--node-checkpoints", action="store_true", help="nodes keep checkpoints, and go on from them")
     parser.add_argument("--folder", help="where to leave records, logs and checkpoints (default: nowhere)")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
     options = parser.parse_args(arguments)
@@ -259,7 +263,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Do what the command line asks for, and print it."""
     options = read_options(sys.argv[1:])
-    case = Case(options.nodes)
+    case = Case(options.nodes, node_checkpoints=options.node_checkpoints)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.folder or scratch)
@@ -278,7 +282,7 @@ def main() -> None:
                 if "losses" in options.what:
                     of_losses = []
                     for rule in RULES:
-                        of_rule = Case(options.nodes, release=rule)
+                        of_rule = replace(case, release=rule)
                         of_losses += loss_rows(star, folder / f"losses-{rule}", of_rule, options.repeats)
                     print_table(of_losses, "one loss at a time")
                     rows += of_losses
