@@ -11,6 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from tests.runtime.stories import lived_through
 from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol import rates
 from zmqtrain.protocol.framing import decode_message, encode_message, split
@@ -114,24 +115,8 @@ class Peers:
 
 def lived(story, folder=None, **settings):
     """Run a broker while `story(peers)` happens; return the broker when it has ended."""
-
-    async def live():
-        settings_of_run = RunSettings(**{"release": "immediately", "outer": "sgd:rate=1", **settings})
-        broker = Broker(Wire(), settings_of_run, folder)
-        running = asyncio.create_task(broker.run())
-        try:
-            told = asyncio.create_task(story(Peers(broker)))
-            await asyncio.wait({running, told}, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                assert told.done(), f"the story does not end; the broker said {broker.channel.sent}"
-                told.result()
-        finally:
-            told.cancel()
-            broker.stop()
-            await running
-        return broker
-
-    return asyncio.run(live())
+    settings = {"release": "immediately", "outer": "sgd:rate=1", **settings}
+    return lived_through(lambda: Broker(Wire(), RunSettings(**settings), folder), lambda broker: story(Peers(broker)))
 
 
 def test_a_transfers_number_used_twice_confuses_nothing():
@@ -472,18 +457,25 @@ def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard(
     lived(story)
 
 
+async def looked_to_while_asking(peers, times, *asked):
+    """Have b#1, which follows, say this so many times while the codec thread is busy; return who is looked to then."""
+    await peers.join("a#1", "b#1")
+    await peers.until(lambda: peers.broker.traffic.follows("b#1"))
+    looked, go_on = [], threading.Event()
+    peers.broker._jobs.do(go_on.wait)
+    look = peers.broker.serving._look
+    peers.broker.serving._look = lambda *facts: looked.append(facts[1]) or look(*facts)
+    for _ in range(times):
+        for message in asked:
+            peers.wire.say("b#1", message)
+    await peers.until(peers.wire.heard.empty)
+    go_on.set()
+    return looked
+
+
 def test_who_asks_for_parameters_again_and_again_is_looked_to_once():
     async def story(peers):
-        await peers.join("a#1", "b#1")
-        await peers.until(lambda: peers.broker.traffic.follows("b#1"))
-        looked, go_on = [], threading.Event()
-        peers.broker._jobs.do(go_on.wait)
-        look = peers.broker.serving._look
-        peers.broker.serving._look = lambda *facts: looked.append(facts[1]) or look(*facts)
-        for _ in range(500):
-            peers.wire.say("b#1", Fetch(-1, model_to_wire(MODEL)))
-        await peers.until(peers.wire.heard.empty)
-        go_on.set()
+        looked = await looked_to_while_asking(peers, 500, Fetch(-1, model_to_wire(MODEL)))
         await peers.until(lambda: looked)
         peers.publish("a#1", 0, transfer=7)
         await peers.until(lambda: peers.broker.aggregator.version == 1)
@@ -494,17 +486,7 @@ def test_who_asks_for_parameters_again_and_again_is_looked_to_once():
 
 def test_who_connects_and_asks_for_parameters_again_and_again_is_looked_to_once_too():
     async def story(peers):
-        await peers.join("a#1", "b#1")
-        await peers.until(lambda: peers.broker.traffic.follows("b#1"))
-        looked, go_on = [], threading.Event()
-        peers.broker._jobs.do(go_on.wait)
-        look = peers.broker.serving._look
-        peers.broker.serving._look = lambda *facts: looked.append(facts[1]) or look(*facts)
-        for _ in range(100):
-            peers.wire.say("b#1", Hello("b#1"))
-            peers.wire.say("b#1", Fetch(-1, model_to_wire(MODEL)))
-        await peers.until(peers.wire.heard.empty)
-        go_on.set()
+        looked = await looked_to_while_asking(peers, 100, Hello("b#1"), Fetch(-1, model_to_wire(MODEL)))
         await peers.until(lambda: peers.broker.traffic.follows("b#1"))
         assert looked == ["b#1"]
 

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.runtime.stories import lived_through
 from zmqtrain.parameter_server import machine
 from zmqtrain.parameter_server.store import cut_frames, frame_sizes
 from zmqtrain.protocol.framing import decode_message, encode_message, split
@@ -110,23 +111,7 @@ class Clients:
 
 def lived(story):
     """Run a broker while `story(clients)` happens; return the broker when it has ended, without an error."""
-
-    async def live():
-        broker = Broker(Wire(), RunSettings())
-        running = asyncio.create_task(broker.run())
-        told = asyncio.create_task(story(Clients(broker)))
-        try:
-            await asyncio.wait({running, told}, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                assert told.done(), f"the story does not end; the broker said {broker.channel.sent}"
-                told.result()
-        finally:
-            told.cancel()
-            broker.stop()
-            await running
-        return broker
-
-    return asyncio.run(live())
+    return lived_through(lambda: Broker(Wire(), RunSettings()), lambda broker: story(Clients(broker)))
 
 
 HOSTILE = {
