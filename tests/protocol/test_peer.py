@@ -538,6 +538,17 @@ def test_what_is_lent_is_for_those_who_train_apart_alone():
     assert peer.state is PeerState.LIVE and peer.version == 3
 
 
+def test_who_finds_while_it_waits_for_a_snapshot_that_an_aggregate_was_lost_asks_again_if_that_brings_nothing():
+    peer = live(5)
+    peer.receive(aggregate(6), 0.0)
+    peer.received(6)
+    assert peer.receive(aggregate(8), 0.0) == [Send(Fetch(6, WIRE))]
+    assert peer.resync() == []  # 6 was spoiled, which was seen late
+    assert peer.receive(replace(snapshot(6), sizes=()), 0.0) == [Send(Fetch(-1, WIRE))]
+    peer.receive(snapshot(8), 0.0)
+    assert peer.received(1000) == [Deliver(snapshot(8), (), False)]
+
+
 def test_elastic_nodes_keep_their_own_parameters_when_they_join_but_not_what_they_fetch_later():
     peer = Peer("a#1", "a")
     peer.start(0.0)

@@ -87,7 +87,7 @@ class NumpyNode:
         self.peer = Peer(self.id, self.id)
         self.peer.founding = 1  # said to another master than the first: whoever comes first founds
         self.coder = DeltaCoder(world.model, world.settings, shard=world.shard)
-        self.inbox = Inbox(lambda: None)
+        self.inbox = Inbox(lambda: None, pytest.fail)
         self.layout = self.coder.layout
         self.jobs = deque()  # of the codec thread
         leaves = [self.random.standard_normal(leaf.shape).astype(np.float32) for leaf in world.model]

@@ -21,7 +21,7 @@ class Step(Enum):
     """What an announcement asks for."""
 
     EXPECT = "let its chunks come"
-    FETCH = "fetch a snapshot: it is not the next one"
+    FETCH = "fetch a snapshot: it is not what comes next"
     NOTHING = "nothing"
 
 
@@ -60,7 +60,7 @@ class Following:
             self.announced = announcement.version
             if not announcement.sizes:
                 self.version, self.confirmed = announcement.version, True
-                return Step.NOTHING
+                return Step.FETCH if self._missing else Step.NOTHING  # it was asked for before that was known
         self._open[announcement.transfer] = announcement
         return Step.EXPECT
 

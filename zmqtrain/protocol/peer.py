@@ -79,11 +79,9 @@ class Peer(PeerBook):
         return [Send(publish)]
 
     def resync(self) -> list[PeerEffect]:
-        """Ask for a snapshot because this side dropped aggregates."""
-        if self.state is not PeerState.LIVE:
-            return []
+        """Ask for a snapshot because this side dropped aggregates; one that is not live, as soon as it can."""
         self._following.dropped()
-        return self._resync()
+        return self._resync() if self.state is PeerState.LIVE else []
 
     def leave(self, reason: str) -> list[PeerEffect]:
         """Say goodbye; nothing is awaited any more."""

@@ -198,7 +198,7 @@ def test_a_snapshot_is_laid_fragment_by_fragment():
 
 
 def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_takes_its_place():
-    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
     for version in (1, 2):
         message, frames = aggregate_of(coder, version, (0,))
         inbox.arrive(coder, Deliver(message, ()), frames)
@@ -215,7 +215,7 @@ def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_tak
 @pytest.mark.parametrize(("largest", "decoded"), [(1 << 26, 2), (100, 1)])
 def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, largest, decoded):
     monkeypatch.setattr("zmqtrain.runtime.node.inbox.LARGE_UPDATE_BYTES", largest)
-    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
     for version in (1, 2, 3):
         message, frames = aggregate_of(coder, version, (0,))
         inbox.arrive(coder, Deliver(message, ()), frames)
@@ -229,7 +229,7 @@ def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, largest, deco
 
 def test_a_snapshot_that_waits_is_as_large_as_its_anchor(monkeypatch):
     monkeypatch.setattr("zmqtrain.runtime.node.inbox.LARGE_UPDATE_BYTES", 100)
-    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
     message, frames, _ = snapshot_of(coder, 3)
     inbox.arrive(coder, Deliver(message, ()), frames)
     message, frames = aggregate_of(coder, 4, (0,))
@@ -237,8 +237,61 @@ def test_a_snapshot_that_waits_is_as_large_as_its_anchor(monkeypatch):
     assert len(inbox) == 1
 
 
+def spoiled(frames):
+    """These frames, of which a bit came otherwise than it was sent."""
+    last = bytearray(frames[-1])
+    last[-1] ^= 1
+    return [*frames[:-1], bytes(last)]
+
+
+def test_an_aggregate_that_came_spoiled_is_dropped_with_those_behind_it_until_a_snapshot_is_here():
+    lost = []
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, lost.append)
+    for version in (1, 2, 3, 4):
+        message, frames = aggregate_of(coder, version, (0,))
+        inbox.arrive(coder, Deliver(message, (version,)), spoiled(frames) if version == 2 else frames)
+    assert len(lost) == 1 and "checksum" in str(lost[0])
+    message, frames, _ = snapshot_of(coder, 4)
+    inbox.arrive(coder, Deliver(message, ()), frames)
+    message, frames = aggregate_of(coder, 5, (0,))
+    inbox.arrive(coder, Deliver(message, ()), frames)
+    told = []
+    while (update := inbox.take()) is not None:
+        told.append((update.version, update.landed))
+        inbox.decode(coder)
+    assert told == [(1, (1,)), (4, (2, 3, 4)), (5, ())]
+
+
+def test_what_is_behind_an_aggregate_that_is_found_spoiled_late_is_dropped_with_it():
+    lost = []
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, lost.append)
+    for version in range(1, 6):
+        message, frames = aggregate_of(coder, version, (0,))
+        inbox.arrive(coder, Deliver(message, ()), spoiled(frames) if version == 3 else frames)
+    inbox.restart(coder, 1)
+    assert not lost  # there is no room to decode it
+    told = []
+    while (update := inbox.take()) is not None:
+        told.append((update.version, update.reset))
+        inbox.decode(coder)
+    assert told == [(1, False), (2, False), (2, True)] and len(lost) == 1
+
+
+def test_of_aggregates_that_all_come_spoiled_the_second_ends_the_node():
+    lost = []
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, lost.append)
+    for version in (1, 3):
+        message, frames = aggregate_of(coder, version, (0,))
+        if version == 1:
+            inbox.arrive(coder, Deliver(message, ()), spoiled(frames))
+            snapshot, parameters, _ = snapshot_of(coder, 2)
+            inbox.arrive(coder, Deliver(snapshot, ()), parameters)
+    with pytest.raises(CodecError, match="2 aggregates in a row are not what the broker sent"):
+        inbox.arrive(coder, Deliver(message, ()), spoiled(frames))
+
+
 def test_who_is_too_far_behind_takes_one_snapshot_and_what_landed_is_told_with_that():
-    coder, inbox = coder_of("float32"), Inbox(lambda: None)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
     for sequence in range(2):
         coder.encode(offer_of(coder, sequence, 0, pending_of(coder, 0, sequence)))
     for version in (1, 2, 3, 4):

@@ -167,6 +167,20 @@ def test_a_founder_that_is_late_to_begin_misses_no_aggregate(node):
     assert node.poll().version == 1
 
 
+def test_an_aggregate_that_came_spoiled_costs_a_snapshot_and_not_the_node(node, caplog):
+    hear(node, welcome())
+    node.begin_join(MODEL, LEAVES)
+    hear(node, Fetch(), Snapshot(1, 0, ()))
+    assert node.end_join() is None
+    frames = [bytes(frame) for frame in encode_snapshot(node.layout, LEAVES)]
+    sizes = tuple(len(frame) for frame in frames)
+    spoiled = [*frames[:-1], frames[-1][:-1] + bytes([frames[-1][-1] ^ 1])]
+    hear_frames(node, Aggregate(2, 1, "float32", (0,), (len(sizes),), sizes, (), 1), spoiled)
+    decoded(node)
+    assert said(node, Fetch)[-1].version == -1
+    assert node.poll() is None and "pc fetches the run's parameters: an aggregate is not what was sent" in caplog.text
+
+
 def test_a_failure_in_the_network_thread_is_told_to_the_training_thread(node):
     live(node)
     node._link.call(lambda: node._link.send(WorkRequest((object(),), 0, False)))

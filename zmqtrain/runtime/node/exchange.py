@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from zmqtrain.errors import LocalProtocolError, NonFiniteDelta, ZmqTrainError
+from zmqtrain.errors import CodecError, LocalProtocolError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Quarantine, WorkRequest, WorkUnit
@@ -70,7 +70,7 @@ class PeerExchange(ABC):
         # of the training thread
         self._offers = Offers()
         # of the other two
-        self._inbox = Inbox(self._waiting.notify)
+        self._inbox = Inbox(self._waiting.notify, self._fetch_again)
         self._jobs = CodecJobs(
             name, self._inbox, self._restarts, lambda: self.settings, lambda: self._offers.version,
             self._publish, events,
@@ -378,3 +378,8 @@ class PeerExchange(ABC):
     def _encode_founding(self, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
         founding = self._jobs.encode_founding(leaves, moments)
         self._in_network(lambda: self._link.send_founding(*founding))
+
+    def _fetch_again(self, error: CodecError) -> None:
+        """An aggregate came spoiled: it is lost, as one that never came."""
+        logger.warning("%s fetches the run's parameters: an aggregate is not what was sent: %s", self.name, error)
+        self._in_network(lambda: self._link.carry_out(self._peer.resync()))

@@ -3,6 +3,7 @@
 Rule 1: filled and decoded by the codec thread; the training thread only takes what is decoded, and hears what of its
 own will not land.
 Rule 2: bounded at every stage; who is too far behind takes one snapshot instead of many aggregates, and loses nothing.
+Rule 3: so does who was sent an aggregate that came spoiled: nothing behind it counts until the snapshot is here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from zmqtrain.errors import CodecError
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.delta import DeltaCoder
 from zmqtrain.runtime.mailbox import Mailbox
+from zmqtrain.runtime.node.resuming import MOST_SPOILED
 from zmqtrain.types import Buffer, Update, Version
 
 __all__ = ["Inbox"]
@@ -32,11 +35,14 @@ WITHDRAWN_KEPT = 1024
 class Inbox:
     """What has arrived at one node and is not applied.
 
-    changed: called in the codec thread when an update can be taken.  decode_seconds: CPU time spent so far.
+    changed: called in the codec thread when an update can be taken.  spoiled: called there, with the reason, when an
+    aggregate is not what was sent: a snapshot is to be fetched.  decode_seconds: CPU time spent so far.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
+    def __init__(self, changed: Callable[[], None], spoiled: Callable[[CodecError], None]) -> None:
+        self._changed, self._on_spoiled = changed, spoiled
+        self._spoiled = 0  # in a row
+        self._lacks_snapshot = False
         self._arrived: deque[tuple[Deliver | None, Sequence[Buffer]]] = deque()  # None: begin again from the anchor
         self._version: Version = 0  # of the last update decoded
         self._landed_unseen: list[int] = []
@@ -70,8 +76,11 @@ class Inbox:
             yield sequence
 
     def arrive(self, coder: DeltaCoder, deliver: Deliver, frames: Sequence[Buffer]) -> None:
-        """Take in one delivery and decode as far as there is room. Raises CodecError."""
+        """Take in one delivery and decode as far as there is room. Raises CodecError; see `decode`."""
+        if self._lacks_snapshot and isinstance(deliver.announcement, Aggregate):
+            return self.skip(deliver)
         if isinstance(deliver.announcement, Snapshot):
+            self._lacks_snapshot = False
             # whatever aggregates still wait are in it; what landed in them has landed
             self._landed_unseen += [sequence for one, _ in self._arrived if one for sequence in one.landed]
             before = [waiting for waiting in self._arrived if waiting[0] is None or waiting[0].reset]
@@ -97,7 +106,10 @@ class Inbox:
         self._landed_unseen += deliver.landed
 
     def decode(self, coder: DeltaCoder) -> None:
-        """Decode what has arrived, as far as the door to the training thread has room. Raises CodecError."""
+        """Decode what has arrived, as far as the door to the training thread has room.
+
+        Raises CodecError for a snapshot that was not sent so, and for the last of `MOST_SPOILED` aggregates in a row.
+        """
         while self._arrived and self._has_room():
             deliver, frames = self._arrived.popleft()
             began = time.thread_time()
@@ -105,7 +117,12 @@ class Inbox:
                 coder.restart()
                 update = Update(self._version, {}, {}, (), reset=True)
             elif isinstance(deliver.announcement, Aggregate):
-                update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
+                try:
+                    update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
+                except CodecError as error:
+                    self._drop_spoiled(deliver, error)
+                    continue
+                self._spoiled = 0
             else:
                 assert isinstance(deliver.announcement, Snapshot), "only a standby is sent a copy of the hub"
                 landed = (*self._landed_unseen, *deliver.landed)
@@ -117,9 +134,27 @@ class Inbox:
             self._updates.put_nowait(update)
         self._changed()
 
+    def _drop_spoiled(self, deliver: Deliver, error: CodecError) -> None:
+        """Drop an aggregate that is not what was sent, and those behind it, which cannot be applied without it."""
+        self._spoiled += 1
+        if self._spoiled >= MOST_SPOILED:
+            raise CodecError(
+                f"{self._spoiled} aggregates in a row are not what the broker sent ({error}): something on the way, or "
+                "this PC's memory, spoils them: check both"
+            ) from error
+        waiting, self._arrived = self._arrived, deque(one for one in self._arrived if not _is_aggregate(one[0]))
+        for one in (deliver, *(one for one, _ in waiting if one is not None and _is_aggregate(one))):
+            self.skip(one)
+        self._lacks_snapshot = True
+        self._on_spoiled(error)
+
     def _has_room(self) -> bool:
         waiting = self._updates.peek()
         return waiting is None or (len(self._updates) < DECODED and _decoded_bytes(waiting) <= LARGE_UPDATE_BYTES)
+
+
+def _is_aggregate(deliver: Deliver | None) -> bool:
+    return deliver is not None and isinstance(deliver.announcement, Aggregate)
 
 
 def _decoded_bytes(update: Update) -> int:

@@ -17,7 +17,7 @@ from zmqtrain.types import Buffer
 __all__ = ["MOST_SPOILED", "Resuming"]
 
 MOST_SPOILED = 2
-"""So many snapshots in a row with another digest than they should have are no accident."""
+"""So many snapshots in a row with another digest than they should have are no accident; nor so many aggregates."""
 
 
 class Resuming:
