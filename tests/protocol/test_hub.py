@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import nan
 
@@ -869,6 +870,16 @@ def test_who_connects_again_is_still_quarantined_and_is_told_so():
     assert sent(hub.receive("b", Hello("b"), 4.0), Quarantine)[0][1].seconds == 7.0
     hub.receive("b", Fetch(-1, WIRE), 4.0)
     assert "b" not in hub.live
+
+
+def test_who_is_quarantined_still_is_where_its_hub_is_taken_over():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        offend(hub, "b", sequence, now=1.0)
+    hub.tick(4.0)
+    again = Hub(hub.settings, hub.rounds.rule, "", now=100.0)
+    again.restore(hub.state() | json.loads(hub.books()))
+    assert sent(again.receive("b", Hello("b", run="run-1"), 101.0), Quarantine)[0][1].seconds == 6.0
 
 
 def test_deltas_that_are_late_or_come_twice_quarantine_nobody():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from zmqtrain.protocol import quarantine
@@ -82,6 +84,21 @@ def test_who_stands_its_probation_begins_anew():
     for _ in range(OF_LAST):
         quarantines.accepted("pc-1")
     assert refused(quarantines, FIRST_SECONDS, times=3) == [0.0, 0.0, FIRST_SECONDS]
+
+
+def test_a_hub_that_takes_over_has_the_quarantines_and_probations_that_there_were():
+    quarantines, again = Quarantines(), Quarantines()
+    refused(quarantines, 0.0, peer="on probation")
+    refused(quarantines, 20.0, peer="out")
+    quarantines.accepted("on probation")
+    refused(quarantines, 20.0, peer="once", times=1)
+    assert quarantines.rest("out", 24.0) == 6.0
+    again.restore(json.loads(json.dumps(quarantines.state())), 1000.0)
+    assert again.state() == quarantines.state() and again.rest("out", 1002.0) == 4.0
+    assert again.rest("on probation", 1000.0) == 0.0
+    assert refused(again, 1000.0, times=1, peer="on probation") == [2 * FIRST_SECONDS]
+    assert refused(again, 1000.0, times=2, peer="once") == [0.0, 0.0]
+    assert again.wrongly(("out", "another", "a third")) == ()
 
 
 def test_nodes_that_come_and_go_do_not_fill_the_memory(monkeypatch):

@@ -159,6 +159,7 @@ class HubBook:
             "scores": self.scores,
             "score_version": self.score_version,
             "schedules": [list(one) for one in self.timetable.since(self.version)],
+            "quarantines": self.quarantines.state(),
         }
 
     def books(self) -> str:
@@ -182,6 +183,7 @@ class HubBook:
             schedules = [tuple(int(number) for number in one) for one in state.get("schedules", ())]
             for from_version, every, delay in schedules:
                 self.timetable.add(Schedule(every, delay, from_version))
+            self.quarantines.restore(state.get("quarantines", {}), self._began)
             self.term = int(state.get("term", 0))
             if "tenure" in state:
                 self.tenure.restore(state["tenure"])

@@ -333,7 +333,7 @@ class Hub(HubBook):
     def rewound(self, state: dict[str, Any]) -> list[HubEffect]:
         """All have kept this state's version, as a Rewind asked for: be there, and begin if they are all still here."""
         self.records.clear()
-        self.restore(state)
+        self.restore({**state, "quarantines": {}})  # who is out is so now
         self.records.forget_unlanded()  # those will be sent again
         self.clear_rounds()
         return self._begun(self.founding.rewound(self.version))

@@ -8,13 +8,16 @@ Rule 1: only what no sound node sends counts (`OFFENCES`): a delta that came lat
 Rule 2: pure: `now` is an argument.  Rule 3: a node keeps its record when its connection is made anew; those heard of
 longest ago are forgotten first.  Rule 4: nobody is quarantined for ever: a new life of a node begins free.
 Rule 5: a gate that turns away half of the nodes for their norm is wrong itself (`wrongly`): these are acquitted.
+Rule 6: a hub that is started again, or taken over, has the quarantines and probations that there were; what else nodes
+sent before that is forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from zmqtrain.types import PeerId
 
@@ -49,11 +52,13 @@ class Quarantines:
 
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}
+        self._looked_at = 0.0
 
     def refused(self, peer: PeerId, reason: str, now: float) -> float:
         """Take note that a delta was refused; return for how many seconds its node is quarantined now, 0: it is not."""
         if reason not in OFFENCES:
             return 0.0
+        self._looked_at = now
         record = self._recent(peer)
         if now < record.until:  # what was on its way when it was told
             return 0.0
@@ -76,6 +81,7 @@ class Quarantines:
 
     def rest(self, peer: PeerId, now: float) -> float:
         """Return for how many seconds more a node is quarantined; 0: it is not."""
+        self._looked_at = now
         record = self._records.get(peer)
         return max(0.0, record.until - now) if record is not None else 0.0
 
@@ -90,6 +96,24 @@ class Quarantines:
     def acquit(self, peer: PeerId) -> None:
         """Forget what is held against a node."""
         self._records.pop(peer, None)
+
+    def state(self) -> dict[str, list[Any]]:
+        """Return what outlives a hub: by node that is out or on probation, for how long still, when it was last asked,
+        for how long the next time, why, and how many were accepted since."""
+        return {
+            peer: [max(0.0, record.until - self._looked_at), record.seconds, record.reason, len(record.refused)]
+            for peer, record in self._records.items()
+            if record.on_probation
+        }
+
+    def restore(self, state: Mapping[str, Any], now: float) -> None:
+        """Take over what `state` returned, besides what is known here. Raises TypeError or ValueError."""
+        self._looked_at = now
+        for peer, (rest, seconds, reason, accepted) in state.items():
+            record = self._recent(PeerId(peer))
+            record.until = now + min(float(rest), LONGEST_SECONDS)
+            record.seconds, record.reason, record.on_probation = float(seconds), str(reason), True
+            record.refused = deque([False] * min(int(accepted), OF_LAST), maxlen=OF_LAST)
 
     def _recent(self, peer: PeerId) -> _Record:
         record = self._records.pop(peer, None) or _Record()
