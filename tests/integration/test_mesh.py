@@ -21,7 +21,7 @@ from zmqtrain.errors import (
 )
 from zmqtrain.protocol.group_messages import GroupLost
 from zmqtrain.runtime.groups import hub_line
-from zmqtrain.runtime.groups.mesh import LEFT
+from zmqtrain.runtime.groups.presence import LEFT
 from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_dealer import DealerChannel

@@ -25,6 +25,7 @@ from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.groups.outgoing import Outgoing, keep
 from zmqtrain.runtime.groups.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
 from zmqtrain.transport.address import say_unreachable
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.types import HUB, Buffer, HubChunk, Lane
 
@@ -75,6 +76,7 @@ class HubLine:
         self._queued: deque[tuple[int, int, list[Buffer]]] = deque()  # rank, bytes, frames: not relayed yet
         self._on_their_way: dict[int, deque[int]] = {}  # by rank the sizes of what is
         self._unfolded: deque[tuple[Fold, list[Buffer]]] = deque()  # chunks that are not at the hub yet
+        self._pumped = Gate()  # something has come to its receiver, or never will
         self._folding: list[Fold] = []  # those that are
         self._fold_bytes = FOLD_BYTES
 
@@ -210,14 +212,15 @@ class HubLine:
             self.there = False
             self._queued.clear()
             self._unfolded.clear()
+            self._pumped.open()
             told.on_hub_gone(why)
 
     # ------------------------------------------------------------------ through the hub
 
-    @property
-    def relayed_all(self) -> bool:
-        """Whether all that was to go through the hub has come to its receivers."""
-        return not self._queued and not any(self._on_their_way.values())
+    async def all_relayed(self) -> None:
+        """Wait until all that was to go through the hub has come to its receivers, or the hub is gone."""
+        while self.there and (self._queued or any(self._on_their_way.values())):
+            await self._pumped.wait()
 
     def relay(self, rank: int, frames: Sequence[Buffer]) -> None:
         """Send a message to a rank through the hub, when the window has room for it."""
@@ -231,6 +234,7 @@ class HubLine:
         self._pump()
 
     def _pump(self) -> None:
+        self._pumped.open()
         while self._queued and self.there:
             rank, size, frames = self._queued[0]
             sizes = [one for waiting in self._on_their_way.values() for one in waiting]
@@ -257,10 +261,10 @@ class HubLine:
             self._folding.append(fold)
             self._bulk.send([encode_message(fold), *frames])
 
-    @property
-    def all_sent(self) -> bool:
-        """Whether nothing waits to be sent to the hub."""
-        return self._control.empty and self._bulk.empty
+    async def all_sent(self) -> None:
+        """Wait until nothing waits to be sent to the hub."""
+        await self._control.all_sent()
+        await self._bulk.all_sent()
 
     async def leave(self) -> None:
         """Say goodbye, where no group has met, and close."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zmqtrain.errors import ChannelClosed
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.types import Buffer, Lane
@@ -31,12 +32,18 @@ class Outgoing:
     def __init__(self, channel: DealerChannel, lane: Lane) -> None:
         self._channel, self._lane = channel, lane
         self._waiting: deque[list[Buffer]] = deque()
+        self._emptied = Gate()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def empty(self) -> bool:
         """Whether nothing waits here (what the channel has taken may still be on its way)."""
         return not self._waiting
+
+    async def all_sent(self) -> None:
+        """Wait until nothing waits here."""
+        while self._waiting:
+            await self._emptied.wait()
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Send one message after all that wait. Raises LocalProtocolError for one that no channel carries; what is sent
@@ -60,9 +67,11 @@ class Outgoing:
             self._waiting.clear()
         finally:
             self._task = None
+            self._emptied.open()
 
     def drop(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
+        self._emptied.open()
         if self._task is not None:
             self._task.cancel()

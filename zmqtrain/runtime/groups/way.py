@@ -78,10 +78,10 @@ class Way:
         self._bulk.drop()
         return asyncio.get_running_loop().create_task(self.channel.close(0.0))
 
-    @property
-    def all_sent(self) -> bool:
-        """Whether the channel has taken all that goes directly."""
-        return self._bulk.empty and self._control.empty
+    async def all_sent(self) -> None:
+        """Wait until the channel has taken all that goes directly."""
+        await self._bulk.all_sent()
+        await self._control.all_sent()
 
     @property
     def all_came(self) -> bool:
