@@ -11,12 +11,11 @@ from collections import deque
 from math import inf
 
 from zmqtrain.interfaces import Channel
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.reservation import Reservation, TokenBucket, Use
 from zmqtrain.types import Buffer, Lane
 
 __all__ = ["Sender"]
-
-CONTROL_LOOK_SECONDS = 0.002
 
 PayloadChunk = tuple[bytes, Buffer]
 
@@ -32,7 +31,7 @@ class Sender:
         self._control: deque[bytes] = deque()
         self._chunks: dict[Use, deque[PayloadChunk]] = {Use.DELTA: deque(), Use.SNAPSHOT: deque()}
         self._reservation: Reservation[Use] = Reservation(rate)
-        self._wake = asyncio.Event()
+        self._wake, self._control_sent = asyncio.Event(), Gate()
         self._open = True
 
     @property
@@ -62,6 +61,7 @@ class Sender:
             chunks.clear()
         if control:
             self._control.clear()
+            self._control_sent.open()
             self._reservation.bucket = TokenBucket(self._reservation.bucket.rate)  # the hub begins anew, too
 
     def pause(self) -> None:
@@ -83,6 +83,7 @@ class Sender:
                 self._reservation.pay(len(head), loop.time())
                 self.bytes_sent += len(head)
                 await channel.send(Lane.CONTROL, [head])
+                self._control_sent.open()
                 continue
             if self._open:
                 use, seconds = self._turn(loop.time())
@@ -104,7 +105,7 @@ class Sender:
     async def sent_control(self) -> None:
         """Wait until no control message waits."""
         while self._control:
-            await asyncio.sleep(CONTROL_LOOK_SECONDS)
+            await self._control_sent.wait()
 
     def _turn(self, now: float) -> tuple[Use | None, float]:
         for use, chunks in self._chunks.items():
