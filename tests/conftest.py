@@ -1,8 +1,9 @@
-"""What holds for all tests: Ctrl-C arrives, what opens sockets is not run beside itself, and jax compiles a thing once.
+"""What holds for all tests: Ctrl-C arrives, what opens sockets is not run beside itself, and a thing is compiled once.
 
 With several workers (`-n`), the tests of the folders in SERIAL are one after another in one worker, while the others
-run what computes only.  All of them, and the nodes that they start, keep what jax has compiled in one folder
-for as long as the tests last: most of a short run is compiling.
+run what computes only, each file in one worker: its tests share what they have traced and made.  All of them, and the
+nodes that they start, keep what jax has compiled in one folder for as long as the tests last, and what Python has
+compiled beside its source: most of a short run is compiling.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[COMPILED_HERE] = os.environ[COMPILED] = tempfile.mkdtemp(prefix="zmqtrain-compiled-")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # one process may read what another one is writing; it compiles for itself then
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
     config.addinivalue_line("markers", "xdist_group(name): of tests that one worker runs, one after another")
@@ -62,5 +66,5 @@ def log_as_before() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(HERE).parts[0] in SERIAL:
-            item.add_marker(pytest.mark.xdist_group("sockets"))
+        place = item.path.relative_to(HERE)
+        item.add_marker(pytest.mark.xdist_group("sockets" if place.parts[0] in SERIAL else str(place)))
