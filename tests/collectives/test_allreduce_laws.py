@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zmqtrain.collectives.allreduce import ALLREDUCE, CHUNKS_AHEAD, reduce_at_the_hub
 from zmqtrain.collectives.reductions import OPERATIONS, Function, find_reduction
+from zmqtrain.collectives.shares import LAST_CHUNK_BYTES, dwindling
 from zmqtrain.collectives.steps import Steps, Traffic, Values, run_locally
 
 from orders import reduced
@@ -120,6 +121,25 @@ def test_chunks_go_round_the_ring_without_waiting_for_the_rest_of_their_share() 
     assert kinds == ["send"] * chunks_of_share + ["receive", "send"] * chunks_of_share * (passes - 1) + (
         ["receive"] * chunks_of_share
     )
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, None), (3, 1)])
+def test_what_comes_last_round_a_ring_comes_in_ever_smaller_pieces(size: int, seed: int | None) -> None:
+    share, least = 300_000, LAST_CHUNK_BYTES // 8
+    arrays = random_arrays(size, size * share, "int64", 3)
+    wanted = np.sum(arrays, axis=0)
+    traffic = play("ring", arrays, "sum", share // 2, seed)
+    assert all(np.array_equal(own, wanted) for own in arrays)
+    *large, smallest, last = [piece.stop - piece.start for piece in dwindling(slice(share // 2, share), least)]
+    assert large and 2 * least > last >= smallest >= least
+    assert all(each.messages_sent == 2 * (2 * size - 3) + 1 + len(large) + 2 for each in traffic)
+
+
+@given(st.integers(0, 50), st.integers(0, 200), st.integers(0, 9))
+def test_the_pieces_of_a_chunk_are_all_of_it(start: int, length: int, least: int) -> None:
+    pieces = list(dwindling(slice(start, start + length), least))
+    assert [value for piece in pieces for value in range(piece.start, piece.stop)] == list(range(start, start + length))
+    assert len(pieces) == 1 or all(piece.stop - piece.start >= max(1, least) for piece in pieces)
 
 
 def test_the_hub_is_never_ahead_of_a_rank_by_more_than_its_chunks() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.collectives.choice import TABLE, choose_algorithm, choose_chunk_bytes
+from zmqtrain.collectives.shares import chunks, share_bounds
 from zmqtrain.types import MAX_FRAME_BYTES
 
 
@@ -30,9 +33,12 @@ def test_large_arrays_go_in_whole_frames_and_small_ones_in_one_message() -> None
     assert choose_chunk_bytes("ring", 4, 10_000) >= 10_000
 
 
-def test_a_ring_of_small_shares_ends_soon_after_its_wire() -> None:
-    assert choose_chunk_bytes("ring", 4, 10**7) <= 10**7 / 4 / 15
-    assert choose_chunk_bytes("ring", 4, 10**6) >= 128 << 10
+@pytest.mark.parametrize("values", [2_500_000, 2_500_001, 2_500_003])
+def test_a_share_goes_in_two_chunks_and_leaves_no_rest_of_a_few_values(values: int) -> None:
+    bounds = share_bounds(values, 4)
+    chunk_values = choose_chunk_bytes("ring", 4, 4 * values) // 4
+    for start, stop in itertools.pairwise(bounds):
+        assert [chunk.stop - chunk.start > 300_000 for chunk in chunks(start, stop, chunk_values)] == [True, True]
 
 
 def test_what_goes_from_rank_to_rank_as_a_whole_goes_in_more_chunks_than_shares_do() -> None:

@@ -21,14 +21,14 @@ TABLE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
 `bench/collectives.py --table` has measured; the others are drawn out from them."""
 
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 64 << 10, MAX_FRAME_BYTES
-"""A message costs about as much as 100 KB of it do; measured, 4 MiB take 0.6 of the CPU of 1 MiB, byte for byte."""
+"""A message costs about as much CPU as 200 KB of it do, whatever its size."""
 
 _CHUNKS_PER_SHARE = 2
-"""One is reduced while the other is on its way; more cost more messages, and gain little time."""
+"""One is reduced while the other is on its way; more cost more messages, and gain little time: what comes last is cut
+smaller anyhow (`shares.dwindling`)."""
 
-_SMALL_SHARE_BYTES, _CHUNKS_OF_SMALL_SHARES, _SMALLEST_OF_RING = 8 << 20, 16, 128 << 10
-"""A ring of small shares takes more chunks of them: what its first and last chunk take besides the wire's time is then
-2 % less of the whole (10 MB, 1 Gb/s), for half as much CPU again."""
+_ROUNDED_UP_BYTES = 64
+"""So that no chunk of a few values is left over of a share that is a little longer than others."""
 
 _PASSED_ON_WHOLE = ("tree", "chain", "hub")
 """Algorithms in which an array takes a chunk longer for each rank on its way; in others a rank always has something
@@ -48,8 +48,6 @@ def choose_chunk_bytes(algorithm: str, size: int, nbytes: int) -> int:
 
     algorithm: of whatever collective; "" for one that has no name.
     """
-    passed_on, share = algorithm in _PASSED_ON_WHOLE, nbytes // size
-    if algorithm == "ring" and share <= _SMALL_SHARE_BYTES:
-        return max(share // _CHUNKS_OF_SMALL_SHARES, _SMALLEST_OF_RING)
-    wanted = nbytes // (size * (_CHUNKS_PASSED_ON if passed_on else _CHUNKS_PER_SHARE))
+    passed_on = algorithm in _PASSED_ON_WHOLE
+    wanted = nbytes // (size * (_CHUNKS_PASSED_ON if passed_on else _CHUNKS_PER_SHARE)) + _ROUNDED_UP_BYTES
     return min(max(wanted, SMALLEST_CHUNK_BYTES), _LARGEST_PASSED_ON if passed_on else LARGEST_CHUNK_BYTES)
