@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.protocol.test_hub import MODEL, OTHER, contribute, hub_of, in_state, join, live_hub, of, sent
+from tests.protocol.test_hub import MODEL, OTHER, attend, contribute, hub_of, in_state, join, live_hub, of, sent
 from zmqtrain.protocol.effects import Broadcast, Disconnect, Reduce
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.leaving import OVERDUE_SECONDS, look_over, lose
@@ -56,7 +56,7 @@ def test_of_many_that_fall_silent_at_once_one_that_the_loss_of_another_sends_awa
     hub = hub_of(initial="mean", start_nodes=2)
     for peer, model in (("a", MODEL), ("b", MODEL), ("c", MODEL), ("d", OTHER)):
         join(hub, peer, model)
-    effects = hub.tick(1000.0)
+    effects = attend(hub, 10.0)
     assert [effect.peer for effect in of(Disconnect, effects)] == ["a", "b", "d", "c"]
     assert not hub.members and not of(Disconnect, hub.tick(2000.0))
     for peer in ("e", "f"):

@@ -12,6 +12,7 @@ from tests.protocol.said import ONE_EACH
 from zmqtrain.errors import ConfigError, LocalProtocolError
 from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS, Backoff
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send, Serve, Withdraw
+from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
@@ -253,10 +254,27 @@ def test_heartbeats_go_out_and_give_the_round_trip():
     assert peer.round_trip_seconds == pytest.approx(0.15)
 
 
+def attend(peer, until, since=0.0):
+    """Let time pass at a peer that attends to it."""
+    for tick in range(1, round((until - since) / LATE_SECONDS) + 1):
+        peer.tick(since + tick * LATE_SECONDS)
+
+
+def test_a_node_that_was_held_up_takes_its_hub_for_lost_only_when_it_could_have_been_heard():
+    peer = live(5)
+    attend(peer, 2.0)
+    peer.tick(60.0)
+    peer.saw(60.1)
+    attend(peer, 62.5, 60.0)
+    assert peer.state is PeerState.LIVE
+    peer.tick(62.7)
+    assert peer.state is PeerState.CONNECTING
+
+
 def test_a_silent_hub_is_taken_for_lost_and_hello_is_said_again_at_once():
     peer = live(5, in_flight=(0,))
     peer.saw(2.0)
-    peer.tick(4.4)
+    attend(peer, 4.5)
     assert peer.state is PeerState.LIVE
     (disconnect,) = peer.tick(4.6)
     assert (disconnect.reason, disconnect.text) == ("lost", "the broker has been silent for 2.6 s")
@@ -431,11 +449,11 @@ def test_a_transfer_of_the_old_connection_does_not_count():
 def test_who_has_nothing_of_its_run_yet_follows_its_hub_into_a_new_one_of_the_same_settings(state):
     peer = IN_STATE[state]()
     settings = POPULATION if state is PeerState.APART else SETTINGS
-    peer.tick(99.0)
+    attend(peer, 99.0)
     assert peer.state is PeerState.CONNECTING
     peer.receive(welcome(-1, run="run-2", model=(), settings=settings), 99.0)
     assert peer.run == "run-2" and peer.state is not PeerState.CONNECTING
-    peer.tick(199.0)
+    attend(peer, 199.0, 99.0)
     other = replace(settings, every=5)
     (disconnect,) = peer.receive(welcome(-1, run="run-3", model=(), settings=other), 199.0)
     assert disconnect.reason == "run" and peer.run == "run-2"

@@ -3,7 +3,8 @@
 Rule 1: whoever goes is waited for no longer: its data units are dealt anew, a run that it would have founded is founded
 by another, its group ends, and a round that only it held up is released.
 Rule 2: what has come of a node that goes is in the run; only in lockstep, where all end with the same, it is dropped.
-Rule 3: processes of a group are missed sooner than nodes, and are given the time for which this hub did not listen.
+Rule 3: processes of a group are missed sooner than nodes.  All are given the time for which this hub did not listen:
+what they said then waits to be heard.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
         if member.peer not in book.members:  # sent away because of one that was lost before it
             continue
         process = member.state is MemberState.PROCESS
-        if process and late:  # it may have spoken while nobody listened here, and its group is lost with it
+        if late:
             member.last_seen = min(now, member.last_seen + late)
         silent = now - member.last_seen
         if silent > (SILENCE_SECONDS if process else book.settings.lost_seconds):

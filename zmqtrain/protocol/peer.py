@@ -16,6 +16,7 @@ from zmqtrain.protocol.belief import disbelief
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Connection, Stamp, Verdict
 from zmqtrain.protocol.following import Step
+from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -93,6 +94,7 @@ class Peer(PeerBook):
 
     def tick(self, now: float) -> list[PeerEffect]:
         """Let time pass: heartbeats, Hello again, the hub taken for lost."""
+        late, self._ticked = now - self._ticked - LATE_SECONDS, now
         if self.state is PeerState.CLOSED:
             return []
         if self.state is PeerState.CONNECTING:
@@ -101,6 +103,8 @@ class Peer(PeerBook):
             address = self._search.anew()
             return [*([] if address is None else [Connect(address)]), *self._hello(now)]
         assert self.settings is not None
+        if late > self.settings.heartbeat_seconds:  # nobody listened here: what it said then waits to be heard
+            self._heard = min(now, self._heard + late - self.settings.heartbeat_seconds)
         silent = now - self._heard
         if silent > self.settings.lost_seconds:
             return self._lose_hub("lost", f"the broker has been silent for {silent:.1f} s", now, now)

@@ -115,7 +115,7 @@ class PeerBook:
         self.rewound = -1
         """The version to which all have gone back, -1 if they have not."""
         self._beat_at = 0.0
-        self._heard = 0.0
+        self._heard = self._ticked = 0.0
 
     def resume(
         self,
