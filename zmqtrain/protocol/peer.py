@@ -104,7 +104,7 @@ class Peer(PeerBook):
             return [*([] if address is None else [Connect(address)]), *self._hello(now)]
         assert self.settings is not None
         if late > self.settings.heartbeat_seconds:  # nobody listened here: what it said then waits to be heard
-            self._heard = min(now, self._heard + late - self.settings.heartbeat_seconds)
+            self._heard = min(now, self._heard + late)
         silent = now - self._heard
         if silent > self.settings.lost_seconds:
             return self._lose_hub("lost", f"the broker has been silent for {silent:.1f} s", now, now)
