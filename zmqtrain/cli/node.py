@@ -157,19 +157,7 @@ def _on_all_devices(program: Program) -> Program:
 def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:
     from zmqtrain.train.leaves import host_leaves  # imports jax
 
-    figures = result.statistics
-    ended = {
-        "steps": figures.steps,
-        "samples": result.samples,
-        "offers": figures.offers,
-        "offers_refused": figures.offers_refused,
-        "aggregates_applied": figures.aggregates_applied,
-        "age_steps": figures.age_steps,
-        "bytes_up": figures.bytes_sent,
-        "bytes_down": figures.bytes_received,
-        **result.scores,
-    }
-    recorder.ended(ended, host_leaves(result.params))
+    recorder.ended(result.summary, host_leaves(result.params))
 
 
 def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:

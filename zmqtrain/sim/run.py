@@ -276,21 +276,9 @@ class _Simulation:
         waiting.clear()
 
     def _say_end(self, node: SimNode, result: TrainingResult) -> None:
-        figures = result.statistics
-        ended = {
-            "steps": figures.steps,
-            "samples": result.samples,
-            "offers": figures.offers,
-            "offers_refused": figures.offers_refused,
-            "aggregates_applied": figures.aggregates_applied,
-            "age_steps": figures.age_steps,
-            "bytes_up": figures.bytes_sent,
-            "bytes_down": figures.bytes_received,
-            **result.scores,
-        }
-        self._record(records.node_end(self.scheduler.now, node.name, ended))
+        self._record(records.node_end(self.scheduler.now, node.name, result.summary))
         if node.name in self.recorders:
-            self.recorders[node.name].ended(ended, host_leaves(result.params))
+            self.recorders[node.name].ended(result.summary, host_leaves(result.params))
         self._say_membership(node.name, "left")
 
     def _released(self, reduce: Reduce) -> None:

@@ -32,6 +32,22 @@ class TrainingResult:
     seconds: float
     samples: int
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What a record says of it at the end: steps, samples, offers, bytes, ... and the scores."""
+        figures = self.statistics
+        return {
+            "steps": figures.steps,
+            "samples": self.samples,
+            "offers": figures.offers,
+            "offers_refused": figures.offers_refused,
+            "aggregates_applied": figures.aggregates_applied,
+            "age_steps": figures.age_steps,
+            "bytes_up": figures.bytes_sent,
+            "bytes_down": figures.bytes_received,
+            **self.scores,
+        }
+
 
 class TrainingLoop:
     """Train a Program through an exchange until its data ends or `stop` says so.
