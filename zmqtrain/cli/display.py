@@ -120,6 +120,9 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     if dropped := sum(count for count in (roster.hub.get(kind, 0) for kind in DROPPED) if isinstance(count, int)):
         parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
+    parts += _refusals(roster)
+    if roster.hub.get("waits_for_room"):
+        parts.append("the broker's disk is full: nothing is released until there is room")
     if term := roster.hub.get("term"):
         parts.append(f"term {term}")
     if standby := roster.hub.get("standby"):
@@ -136,6 +139,18 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
     line = " · ".join(parts)
     return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
+
+
+def _refusals(roster: Roster) -> list[str]:
+    """What the broker does not take: of nodes, and of whom it does not let in."""
+    quarantined = sum(member.get("state") == "quarantined" for member in roster.members)
+    refused, turned_away = (int(roster.hub.get(name, 0)) for name in ("refused", "turned_away"))
+    said = [f"{quarantined} quarantined"] if quarantined else []
+    if refused:
+        said.append(f"{format_count(refused)} delta{'s' * (refused != 1)} refused")
+    if turned_away:
+        said.append(f"{format_count(turned_away)} turned away at its port")
+    return said
 
 
 def _version(roster: Roster) -> str:

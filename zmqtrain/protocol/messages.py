@@ -183,7 +183,9 @@ class Roster:
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
     bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":
     they publish here.  hub: of the hub itself: its term, its
-    standby, and how many messages it has dropped, by what they were (`fencing`).
+    standby, and how many messages it has dropped, by what they were (`fencing`); of a living one besides: how many
+    deltas it has refused, how many connections and messages it has turned away at its port, and whether it waits for
+    room on its disk.
     """
 
     version: int

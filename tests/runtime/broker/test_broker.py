@@ -25,6 +25,7 @@ from zmqtrain.protocol.messages import (
     Publish,
     Quarantine,
     Refused,
+    Roster,
     Snapshot,
     Welcome,
     WorkRequest,
@@ -501,6 +502,21 @@ def test_a_publish_in_more_frames_than_it_can_have_is_refused_before_anything_is
         await peers.until(lambda: peers.told("a#1", Refused))
         (refused,) = peers.told("a#1", Refused)
         assert refused.reason == "size" and "50 bytes in 50 frames" in refused.text
+
+    lived(story)
+
+
+def test_the_roster_says_what_the_broker_has_refused_and_whether_its_disk_has_room():
+    async def story(peers):
+        await peers.join("a#1")
+        peers.wire.say("a#1", Publish(7, 0, 0, 0, DENSE, (1,) * 50, 8, 1, nan, True))
+        await peers.until(lambda: peers.told("a#1", Refused))
+        peers.broker._refusals = lambda: {"key": 2, "full": 3}
+        peers.broker.keeper.waits_for_room = True
+        peers.wire.say("o#1", Hello("o", "observer"))
+        await peers.until(lambda: peers.told("o#1", Roster))
+        said = peers.told("o#1", Roster)[0].hub
+        assert (said["refused"], said["turned_away"], said["waits_for_room"]) == (1, 5, True)
 
     lived(story)
 

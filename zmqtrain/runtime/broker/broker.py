@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zmqtrain.errors import ConfigError, FramingError, RemoteProtocolError, ZmqTrainError
@@ -35,14 +35,7 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.masters import RUN_OVER
-from zmqtrain.protocol.messages import (
-    Goodbye,
-    Probed,
-    Quarantine,
-    Refused,
-    Roster,
-    Schedule,
-)
+from zmqtrain.protocol.messages import Goodbye, Message, Probed, Quarantine, Refused, Roster, Scalar, Schedule
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.broker.arrivals import Arrivals
 from zmqtrain.runtime.broker.jobs import Jobs
@@ -104,7 +97,8 @@ class Broker:
     registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
     the first's.  open_line: how the broker itself reaches another.  inheritance: what a standby takes over, in place of
     what is in the checkpoint's folder.  has_our_keys: whether a peer came in with this hub's own pair, as masters and
-    standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.
+    standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.  refusals: how many
+    connections and messages the channel has refused, by reason.
     Raises ConfigError, CheckpointError.
     """
 
@@ -122,11 +116,12 @@ class Broker:
         open_line: OpenLine | None = None,
         inheritance: Inheritance | None = None,
         has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
+        refusals: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
         run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
-        self.share = share or LinkShare()
+        self.share, self._refusals = share or LinkShare(), refusals
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
             self.settings,
@@ -305,9 +300,9 @@ class Broker:
                 if isinstance(message, Quarantine) and message.seconds > 0:
                     self._telling.quarantined(peer, message)
                     self._arrivals.forget_norms(peer)  # it begins again
-                self.traffic.send(peer, self.parameters.describe(message), stamp)
+                self.traffic.send(peer, self._describe(message), stamp)
             case Broadcast(message):
-                message = self.parameters.describe(message)
+                message = self._describe(message)
                 if isinstance(message, Roster) and self.watch is not None:
                     self.watch(message)
                 if isinstance(message, Schedule):
@@ -338,6 +333,14 @@ class Broker:
                 self._disconnect(peer, reason, text)
             case _:
                 self.versions.do(effect)
+
+    def _describe(self, message: Message) -> Message:
+        """Return a Roster with what only the living half knows, and any other message as it is."""
+        if not isinstance(message, Roster):
+            return message
+        here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": sum(self._refusals().values())}
+        here["waits_for_room"] = self.keeper.waits_for_room
+        return self.parameters.describe(replace(message, hub=message.hub | here))
 
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)

@@ -42,7 +42,8 @@ class Keeper:
     """The checkpoints and the journal of a living broker.
 
     folder: None keeps nothing.  failed: called, in any thread, with an error that nobody thought of.
-    every: how often to save.  keep: how many checkpoints stay.
+    every: how often to save.  keep: how many checkpoints stay.  waits_for_room: a release waits, as the journal has no
+    room for it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Keeper:
         self._ending = threading.Event()
         self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
         self._kept_version = -1
+        self.waits_for_room = False
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
         """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
@@ -158,20 +160,20 @@ class Keeper:
         """
         if self._folder is None:
             return
-        waited = False
         while True:
             try:
                 self._folder.release((released, reduce.landed, reduce.samples))
                 break
             except CheckpointError as error:
-                if not waited:
+                if not self.waits_for_room:
                     text = "%s. Nothing is released until there is room for it; the nodes train on alone meanwhile"
                     logger.error(text, error)
-                waited = True
+                self.waits_for_room = True
                 if self._ending.wait(AGAIN_SECONDS):
                     raise
         self._kept_version = released.version
-        if waited:
+        if self.waits_for_room:
+            self.waits_for_room = False
             logger.warning("the journal has room again: releases go on, from version %d", released.version)
 
     def end(self) -> None:

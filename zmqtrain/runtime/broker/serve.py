@@ -123,6 +123,7 @@ def serve(
                 open_line,
                 inheritance,
                 lambda peer: folder is None or channel.name_of(peer) == HUB,
+                lambda: channel.refusals,
             )
         except BaseException:
             if registration is not None:

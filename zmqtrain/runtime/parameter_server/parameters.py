@@ -25,7 +25,7 @@ from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.rules import Rules
 from zmqtrain.parameter_server.store import Store
 from zmqtrain.protocol import keys
-from zmqtrain.protocol.messages import KeyRequest, Message, Refused, Roster, Scalar, model_from_wire
+from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
@@ -158,13 +158,13 @@ class Parameters:
                 self._traffic.send(peer, said)
         self._awaited = awaited
 
-    def describe(self, message: Message) -> Message:
-        """Return a Roster with what is served here, and any other message as it is."""
-        if not isinstance(message, Roster) or not self.machine.keys:
-            return message
+    def describe(self, roster: Roster) -> Roster:
+        """Return a roster with what is served here."""
         machine = self.machine
+        if not machine.keys:
+            return roster
         served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": machine.value_bytes}
-        return replace(message, served=served | {"pushes": machine.pushes, "clients": machine.clients})
+        return replace(roster, served=served | {"pushes": machine.pushes, "clients": machine.clients})
 
     def _state(self) -> dict[str, Any]:
         return {"machine": self.machine.state(), "directory": self.directory.state()}
