@@ -8,12 +8,15 @@ a row, and the time is that of one. The first call of each case is not timed: it
 Rule 3: other libraries run the same cases on the same star, if they are installed; those that are not are named.
 Rule 4: bytes are counted by the communicator itself, with all that it sends (heads, heartbeats), and stand beside the
 formula's.
-Rule 5: `--table` prints which algorithm is the fastest for each size, as "auto" has it (`collectives/choice`).
+Rule 5: a rank counts its CPU from its return from the barrier to its return from the last call: neither barriers nor
+the first call are in it.
+Rule 6: `--table` prints which algorithm is the fastest for each size, as "auto" has it (`collectives/choice`).
 
 Columns: best_ms, median_ms: of the repetitions.  limit_ms, best_over_limit, median_over_limit: as said above.
 cpu_s_per_gb: CPU seconds of all ranks' processes, with all their threads, per 10^9 bytes that went from one rank to
-another (each byte counted once, by the formula; for rivals a ring's).  busy: of all cores, in all repetitions.
-main_s_per_gb, mesh_..., sockets_...: the same CPU seconds by thread (in the JSON).
+another (each byte counted once, by the formula; for rivals a ring's), the mean of the repetitions; in the JSON also
+median_cpu_s_per_gb.  busy: of all cores, in all repetitions.
+main_s_per_gb, mesh_..., sockets_...: CPU seconds by thread, with those of the barriers (in the JSON).
 """
 
 from __future__ import annotations
@@ -209,6 +212,9 @@ def _row(group: Group, case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any
     said = [bytes_sent(algorithm, group.nodes, case.values_bytes, rank, itemsize=4) for rank in range(group.nodes)]
     by_the_hub = bytes_sent("hub", group.nodes, case.values_bytes, HUB, itemsize=4) if algorithm == "hub" else 0
     gigabytes = calls * (sum(said) + by_the_hub) / 1e9
+    used = [
+        sum(each) * case.repetitions / gigabytes for each in zip(*(rank["cpu_seconds"] for rank in ranks), strict=True)
+    ]
     threads = sorted({name for rank in ranks for name in rank["threads"]})
     counted: dict[str, Any] = dict.fromkeys(_COUNTED)
     if None not in (sent := [rank["bytes_sent"] for rank in ranks]):
@@ -230,7 +236,8 @@ def _row(group: Group, case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any
         "limit_ms": 1e3 * limit,
         "best_over_limit": best / limit,
         "median_over_limit": median / limit,
-        "cpu_s_per_gb": sum(rank["cpu_seconds"] for rank in ranks) / gigabytes,
+        "cpu_s_per_gb": statistics.fmean(used),
+        "median_cpu_s_per_gb": statistics.median(used),
         "busy": ranks[0]["busy"],
         **{f"{name}_s_per_gb": sum(rank["threads"].get(name, 0.0) for rank in ranks) / gigabytes for name in threads},
         **counted,
@@ -356,20 +363,21 @@ def _run(library: Library, group: Group, case: Case) -> dict[str, Any]:
     wanted = group.nodes * pattern + group.nodes * (group.nodes - 1) / 2
     if not all(np.array_equal(part, wanted[: part.size]) for part in parts):
         raise SystemExit(f"rank {library.rank}: {group.library} {case.algorithm} of {case.values_bytes} bytes is wrong")
-    seconds = []
+    seconds, used = list[float](), list[float]()
     library.barrier()
-    sent, threads, used = library.bytes_sent(), thread_seconds(), time.process_time()
+    sent, threads = library.bytes_sent(), thread_seconds()
     with BusyMeter() as meter:
         for _ in range(case.repetitions):
             library.barrier()
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), time.process_time()
             for _ in range(case.calls):
                 library.allreduce(values, case.algorithm)
             seconds.append(time.perf_counter() - begun)
+            used.append(time.process_time() - before)
     now = library.bytes_sent()
     return {
         "seconds": seconds,
-        "cpu_seconds": time.process_time() - used,
+        "cpu_seconds": used,
         "threads": difference(threads, thread_seconds()),
         "bytes_sent": None if now is None or sent is None else now - sent,
         "busy": meter.busy_share,
