@@ -59,6 +59,41 @@ def test_messages_pass_both_ways_on_both_lanes() -> None:
     run(main)
 
 
+def test_who_listens_is_told_each_message_in_order_those_that_were_here_before_too() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        told: list[int] = []
+        last = asyncio.Event()
+
+        def tell(peer: PeerId, lane: Lane, frames: list[Any]) -> None:
+            assert (peer, lane) == (A, Lane.BULK)
+            told.append(int(frames[0]))
+            hub.send(A, Lane.CONTROL, [b"heard"])  # a call on the socket while others may wait there
+            if told[-1] in (20, 50):
+                last.set()
+                raise RuntimeError("it fails, and the next one is told all the same")
+
+        failures: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context["exception"]))
+        for number in range(5):
+            await node.send(Lane.BULK, [b"%d" % number])
+        hub.listen(tell)
+        for number in range(5, 51):
+            await node.send(Lane.BULK, [b"%d" % number])
+            if number == 20:
+                await last.wait()
+                last.clear()
+                hub.send(A, Lane.CONTROL, [b"go on"])
+        await last.wait()
+        assert told == list(range(51)) and len(failures) == 2
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
 def test_a_received_view_outlives_its_channel() -> None:
     async def main() -> None:
         hub = RouterChannel.bind(HERE)

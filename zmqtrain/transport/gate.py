@@ -8,6 +8,7 @@ Rule 2: everybody who waits is woken; who comes too late waits again.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 __all__ = ["Fairness", "Gate"]
 
@@ -15,18 +16,25 @@ __all__ = ["Fairness", "Gate"]
 class Gate:
     """A place where tasks wait until somebody calls `open`."""
 
-    __slots__ = ("_waiters",)
+    __slots__ = ("_called", "_waiters")
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
+        self._called: Callable[[], object] | None = None
 
     @property
     def waited_at(self) -> bool:
-        """Whether a task waits here."""
-        return bool(self._waiters)
+        """Whether anybody waits here."""
+        return bool(self._waiters) or self._called is not None
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Have the loop call this soon after each `open`, from now on."""
+        self._called = what
 
     def open(self) -> None:
         """Wake all who wait here now."""
+        if self._called is not None:
+            asyncio.get_running_loop().call_soon(self._called)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.utils.garbage  # at the interpreter's end it lets go what is on its way uncopied: after who closes then
@@ -44,6 +44,12 @@ class Port:
         self._loop = asyncio.get_running_loop()
         self._descriptor = socket.FD
         self._loop.add_reader(self._descriptor, self._look)
+
+    def listen(self, take: Callable[[], object]) -> None:
+        """Have the loop call `take` whenever messages may be here, from now on: it receives until there is none."""
+        self._readable.call(take)  # after a call on the socket that may have swallowed the edge
+        self._loop.add_reader(self._descriptor, take)
+        self._loop.call_soon(take)
 
     def _look(self) -> int:
         events = self._events()

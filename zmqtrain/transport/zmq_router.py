@@ -20,7 +20,7 @@ import contextlib
 import errno
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import zmq
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # so these are control messages; 64 of them unread mean a node that has stopped.  In, 8: at most 32 MiB per connection
 # if somebody sends without being granted; what does not fit waits in TCP, on the sender's side.
 _SEND_MESSAGES, _RECEIVE_MESSAGES = 64, 8
+
+_TOLD_AT_ONCE = 8  # messages, before the loop's other tasks have a turn
 
 _SOURCE, _USER = int(zmq.SRCFD), "User-Id"
 
@@ -232,10 +234,38 @@ class RouterChannel:
             frames = self._port.receive(limit=1 + MAX_MESSAGE_FRAMES)
             if frames is None:
                 await self._incoming.wait()
-            elif len(frames) < 2 or (sender := sender_of(frames[0].bytes)) is None:
-                self._strangers += 1
-            elif self._counts(frames[1], *sender) and (len(frames) > 2 or len(frames[1])):
-                return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
+            elif (message := self._read(frames)) is not None:
+                return message
+
+    def listen(self, told: Callable[[PeerId, Lane, list[Buffer]], object]) -> None:
+        """Have each message told as it comes, from now on, instead of handed out by `receive`: no task need be woken.
+
+        told: what it raises is the loop's to handle; the next message is told all the same.
+        """
+
+        def take() -> None:
+            for _ in range(_TOLD_AT_ONCE):
+                if self._closed or (frames := self._port.receive(limit=1 + MAX_MESSAGE_FRAMES)) is None:
+                    return
+                if (message := self._read(frames)) is not None:
+                    try:
+                        told(*message)
+                    except BaseException:
+                        loop.call_soon(take)
+                        raise
+            loop.call_soon(take)
+
+        loop = asyncio.get_running_loop()
+        self._port.listen(take)
+
+    def _read(self, frames: list[zmq.Frame]) -> tuple[PeerId, Lane, list[Buffer]] | None:
+        """Return what a message is; None for one that does not count, or is no more than a beginning."""
+        if len(frames) < 2 or (sender := sender_of(frames[0].bytes)) is None:
+            self._strangers += 1
+            return None
+        if not self._counts(frames[1], *sender) or (len(frames) == 2 and not len(frames[1])):
+            return None
+        return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
 
     def _counts(self, frame: zmq.Frame, peer: PeerId, lane: Lane, life: bytes) -> bool:
         """Whether the connection over which this frame came may speak as `peer` in this life of it."""
