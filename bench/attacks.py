@@ -23,8 +23,8 @@ from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.messages import Chunk, Fetch, Hello, Publish, Roster, Snapshot
 from zmqtrain.types import MAX_FRAME_BYTES
 
-from fuzz_broker import honest_sessions
 from fuzz_inputs import mutate_session, read_session
+from fuzz_sessions import honest_sessions
 
 __all__ = ["ATTACKS", "Place", "attack"]
 

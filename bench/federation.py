@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ import optax
 from numpy.typing import NDArray
 
 from zmqtrain import Program
-from zmqtrain.codecs.base import Codec, codec_from_spec, coding_from_spec
+from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.specs import parse_spec
@@ -35,6 +34,8 @@ from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.outer import FAMILIES as OUTER_FAMILIES
 from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.train.step import TrainState, describe_model
+
+from fragment_moves import Moves, compiled_moves, initial_state, spread, through_all
 
 __all__ = [
     "ExchangeSettings",
@@ -192,112 +193,6 @@ class LocalSteps:
         return result
 
 
-# ---------------------------------------------------------------------- codecs on stacked slabs
-
-
-class _Group(NamedTuple):
-    """Slabs of one fragment that have one codec and one size, and where they start in the fragment's flat vector."""
-
-    codec: Codec
-    size: int
-    starts: tuple[int, ...]
-
-
-def _groups(codecs: Sequence[Codec], counts: Sequence[int]) -> tuple[_Group, ...]:
-    starts: dict[tuple[Codec, int], list[int]] = {}
-    first = 0
-    for codec, count in zip(codecs, counts, strict=True):
-        for start in range(0, count, codec.slab):
-            starts.setdefault((codec, min(codec.slab, count - start)), []).append(first + start)
-        first += count
-    return tuple(_Group(codec, size, tuple(places)) for (codec, size), places in starts.items())
-
-
-def _initial_state(group: _Group, rows: int) -> Any:
-    """Return the codec's state for each slab of the group in each of `rows` vectors, stacked."""
-    slabs = rows * len(group.starts)
-    state = group.codec.init(group.size)
-    return jax.tree.map(lambda leaf: jnp.array(jnp.broadcast_to(leaf, (slabs, *jnp.shape(leaf)))), state)
-
-
-def _gather(flat: jax.Array, groups: Sequence[_Group]) -> list[jax.Array]:
-    """Return per group its slabs, float32[rows * slabs, size], of flat, float32[rows, values]."""
-    slabs = [jnp.stack([flat[:, start : start + g.size] for start in g.starts], axis=1) for g in groups]
-    return [stacked.reshape(-1, stacked.shape[-1]) for stacked in slabs]
-
-
-def _spread(slabs: Sequence[jax.Array], groups: Sequence[_Group]) -> jax.Array:
-    """Return float32[rows, values]: what `_gather` took apart."""
-    pieces: dict[int, jax.Array] = {}
-    for stacked, group in zip(slabs, groups, strict=True):
-        apart = stacked.reshape(-1, len(group.starts), group.size)
-        pieces |= {start: apart[:, number] for number, start in enumerate(group.starts)}
-    return jnp.concatenate([pieces[start] for start in sorted(pieces)], axis=1)
-
-
-@partial(jax.jit, static_argnums=0)
-def _through(codec: Codec, slabs: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Return what arrives of float32[slabs, size], each slab encoded and decoded on its own; and the new state.
-
-    Compiled on its own, so that once is enough for all fragments and runs that have as many slabs of that size.
-    """
-    buffers, state = jax.vmap(codec.encode)(slabs, state)
-    return jax.vmap(lambda of_slab: codec.decode(of_slab, slabs.shape[1]))(buffers), state
-
-
-class _Moves:
-    """The jitted moves of one fragment. Anchor, hub and momentum are flat, float32[values]: segment after segment;
-    a node's parameters are leaves in their shapes, those that the fragment touches."""
-
-    def __init__(self, layout: Layout, fragment: int, codec: str, broadcast_codec: str) -> None:
-        self.layout, self.fragment = layout, fragment
-        self.leaves, self.counts = layout.leaves(fragment), layout.counts(fragment)
-        up = coding_from_spec(codec).of_fragment(layout, fragment)
-        down = coding_from_spec(broadcast_codec).of_fragment(layout, fragment)
-        self.up, self.down = _groups(up, self.counts), _groups(down, self.counts)
-        self.bytes_up, self.bytes_down = payload_size(up, self.counts), payload_size(down, self.counts)
-        self.pending = jax.jit(self._pending)
-        self.step = jax.jit(self._step, donate_argnums=(1, 2))
-        self.publish = jax.jit(self._publish, donate_argnums=0)
-        self.land = jax.jit(self._land, donate_argnums=0)
-
-    def _pending(self, params: Sequence[Leaves], anchor: jax.Array) -> list[jax.Array]:
-        """Return params - anchor of all nodes, as the slabs that go up."""
-        rows = [
-            jnp.concatenate([self.layout.take(p, i, self.fragment) for p, i in zip(node, self.leaves, strict=True)])
-            for node in params
-        ]
-        return _gather(jnp.stack(rows) - anchor, self.up)
-
-    def _step(
-        self, anchor: jax.Array, hub: jax.Array, momentum: jax.Array, sent: list[jax.Array], rate: Any, mu: Any
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """Return the hub's new parameters and momentum, and what is not published of them, as slabs that go down."""
-        rows = _spread(sent, self.up)
-        gradient = jnp.sum(rows, axis=0) / rows.shape[0]
-        momentum = mu * momentum + gradient
-        hub = hub + rate * (gradient + mu * momentum)
-        return hub, momentum, _gather((hub - anchor)[None], self.down)
-
-    def _publish(
-        self, anchor: jax.Array, sent: list[jax.Array], aggregate: list[jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return anchor + D(U), and of every node D(U) - D(u), float32[nodes, values]."""
-        arrived = _spread(aggregate, self.down)[0]
-        return anchor + arrived, arrived - _spread(sent, self.up)
-
-    def _land(self, params: Leaves, steps: jax.Array, node: Any) -> Leaves:
-        """Return params + D(U) - D(u) of one node."""
-        ends = np.cumsum(self.counts).tolist()
-        return [
-            self.layout.add(leaf, index, self.fragment, steps[node, end - count : end])
-            for leaf, index, end, count in zip(params, self.leaves, ends, self.counts, strict=True)
-        ]
-
-
-_moves = lru_cache(maxsize=512)(_Moves)
-
-
 # ---------------------------------------------------------------------- the federation
 
 
@@ -324,11 +219,11 @@ class Federation:
         self._outer = outer_from_spec(settings.outer)
         self._rate, self._mu = np.float32(arguments["rate"]), np.float32(arguments.get("momentum", 0.0))
         self._moves = [
-            _moves(self.layout, fragment, settings.codec, settings.broadcast_codec)
+            compiled_moves(self.layout, fragment, settings.codec, settings.broadcast_codec)
             for fragment in range(settings.fragments)
         ]
-        self._up = [[_initial_state(group, nodes) for group in moves.up] for moves in self._moves]
-        self._down = [[_initial_state(group, 1) for group in moves.down] for moves in self._moves]
+        self._up = [[initial_state(group, nodes) for group in moves.up] for moves in self._moves]
+        self._down = [[initial_state(group, 1) for group in moves.down] for moves in self._moves]
         self._sent: list[jax.Array] = []
         self._moments: list[Any] = []
 
@@ -370,14 +265,14 @@ class Federation:
         """D(u) of every node, of the exchange that is on its way: float32[nodes, values of its fragment]."""
         if not self._sent:
             return None
-        sent: jax.Array = _spread(self._sent, self._moves[self.fragment].up)
+        sent: jax.Array = spread(self._sent, self._moves[self.fragment].up)
         return sent
 
     def offer(self) -> None:
         """Send u_n = C_up(pending_n) of the next fragment, from every node. Nothing may be on its way."""
         f, moves = self.fragment, self._moves[self.fragment]
         slabs = moves.pending(self._touched(moves), self.anchor[f])
-        self._sent, self._up[f] = _through_all(moves.up, slabs, self._up[f])
+        self._sent, self._up[f] = through_all(moves.up, slabs, self._up[f])
         self.bytes_up += moves.bytes_up
         if self.settings.average_second_moments and (self.exchanges + 1) % self.settings.average_second_moments == 0:
             self._moments = [_round_moments(_second_moments(node.opt_state)) for node in self.nodes]
@@ -389,7 +284,7 @@ class Federation:
         self.hub[f], self.momentum[f], slabs = moves.step(
             self.anchor[f], self.hub[f], self.momentum[f], self._sent, self._rate, self._mu
         )
-        aggregate, self._down[f] = _through_all(moves.down, slabs, self._down[f])
+        aggregate, self._down[f] = through_all(moves.down, slabs, self._down[f])
         self.anchor[f], steps = moves.publish(self.anchor[f], self._sent, aggregate)
         self._put(moves, [moves.land(of_node, steps, node) for node, of_node in enumerate(self._touched(moves))])
         self._sent = []
@@ -434,11 +329,11 @@ class Federation:
     def _join(self, flats: Sequence[NDArray[np.float32]]) -> Any:
         return jax.tree.unflatten(self._tree, [jnp.array(leaf) for leaf in self.layout.join(flats)])
 
-    def _touched(self, moves: _Moves) -> list[Leaves]:
+    def _touched(self, moves: Moves) -> list[Leaves]:
         all_leaves = [jax.tree.leaves(node.params) for node in self.nodes]
         return [[leaves[leaf] for leaf in moves.leaves] for leaves in all_leaves]
 
-    def _put(self, moves: _Moves, moved: Sequence[Leaves]) -> None:
+    def _put(self, moves: Moves, moved: Sequence[Leaves]) -> None:
         for number, (node, new) in enumerate(zip(self.nodes, moved, strict=True)):
             leaves = jax.tree.leaves(node.params)
             for leaf, array in zip(moves.leaves, new, strict=True):
@@ -448,13 +343,6 @@ class Federation:
     def _moment_bytes(self) -> int:
         moments: list[jax.Array] = jax.tree.leaves(_second_moments(self.nodes[0].opt_state))
         return MOMENT_BYTES * sum(leaf.size for leaf in moments)
-
-
-def _through_all(
-    groups: Sequence[_Group], slabs: Sequence[jax.Array], states: Sequence[Any]
-) -> tuple[list[jax.Array], list[Any]]:
-    passed = [_through(g.codec, stacked, state) for g, stacked, state in zip(groups, slabs, states, strict=True)]
-    return [arrived for arrived, _ in passed], [state for _, state in passed]
 
 
 def _is_adam(state: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,20 +23,11 @@ from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, plan_payload, seal_frame
-from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.collectives.exchanges import barrier
-from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.reductions import find_reduction
-from zmqtrain.collectives.requests import Request
-from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Sending
-from zmqtrain.collectives.trees import take_tree
-from zmqtrain.collectives.wire import Head, pack, unpack
 from zmqtrain.errors import (
     CheckpointError,
     CodecError,
     ConfigError,
     FramingError,
-    ZmqTrainError,
 )
 from zmqtrain.protocol.effects import Expect
 from zmqtrain.protocol.framing import Assembler, decode_head, decode_message, encode_message, split
@@ -65,8 +56,10 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 from zmqtrain.types import PeerId
 
-from fuzz_broker import LEAVES, MODEL, honest_sessions, run_broker
+from fuzz_broker import run_broker
+from fuzz_collectives import collective_sessions, mutate_collectives, run_collectives
 from fuzz_inputs import mutate_bytes, mutate_head, mutate_session, pack_session, read_session
+from fuzz_sessions import LEAVES, MODEL, honest_sessions
 
 __all__ = ["TARGETS", "Target"]
 
@@ -198,156 +191,6 @@ def _mutate_payload(data: bytes, random: Random, others: Sequence[bytes]) -> byt
         changed = tuple(mutate_bytes(frame, random) if random.random() < 0.8 else frame for frame in frames)
         mutated.append(((who + random.choice((0, 0, 0, 1, 7, 128))) & 255, changed))
     return pack_session(choice if random.random() < 0.95 else random.randrange(256), mutated)
-
-
-# ---------------------------------------------------------------------- collectives
-
-
-class _Post:
-    """What a group needs of its endpoint, and nobody at the other end."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, bytes, Any]] = []
-
-    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
-        """See Post."""
-        self.sent.append((rank, pack(head, context), None if values is None else bytes(values)))
-        return 1
-
-    def reduce(self, context: int, head: Head, values: memoryview) -> int:
-        """See Post."""
-        return 1
-
-    def note_lost(self, rank: int, why: str) -> None:
-        """See Post."""
-
-    def note_difference(self, context: int) -> None:
-        """See Post."""
-
-
-class _Host:
-    """Nobody waits for the requests of a target."""
-
-    def explain(self, request: Request, waited_seconds: float) -> None:
-        """See Host."""
-
-    def cancel(self, request: Request) -> bool:
-        """See Host."""
-        return False
-
-    def check_may_wait(self) -> None:
-        """See Host."""
-
-
-RANKS = 3
-FLOAT = np.dtype(np.float32)
-
-
-class _Rank:
-    """One rank that makes a few calls, as they are made."""
-
-    def __init__(self, rank: int) -> None:
-        self.post, self.rank = _Post(), rank
-        self.group = Group(self.post, 0, tuple(range(RANKS)), rank, tuple(f"pc-{other}" for other in range(RANKS)))
-        values, total = np.arange(9, dtype=np.float32) + rank, find_reduction("sum", FLOAT)
-        self._begin("barrier()", iter([(barrier(rank, RANKS), np.dtype(np.uint8))]))
-        for algorithm in ("ring", "tree"):
-            steps = ALLREDUCE[algorithm](rank, RANKS, values.copy(), total, 4)
-            self._begin(f"allreduce(float32[9], op=sum, algorithm={algorithm})", iter([(steps, FLOAT)]))
-        for size in (5, 40_000):
-            tree = take_tree(np.full(size, rank, np.float32))
-            sending = Sending((rank + 1) % RANKS, 7)
-            self._post(sending, lambda s=sending, t=tree: self.group.matching.send(s, t.text, t.join()))
-        for tag in (7, ANY_TAG):
-            receiving = Receiving(ANY_SOURCE, tag)
-            self._post(receiving, lambda r=receiving: self.group.matching.receive(r))
-
-    def _request(self) -> Request:
-        return Request(_Host(), "a call", 1.0, lambda: None)
-
-    def _begin(self, text: str, phases: Iterator[Any]) -> None:
-        self.group.begin(self._request(), text, phases, False, "sum")
-
-    def _post(self, transfer: Any, post: Callable[[], object]) -> None:
-        self.group.post(self._request(), transfer, post)
-
-
-def _run_collectives(data: bytes) -> int:
-    """Tell one rank anything: it ends its calls, well or not, by errors of ours alone, and holds no more than came."""
-    _, records = read_session(data)
-    noted: list[str] = []
-    logger = logging.getLogger("zmqtrain.collectives.group")
-    handler = _Said(noted)
-    logger.addHandler(handler)
-    propagates, logger.propagate = logger.propagate, False
-    count = held = 0
-    try:
-        me, now = _Rank(0), 0.0
-        for who, frames in records:
-            if not frames:
-                now += 0.3
-                me.group.on_tick(now)
-                continue
-            count += len(frames)
-            held += sum(map(len, frames))
-            try:
-                head, values = unpack(frames)
-            except FramingError:
-                continue
-            me.group.hear(1 + who % (RANKS - 1), head, values)
-        assert not noted, noted[0]
-        assert me.group.matching.unexpected_bytes <= held
-        me.group.break_off(ZmqTrainError("the end"))
-        assert not (me.group.calls.pending or me.group.matching.waiting), "calls that never end"
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
-    return count
-
-
-class _Said(logging.Handler):
-    """Keeps errors that are logged with an exception that is none of ours."""
-
-    def __init__(self, noted: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self._noted = noted
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep what it says."""
-        self._noted.append(f"{record.getMessage()}: {record.exc_info[1]!r}" if record.exc_info else record.getMessage())
-
-
-def _collectives() -> list[bytes]:
-    """Return what rank 0 hears of the others, in a group that does its calls."""
-    ranks = [_Rank(rank) for rank in range(RANKS)]
-    records = []
-    while any(rank.post.sent for rank in ranks):
-        for rank in ranks:
-            sent, rank.post.sent = rank.post.sent, []
-            for to, head, values in sent:
-                frames = (head,) if values is None else (head, values)
-                if to == 0:
-                    records.append((rank.rank - 1, frames))
-                ranks[to].group.hear(rank.rank, *unpack(frames))
-    broken = (pack(Head(6, place=1, text="gone"), 0),)
-    return [pack_session(0, one) for one in (records, [*records, (0, ())], [*records[:3], (1, broken)])]
-
-
-def _mutate_collectives(data: bytes, random: Random, others: Sequence[bytes]) -> bytes:
-    seed, records = read_session(data)
-    mutated = []
-    for who, frames in records:
-        chance = random.random()
-        if chance < 0.15 and frames:
-            frames = (mutate_bytes(frames[0], random), *frames[1:])
-        elif chance < 0.2 and len(frames) > 1:
-            frames = (frames[0], mutate_bytes(frames[1], random))
-        elif chance < 0.25:
-            continue
-        mutated += [((who + (chance > 0.97)) & 255, frames)] * (2 if chance > 0.94 else 1)
-        if chance > 0.99:
-            random.shuffle(mutated)
-    return pack_session(seed, mutated)
 
 
 # ---------------------------------------------------------------------- a node's side
@@ -518,7 +361,7 @@ TARGETS: dict[str, Target] = {
     "framing": Target(_run_framing, _all_sessions, mutate_session, 0.4),
     "broker": Target(run_broker, honest_sessions, mutate_session, 0.25),
     "payload": Target(_run_payload, _payloads, _mutate_payload, 0.1),
-    "collectives": Target(_run_collectives, _collectives, _mutate_collectives, 0.15),
+    "collectives": Target(run_collectives, collective_sessions, mutate_collectives, 0.15),
     "peer": Target(_run_peer, _hub_sessions, mutate_session, 0.09),
     "files": Target(_run_files, _files, _mutate_files, 0.01),
 }

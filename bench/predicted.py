@@ -24,7 +24,8 @@ from zmqtrain import RunSettings
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.transport.memory import LinkModel
 
-from learning import BEST_RATE, SHARED_DATA, Bench, Curve, Method, Task, default_tasks
+from learning import SHARED_DATA, Bench, Curve
+from learning_tasks import BEST_RATE, Method, Task, default_tasks
 from report import print_table, write_json
 
 __all__ = ["RULES", "measure", "main"]

@@ -26,7 +26,8 @@ from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.errors import ConfigError
 
 import codec_learning
-from codec_learning import Method, Setup, parse_row, run_method
+from codec_learning import Setup, run_method
+from codec_methods import TASKS, Method, parse_row
 from codec_table import draw, markdown, read_lines, short_name, summarise
 from federation import (
     ExchangeSettings,
@@ -214,7 +215,7 @@ def test_the_bytes_are_those_of_the_frames() -> None:
 
 def test_slabs_of_every_size_come_back_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     small = codec_from_spec("float32")._replace(slab=1000)
-    monkeypatch.setattr("federation.coding_from_spec", lambda spec: coding_from_spec(spec).__class__(small))
+    monkeypatch.setattr("fragment_moves.coding_from_spec", lambda spec: coding_from_spec(spec).__class__(small))
     exact = federate(ExchangeSettings(codec="bf16", broadcast_codec="bf16"))  # a name of its own: moves are kept by it
     before = [flat(node.params) for node in exact.nodes]
     exact.nodes = [node._replace(params=jax.tree.map(lambda leaf: leaf + 1, node.params)) for node in exact.nodes]
@@ -342,7 +343,7 @@ def test_a_sweep_goes_on_where_it_was_cut(text_file: str, tmp_path: Path, capsys
 
 
 def test_a_warm_start_is_the_synchronous_checkpoint_and_the_data_that_follows(text_file: str, tmp_path: Path) -> None:
-    task = codec_learning.TASKS[0]
+    task = TASKS[0]
     task = replace(task, arguments={**task.arguments, **SMALL}, steps=16, warm_steps=16)
     scratch = Setup(task=task, nodes=2, text=text_file)
     warm = Setup(task=task, nodes=2, text=text_file, start="warm")
@@ -365,7 +366,7 @@ def test_a_short_name_leaves_out_defaults_but_not_how_much_is_sent() -> None:
 
 def lines_of_results() -> list[dict[str, Any]]:
     """Of a synchronous method, one that is as good, one far worse, one that diverged, and a node alone."""
-    setup = Setup(task=codec_learning.TASKS[0])
+    setup = Setup(task=TASKS[0])
     lines = []
     for row, compression, loss in (
         ("name=synchronous|kind=synchronous", 1.0, 2.0),

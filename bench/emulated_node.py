@@ -1,0 +1,183 @@
+"""Be a node whose accelerator is emulated: a step is a sleep and a small move of one matrix; tell what it used and did.
+
+Rule 1: the training thread is the product's: `DelayedSync` and what `connect` gives; only the step is made up.
+Rule 2: what is measured begins once every function is compiled and aggregates have been applied for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from children import commands, difference, resident_bytes, say, thread_seconds
+from shapes import model_shapes
+
+__all__ = ["Measured", "EmulatedNode", "be_node"]
+
+BASELINE_STEPS = 30
+WARM_AGGREGATES = 2
+"""So many aggregates of each fragment are applied before the window begins."""
+EXCHANGES_TIMED = 12
+POLL_SECONDS = 0.0005
+
+
+class Measured(Protocol):
+    """What a node must know of the case that it is a node of: as in `efficiency.Case`."""
+
+    @property
+    def params(self) -> int: ...
+    @property
+    def fragments(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def serial(self) -> bool: ...
+    def step_seconds(self, node: int) -> float: ...
+
+
+class EmulatedNode:
+    """A node's training thread: a model, the emulated step, and the loop around them."""
+
+    def __init__(self, case: Measured, number: int) -> None:
+        import jax
+        import numpy as np
+
+        self.jax, self.case, self.seconds = jax, case, case.step_seconds(number)
+        self.random = np.random.default_rng(number)
+        self.params = _make_model(case.params, np.random.default_rng(0))
+        self.count = sum(leaf.size for leaf in self.params.values())
+        self.params = {name: jax.numpy.array(leaf) for name, leaf in self.params.items()}
+        self.matrices = [name for name, leaf in self.params.items() if leaf.ndim == 2 and name != "embedding"]
+        shapes = {self.params[name].shape for name in self.matrices}
+        self.patterns = {shape: jax.random.normal(jax.random.key(number), shape) for shape in shapes}
+        self.move = jax.jit(lambda leaf, pattern, size: (leaf + size * pattern, size), donate_argnums=0)
+        self.moved = 0
+        self.loss: Any = None
+        for _ in self.matrices:
+            self.step_alone(0.0)
+
+    def step_alone(self, seconds: float | None = None) -> None:
+        """Take the emulated step (of so many seconds, if not its usual), and wait until the step before it is done."""
+        previous = self.loss
+        time.sleep(self.seconds if seconds is None else seconds)
+        name = self.matrices[self.moved % len(self.matrices)]
+        self.moved += 1
+        leaf = self.params[name]
+        self.params[name], self.loss = self.move(leaf, self.patterns[leaf.shape], 1e-3 * self.random.standard_normal())
+        if previous is not None:
+            previous.block_until_ready()
+
+    def step(self) -> None:
+        """Take the emulated step and mark its boundary."""
+        if self.case.serial:
+            self.jax.block_until_ready(self.params)
+        self.step_alone()
+        self.params = self.sync.step(self.params, score=self.loss)
+
+    def baseline(self, start: float) -> dict[str, float]:
+        """Measure the seconds of a step that only sleeps, and the CPU seconds of a whole one."""
+        steps = min(BASELINE_STEPS, self.case.steps)
+        time.sleep(max(0.0, start - time.monotonic()))
+        began = time.perf_counter()
+        for _ in range(steps):
+            time.sleep(self.seconds)
+        slept, used = time.perf_counter() - began, time.process_time()
+        for _ in range(steps):
+            self.step_alone()
+        step_cpu = (time.process_time() - used) / steps
+        return {"params": self.count, "sleep_seconds": slept / steps, "step_cpu_seconds": step_cpu}
+
+    def join(self, address: str, number: int) -> None:
+        """Join the run, and train until every function is compiled and the exchange runs as it will."""
+        from zmqtrain.runtime.node.connect import connect
+        from zmqtrain.train.sync import DelayedSync
+
+        self.exchange = connect(address, f"pc-{number}")
+        self.sync = DelayedSync(self.exchange, self.params, donate=True)
+        self.params = self.sync.params
+        while self.sync.statistics().aggregates_applied < WARM_AGGREGATES * self.case.fragments:
+            self.step()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what has been used and done so far."""
+        done = self.sync.statistics()
+        return {
+            "steps": done.steps,
+            "seconds": time.monotonic(),
+            "exchanges": done.aggregates_applied,
+            "held_seconds": done.held_seconds,
+            "bytes_sent": done.bytes_sent,
+            "bytes_received": done.bytes_received,
+            "encode_seconds": done.encode_seconds,
+            "decode_seconds": done.decode_seconds,
+            "cpu_seconds": time.process_time(),
+            "threads": thread_seconds(),
+            "grown_bytes": resident_bytes(),
+        }
+
+    def window(self, start: float, end: float) -> dict[str, Any]:
+        """Train until `end`; return what was used and done from the first step boundary after `start` on."""
+        while time.monotonic() < start:
+            self.step()
+        before = self.figures()
+        while time.monotonic() < (start + end) / 2:
+            self.step()
+        half = resident_bytes()
+        while time.monotonic() < end:
+            self.step()
+        after = self.figures()
+        at_the_end = {
+            "age_steps": self.sync.statistics().age_steps,
+            "rss_bytes": after["grown_bytes"],
+            "rss_half_bytes": half,
+        }
+        return difference(before, after) | at_the_end
+
+    def exchanges(self, start: float) -> dict[str, Any]:
+        """Exchange as fast as can be, with nothing else to do; return the seconds that each whole model took."""
+        time.sleep(max(0.0, start - time.monotonic()))
+        seconds = []
+        for _ in range(EXCHANGES_TIMED):
+            began, applied = time.perf_counter(), self.applied
+            while self.applied < applied + self.case.fragments:
+                if not self.exchange.next_fragments() and self.exchange.peek() is None:
+                    time.sleep(POLL_SECONDS)
+                else:
+                    self.params = self.sync.step(self.params, score=self.loss)
+            self.jax.block_until_ready(self.params)
+            seconds.append(time.perf_counter() - began)
+        return {"exchange_seconds": seconds[2:]}
+
+    @property
+    def applied(self) -> int:
+        """How many aggregates were applied so far."""
+        return int(self.sync.statistics().aggregates_applied)
+
+
+def be_node(case: Measured, number: int) -> None:
+    """Be a node in its namespace; do what it is told, and answer with what it measured."""
+    told, node = commands(), EmulatedNode(case, number)
+    say({"built": node.count})
+    while True:
+        if hasattr(node, "sync") and told.empty():
+            node.step()
+            continue
+        match told.get():
+            case ["baseline", start]:
+                say(node.baseline(start))
+            case ["join", address]:
+                node.join(address, number)
+                say({"joined": True})
+            case ["window", start, end]:
+                say(node.window(start, end))
+            case ["exchanges", start]:
+                say(node.exchanges(start))
+            case ["end"]:
+                node.exchange.close()
+                say({"left": True})
+                return
+
+
+def _make_model(params: int, random: Any) -> dict[str, Any]:
+    shapes = model_shapes(params)
+    return {name: 0.02 * random.standard_normal(shape, dtype="float32") for name, shape in shapes.items()}
