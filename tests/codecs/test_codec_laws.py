@@ -32,8 +32,7 @@ WITH_STATE = [
 ]
 WITH_STATE += ["ternary:block=128,fragments=4", "feedback+int8:fragments=3"]
 SPECS = [*DENSE, *SPARSE, *TURNED, *WITH_STATE]
-COMPILED = [*ALONE, "topk:density=0.05+float32", "blocktopk:keep=7+int4"]
-COMPILED += ["randomk:density=0.1+int8", "dct:block=16+ternary", *WITH_STATE]
+COMPILED = [*ALONE, "blocktopk:keep=7+int4", "dct:block=16+ternary", *WITH_STATE]
 COMPILED_WHOLE = ["bf16", "ternary:block=300", "dct+blocktopk+int4"]
 MANY_ROUNDS = [*ALONE, *SPARSE, *TURNED[:3], "ternary:block=128,fragments=4"]
 LARGEST = np.finfo(np.float32).max

@@ -55,7 +55,7 @@ def matrix_of(spectrum, rows, width, seed=0):
     return np.einsum("ik,jk->ij", left * spectrum, right).astype(np.float32)
 
 
-@pytest.mark.parametrize(("rank", "width", "size"), [*((*member, 601) for member in MEMBERS), (4, 0, 1)])
+@pytest.mark.parametrize(("rank", "width", "size"), [(4, 0, 601), (3, 100, 601), (4, 0, 1)])
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_encode_after_encode(rank, width, size, data):

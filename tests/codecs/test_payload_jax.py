@@ -101,7 +101,7 @@ def test_a_device_makes_the_frames_of_the_host_and_decodes_to_its_bits(spec):
 
 
 MIXES = st.lists(
-    st.tuples(st.sampled_from([0, 1, 5, 129, 2048, 2049]), st.sampled_from(["float32", "bf16", "int8", "ternary"])),
+    st.tuples(st.sampled_from([0, 5, 2049]), st.sampled_from(["float32", "bf16", "int8", "ternary"])),
     max_size=5,
 )
 
@@ -192,14 +192,14 @@ def test_a_payload_that_cannot_be_read_is_refused_before_anything_is_put():
 
 @pytest.mark.parametrize("spec", ["int8", "ternary"])
 def test_only_compressed_bytes_cross(spec):
-    codecs, coder, counts = all_of(spec, "ab"), DeviceCoder(), (10 * SLAB_VALUES, 100)
-    frames = coder.encode(codecs, put(segments_of(counts)))
-    assert payload_size(codecs, counts) == sum(map(len, frames))
+    codecs, coder = all_of(spec), DeviceCoder()
+    frames = coder.encode(codecs, put(segments_of()))
+    assert payload_size(codecs, COUNTS) == sum(map(len, frames))
     assert coder.bytes_put == 0
     slabs = 11
-    assert abs(coder.bytes_fetched - payload_size(codecs, counts)) <= 16 * slabs  # padding and magnitudes, headers
-    coder.decode(codecs, frames, counts)
-    assert 0 < coder.bytes_put < payload_size(codecs, counts)
+    assert abs(coder.bytes_fetched - payload_size(codecs, COUNTS)) <= 16 * slabs  # padding and magnitudes, headers
+    coder.decode(codecs, frames, COUNTS)
+    assert 0 < coder.bytes_put < payload_size(codecs, COUNTS)
 
 
 def test_warming_up_fetches_nothing_and_leaves_nothing_to_compile():
