@@ -6,7 +6,7 @@ stranger's: counted, never answered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from zmqtrain.errors import ChannelFull, PeerLost
 from zmqtrain.protocol.framing import encode_message
@@ -38,13 +38,16 @@ class Door:
         """How many messages were ignored because nobody of the group could have sent them."""
         return self._strangers + self._router.strangers
 
-    async def receive(self) -> tuple[int, Lane, list[Buffer]]:
-        """Return the next message of any rank. Raises ChannelClosed."""
-        while True:
-            peer, lane, frames = await self._router.receive()
+    def listen(self, told: Callable[[int, Lane, list[Buffer]], object]) -> None:
+        """Have each message of any rank told as it comes, from now on."""
+
+        def hear(peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
             if (rank := self._ranks.get(peer)) is not None:
-                return rank, lane, frames
-            self._strangers += 1
+                told(rank, lane, frames)
+            else:
+                self._strangers += 1
+
+        self._router.listen(hear)
 
     def show(self, rank: int) -> bool:
         """Send a sign of life back over the connection of a rank; False if there is none. Raises ChannelClosed."""

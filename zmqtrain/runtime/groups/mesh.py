@@ -27,6 +27,7 @@ from zmqtrain.runtime.groups.port_thread import PortThread
 from zmqtrain.runtime.groups.presence import LEFT, Presence
 from zmqtrain.runtime.groups.reducer import check_chunk
 from zmqtrain.runtime.groups.way import Way, WayState
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import check_message
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -176,16 +177,17 @@ class MeshPort:
 
     # ------------------------------------------------------------------ the port's thread: in
 
-    async def _receive_forever(self) -> None:
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                rank, lane, frames = await self._door.receive()
-                self._presence.heard(rank)
-                if lane is Lane.BULK:
-                    self._on_message(rank, frames)
-                    self._presence.received(rank)
-                else:
-                    self._on_word(rank, frames[0])
+    def _hear(self, rank: int, lane: Lane, frames: list[Buffer]) -> None:
+        try:
+            self._presence.heard(rank)
+            if lane is Lane.BULK:
+                self._on_message(rank, frames)
+                self._presence.received(rank)
+            else:
+                self._on_word(rank, frames[0])
+        except Exception as error:  # `_main` ends with it
+            if not self._failure.done():
+                self._failure.set_exception(error)
 
     async def _hear_forever(self, rank: int, way: Way) -> None:
         """Take the signs of life that come back over the connection to another rank."""
@@ -213,7 +215,8 @@ class MeshPort:
     # ------------------------------------------------------------------ the port's thread: life
 
     async def _main(self) -> None:
-        self._stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._waking, self._failure = Gate(), loop.create_future()
         self._meeting = asyncio.ensure_future(self._meet())
         meeting = await self._meeting
         self._line, self._group = meeting.line, meeting.group
@@ -225,18 +228,19 @@ class MeshPort:
         )
         if meeting.keys is not None:
             meeting.router.admit({member[2]: member[0] for member in self._group.members})
-        tasks = [asyncio.create_task(self._receive_forever()), asyncio.create_task(self._line.run(self._presence))]
+        tasks: list[asyncio.Future[None]] = [self._failure, asyncio.create_task(self._line.run(self._presence))]
         try:
             for rank in others:
                 way = self._ways[rank] = self._connect(rank, meeting)
                 tasks.append(asyncio.create_task(self._hear_forever(rank, way)))
+            self._door.listen(self._hear)
             while not self._closing:
                 self._tick(time.monotonic())
                 for task in tasks:
                     if task.done():
                         task.result()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+                loop.call_later(TICK_SECONDS, self._waking.open)
+                await self._waking.wait()
             tasks.append(asyncio.create_task(self._tick_forever()))
             await self._leave()
         finally:
@@ -274,7 +278,7 @@ class MeshPort:
         self._closing, self._linger_seconds = True, linger_seconds
         self._thread.silence()
         self._meeting.cancel()  # unless it has met
-        self._stop.set()
+        self._waking.open()
 
     async def _leave(self) -> None:
         """Send what is queued, then say goodbye to all."""
