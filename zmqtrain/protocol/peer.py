@@ -94,7 +94,7 @@ class Peer(PeerBook):
 
     def tick(self, now: float) -> list[PeerEffect]:
         """Let time pass: heartbeats, Hello again, the hub taken for lost."""
-        late, self._ticked = now - self._ticked - LATE_SECONDS, now
+        late, self._ticked = now - max(self._ticked, self._heard) - LATE_SECONDS, now
         if self.state is PeerState.CLOSED:
             return []
         if self.state is PeerState.CONNECTING:
