@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import random
@@ -112,6 +113,31 @@ def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_pa
     assert (first[0]["version"], second[0]["version"]) == (-1, version) and first[0]["peer"] == second[0]["peer"]
     found = audit(releases_of(read_records(tmp_path / "hub.jsonl")), [first, second])
     assert found.faults == () and found.samples == 16 * sync.steps
+
+
+def test_what_was_pending_at_the_checkpoint_and_offered_after_it_counts_once(tmp_path):
+    settings = RunSettings(every=4, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+    with broker(settings) as hub:
+        with connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_every="1000") as node:
+            params = parameters()
+            sync = DelayedSync(node, params)
+            for batch in (next(batches(unit)) for unit in itertools.count()):
+                params = sync.step(sgd(params, batch)[0], samples=16)
+                if sync.steps == 2:
+                    sync.save(params, wait=True)
+                if sync.statistics().aggregates_applied:
+                    break
+                if node.in_flight():
+                    node._waiting.wait(lambda: node.peek() is not None or not node.in_flight(), 60)
+            shared, landed = sync.params, hub.broker.hub.samples
+        assert landed > 32
+        with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:
+            again = DelayedSync(node, parameters())
+            ended = again.finish(again.step(again.start, samples=16))
+            assert again.steps == 3 and again.take_adoption() is None
+        assert hub.broker.hub.samples <= landed + 16, "what was pending at the checkpoint is not offered again"
+    for name in ended:
+        np.testing.assert_allclose(ended[name], shared[name], atol=1e-6)
 
 
 def test_a_node_needs_no_hub_to_go_on_and_federates_when_there_is_one(tmp_path, caplog):

@@ -264,6 +264,11 @@ class Peer(PeerBook):
         lost = sorted(self.in_flight - kept)
         self.in_flight &= kept
         effects: list[PeerEffect] = [Withdraw(s, "lost", "the connection was lost on its way") for s in lost]
+        drops = self.settings.mode != "strict" and self.settings.initial != "own"
+        if drops and 0 <= self._next_sequence <= max(kept, default=-1):
+            self.overtaken = True
+            self._following.begin_anew(warm=True)
+        self._next_sequence = -1
         return effects + (self._fetch(now) if self.model else [])
 
     def _fetch(self, now: float) -> list[PeerEffect]:

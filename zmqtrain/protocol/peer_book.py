@@ -69,6 +69,8 @@ class PeerBook:
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
     not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
     last believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
+    overtaken: what was pending at the checkpoint that this node goes on from has landed since, or will: a former life
+    had offered it.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class PeerBook:
         self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
         self.checkpoints: tuple[int, ...] = ()
         self._asks_of: tuple[int, ...] = ()
+        self._next_sequence = -1
+        self.overtaken = False
         self.obstacle = ""
         """What the last broker that was no hub said of itself, "" once one has welcomed this peer."""
         self.rewound = -1
@@ -125,13 +129,17 @@ class PeerBook:
         model: ModelSpec,
         in_flight: Sequence[int],
         checkpoints: tuple[int, ...] = (),
+        next_sequence: int = -1,
     ) -> None:
-        """Be a node of this run, as it was at this version: before `start`. checkpoints: as in Hello."""
+        """Be a node of this run, as it was at this version: before `start`. checkpoints: as in Hello.
+
+        next_sequence: of the first offer that the checkpoint does not know of, -1 for none: that a former life made.
+        """
         self.run, self.settings, self.run_model = run, settings, model
         self._following.version = version
         self.timetable, self.run_version = Timetable(settings), version
         self.in_flight, self.checkpoints = set(in_flight), checkpoints
-        self._asks_of = tuple(sorted(self.in_flight))[:MOST_WAITING]
+        self._asks_of, self._next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
 
     @property
     def version(self) -> Version:

@@ -64,7 +64,10 @@ class NodeCheckpoint:
             peer.term = int(resuming.facts["node"]["term"])
             for address in resuming.addresses:
                 peer.know(address)
-            peer.resume(resuming.run, resuming.version, resuming.settings, resuming.model, in_flight, resuming.versions)
+            peer.resume(
+                resuming.run, resuming.version, resuming.settings, resuming.model, in_flight, resuming.versions,
+                int(resuming.facts["offers"]["sequence"]),
+            )  # fmt: skip
 
     @property
     def _settings(self) -> RunSettings:

@@ -198,7 +198,8 @@ class PeerExchange(ABC):
         """See Exchange; decided by `Offers.next_fragment`."""
         self._offers.hear(self._inbox.take_withdrawn())
         timetable = self._peer.timetable
-        if timetable is None or self._restarts.begun or self.quarantined_seconds > 0:
+        dropping = self._restarts.begun or (self._peer.overtaken and not self._restarts.resets)
+        if timetable is None or dropping or self.quarantined_seconds > 0:
             return ()
         fragment = self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
         return () if fragment is None else (fragment,)
