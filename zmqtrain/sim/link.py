@@ -26,6 +26,8 @@ from zmqtrain.types import Buffer, Offer, Version
 __all__ = ["REPORT_SECONDS", "SimLink"]
 
 REPORT_SECONDS = 1.0
+ATTEND_SECONDS = 0.05
+"""As often a node looks at its line before it knows the run's heartbeat: who does not takes itself for held up."""
 
 
 class SimLink:
@@ -200,7 +202,7 @@ class SimLink:
         if not self._closed:
             self.carry_out(self.peer.tick(self._scheduler.now))
             settings = self.peer.settings
-            self._scheduler.call_later(REPORT_SECONDS if settings is None else settings.heartbeat_seconds, self._beat)
+            self._scheduler.call_later(ATTEND_SECONDS if settings is None else settings.heartbeat_seconds, self._beat)
 
     def _report(self) -> None:
         """Tell the hub how training goes, every second."""
