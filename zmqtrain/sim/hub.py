@@ -43,7 +43,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.effect_queue import EffectQueue
-from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.gate import reason_of
 from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
@@ -299,22 +299,10 @@ class SimHub:
             self._events.released(reduce, len(self.hub.live), released.codec, released.frames)
         self._moments = ()
         self._released_hook(reduce)
-        aggregate = self._announce(released, reduce)
+        aggregate = released.announce(self._next_transfer(), reduce)
         frames = tuple(frame for frames in released.frames for frame in frames)
         for peer in list(self._following):
             self._push(peer, aggregate, frames)
-
-    def _announce(self, released: Released, reduce: Reduce) -> Aggregate:
-        return Aggregate(
-            transfer=self._next_transfer(),
-            version=released.version,
-            codec=released.codec,
-            fragments=released.fragments,
-            frames=tuple(len(frames) for frames in released.frames),
-            sizes=tuple(len(frame) for frames in released.frames for frame in frames),
-            landed=reduce.landed,
-            live=reduce.live,
-        )
 
     def _serve(self, serve: Serve, moments: Sequence[Buffer]) -> None:
         if serve.peer not in self.hub.members:

@@ -212,17 +212,7 @@ class Traffic:
         to: says which of these are meant.
         """
         frames = [frame for frames in released.frames for frame in frames]
-        announcement = Aggregate(
-            transfer=self._next_transfer(),
-            version=released.version,
-            codec=released.codec,
-            fragments=released.fragments,
-            frames=tuple(len(frames) for frames in released.frames),
-            sizes=tuple(len(frame) for frame in frames),
-            landed=reduce.landed,
-            live=reduce.live,
-            samples=reduce.samples,
-        )
+        announcement = released.announce(self._next_transfer(), reduce)
         for peer, line in list(self._lines.items()):
             if not (line.following and to(peer)):
                 continue

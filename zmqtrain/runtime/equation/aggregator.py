@@ -33,7 +33,7 @@ from zmqtrain.codecs.payload import (
 from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
 from zmqtrain.protocol.effects import Reduce
-from zmqtrain.protocol.messages import Publish, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.runtime.equation.delta import (
     DENSE,
     decode_snapshot,
@@ -74,6 +74,20 @@ class Released:
     frames: tuple[tuple[Buffer, ...], ...]
     overflowed: tuple[int, ...] = ()
     """Fragments whose sum was not finite (huge deltas added up): nothing of theirs was used."""
+
+    def announce(self, transfer: int, reduce: Reduce) -> Aggregate:
+        """Return what announces these frames to a peer. reduce: that this is the outcome of."""
+        return Aggregate(
+            transfer=transfer,
+            version=self.version,
+            codec=self.codec,
+            fragments=self.fragments,
+            frames=tuple(len(frames) for frames in self.frames),
+            sizes=tuple(len(frame) for frames in self.frames for frame in frames),
+            landed=reduce.landed,
+            live=reduce.live,
+            samples=reduce.samples,
+        )
 
 
 class Aggregator:
