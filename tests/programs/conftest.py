@@ -18,7 +18,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return head + np.asarray(array.shape, ">u4").tobytes() + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_idx() -> Callable[[Path, np.ndarray], Path]:
     """Return a function that writes an array as an IDX file, gzipped if the name ends so."""
 
@@ -39,18 +39,27 @@ def striped_images(count: int, height: int = 9, width: int = 7) -> tuple[np.ndar
     return images, labels
 
 
-@pytest.fixture
-def image_folder(tmp_path: Path, write_idx: Callable[[Path, np.ndarray], Path]) -> Path:
-    """Return a folder with the t10k pair only: 110 images, so 99 to train on and 11 held out."""
+@pytest.fixture(scope="session")
+def same_images(tmp_path_factory: pytest.TempPathFactory, write_idx: Callable[[Path, np.ndarray], Path]) -> Path:
+    """Return a folder with the t10k pair only: 110 images, so 99 to train on and 11 held out; no test changes it."""
+    folder = tmp_path_factory.mktemp("images")
     images, labels = striped_images(110)
-    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images)
-    write_idx(tmp_path / "t10k-labels-idx1-ubyte", labels)
+    write_idx(folder / "t10k-images-idx3-ubyte.gz", images)
+    write_idx(folder / "t10k-labels-idx1-ubyte", labels)
+    return folder
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path, same_images: Path) -> Path:
+    """Return a folder with those images that the test may change."""
+    for file in same_images.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    """Return a file of 5,000 bytes in which each byte follows from the one before."""
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of 5,000 bytes in which each byte follows from the one before; no test changes it."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes((b"the quick brown fox jumps over the lazy dog. " * 112)[:5000])
     return path
