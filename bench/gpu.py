@@ -90,7 +90,7 @@ class Size:
 
 TOY = Size(
     values=200_000, rounds=2, repeats=1, width=64, layers=2, heads=2, vocabulary=256, context=16, batch=2, blocks=2,
-    every=2, delay=1, block_exchanges=2, judged=False,
+    fragments=2, every=2, delay=1, block_exchanges=2, judged=False,
 )  # fmt: skip
 
 

@@ -23,9 +23,9 @@ def test_a_codec_that_is_not_there_is_refused(capsys):
     assert "ternory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("spec", ["float32", "ternary", "lowrank"])
-def test_a_codecs_row_compares_it_with_a_copy_and_with_numpy(spec):
-    x = np.random.default_rng(0).standard_normal(70_000).astype(np.float32)
+@pytest.mark.parametrize(("spec", "count"), [("float32", 70_000), ("ternary", 40_000), ("lowrank", 40_000)])
+def test_a_codecs_row_compares_it_with_a_copy_and_with_numpy(spec, count):
+    x = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     row = measure_codec(codec_from_spec(spec), x, TOY)
     assert row["same_bytes"] and row["codec"] == codec_from_spec(spec).name
     assert all(row[f"{name}_GB/s"] > 0 for name in ("copy", "encode", "decode", "frames", "back"))

@@ -307,8 +307,10 @@ def test_a_timed_minibatch_is_as_large_as_its_time_allows(program, scenario):
     assert second.samples == pytest.approx(10 * second.statistics.steps, rel=0.1)
 
 
-def test_the_text_program_learns(scenario):
-    program = load_program("text", {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "rate": 0.01})
+def test_the_text_program_learns(scenario, tmp_path):
+    (tmp_path / "text").write_bytes(b"a few words, again and again; " * 1000)
+    small = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "rate": 0.01}
+    program = load_program("text", {**small, "data": str(tmp_path / "text")})
     run = scenario(2, units=8, of_scenario={"evaluate_seconds": 1.0})
     result = simulate(run, program)
     assert result.curve()[0][2] > result.scores["loss"] + 0.3
