@@ -4,6 +4,8 @@ Rule 1: read from the kernel (any process of ours) or from the interpreter (this
 Rule 2: a slope is robust: the median of the slopes of all pairs (Theil and Sen), which a few bursts do not move.
 Rule 3: what is left after something was closed is compared with what was there before it was opened, once what ends by
 itself (a thread that is joined elsewhere, a socket that libzmq reaps) has had time to.
+Rule 4: nothing looks through all objects of a process that goes on: a tuple that another thread is just filling
+must not be held by anybody else (CPython raises SystemError there).
 Source: Linux proc(5); Sen 1968, Estimates of the regression coefficient based on Kendall's tau.
 """
 
@@ -21,10 +23,12 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
+from weakref import WeakSet
 
 __all__ = ["Vitals", "vitals_of", "slope", "Left", "count_left", "watch_unraisable"]
 
 SETTLE_SECONDS = 5.0
+_LOOPS: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -56,7 +60,8 @@ def slope(points: Sequence[tuple[float, float]], most: int = 300) -> float:
 @dataclass(frozen=True)
 class Left:
     """What is alive in this process. threads: their names.  tasks: the loop and the name of each asyncio task that is
-    not done; what goes on in a loop that was there before is its own affair.  descriptors: how many of files."""
+    not done, of the loops made since this module is here; what goes on in a loop that was there before is its own
+    affair.  descriptors: how many of files."""
 
     threads: tuple[str, ...]
     tasks: tuple[tuple[int, str], ...]
@@ -80,9 +85,30 @@ def _more(now: Sequence[str], before: Sequence[str]) -> list[str]:
     return rest
 
 
+def _note_loops() -> None:
+    made = asyncio.BaseEventLoop.__init__
+
+    def make(loop: asyncio.BaseEventLoop) -> None:
+        made(loop)
+        _LOOPS.add(loop)
+
+    asyncio.BaseEventLoop.__init__ = make  # type: ignore[method-assign]
+
+
+_note_loops()
+
+
+def _loops() -> list[asyncio.AbstractEventLoop]:
+    while True:
+        try:
+            return list(_LOOPS)
+        except RuntimeError:  # one was made or lost meanwhile, in another thread
+            continue
+
+
 def _alive() -> Left:
     threads = tuple(sorted(thread.name for thread in threading.enumerate()))
-    tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
+    tasks = [one for loop in _loops() for one in asyncio.all_tasks(loop) if not one.done()]
     named = tuple((id(one.get_loop()), getattr(one.get_coro(), "__qualname__", one.get_name())) for one in tasks)
     return Left(threads, named, vitals_of().descriptors)
 
