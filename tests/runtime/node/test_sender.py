@@ -97,6 +97,25 @@ def test_control_goes_at_once_while_chunks_wait_for_the_share() -> None:
     run(main())
 
 
+def test_who_waits_until_all_is_said_waits_for_what_waits_for_room_too() -> None:
+    async def main() -> None:
+        hub = memory_hub(queue_messages=1)
+        sender, channel = Sender(), hub.connect(A)
+        sending = asyncio.create_task(sender.run(channel))
+        for head in (b"1", b"2", b"goodbye"):
+            sender.say(head)
+        said = asyncio.create_task(sender.sent_control())
+        assert (await hub.receive())[2] == [b"1"]
+        await asyncio.sleep(1.0)
+        assert not said.done()
+        assert (await hub.receive())[2] == [b"2"]
+        await said
+        sending.cancel()
+        assert (await hub.receive())[2] == [b"goodbye"]
+
+    run(main())
+
+
 def test_a_delta_goes_before_a_snapshot_that_was_granted_earlier() -> None:
     async def main() -> None:
         node = Node(10 * SIZE)

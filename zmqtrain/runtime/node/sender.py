@@ -32,7 +32,7 @@ class Sender:
         self._chunks: dict[Use, deque[PayloadChunk]] = {Use.DELTA: deque(), Use.SNAPSHOT: deque()}
         self._reservation: Reservation[Use] = Reservation(rate)
         self._wake, self._control_sent = asyncio.Event(), Gate()
-        self._open = True
+        self._open, self._says = True, False
 
     @property
     def waiting_control(self) -> tuple[bytes, ...]:
@@ -82,8 +82,12 @@ class Sender:
                 head = self._control.popleft()
                 self._reservation.pay(len(head), loop.time())
                 self.bytes_sent += len(head)
-                await channel.send(Lane.CONTROL, [head])
-                self._control_sent.open()
+                self._says = True
+                try:
+                    await channel.send(Lane.CONTROL, [head])
+                finally:
+                    self._says = False
+                    self._control_sent.open()
                 continue
             if self._open:
                 use, seconds = self._turn(loop.time())
@@ -103,8 +107,8 @@ class Sender:
                     timer.cancel()
 
     async def sent_control(self) -> None:
-        """Wait until no control message waits."""
-        while self._control:
+        """Wait until no control message waits, here or for room on its lane."""
+        while self._control or self._says:
             await self._control_sent.wait()
 
     def _turn(self, now: float) -> tuple[Use | None, float]:
