@@ -101,6 +101,13 @@ def test_a_hub_that_takes_over_has_the_quarantines_and_probations_that_there_wer
     assert again.wrongly(("out", "another", "a third")) == ()
 
 
+def test_a_hub_that_goes_back_keeps_its_quarantines_as_long_as_they_were():
+    quarantines = Quarantines()
+    refused(quarantines, 500.0)
+    quarantines.restore({}, 0.0)  # as of the hub's beginning
+    assert quarantines.state()["pc-1"][0] == FIRST_SECONDS
+
+
 def test_nodes_that_come_and_go_do_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr(quarantine, "NODES_KEPT", 4)
     quarantines = Quarantines()

@@ -108,7 +108,7 @@ class Quarantines:
 
     def restore(self, state: Mapping[str, Any], now: float) -> None:
         """Take over what `state` returned, besides what is known here. Raises TypeError or ValueError."""
-        self._looked_at = now
+        self._looked_at = max(self._looked_at, now)  # a hub that goes back, with none of these, has looked since
         for peer, (rest, seconds, reason, accepted) in state.items():
             record = self._recent(PeerId(peer))
             record.until = now + min(float(rest), LONGEST_SECONDS)
