@@ -140,6 +140,27 @@ def test_what_was_pending_at_the_checkpoint_and_offered_after_it_counts_once(tmp
         np.testing.assert_allclose(ended[name], shared[name], atol=1e-6)
 
 
+def test_what_was_on_its_way_at_the_checkpoint_and_never_came_is_offered_again(tmp_path):
+    settings = RunSettings(every=2, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+    with broker(settings) as hub:
+        with connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_every="1000") as node:
+            node.message_delay = lambda: 3600.0
+            params = parameters()
+            sync = DelayedSync(node, params)
+            for batch in (next(batches(unit)) for unit in itertools.count()):
+                params = sync.step(sgd(params, batch)[0], samples=16)
+                if node.in_flight():
+                    break
+            sync.save(params, wait=True)
+        with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:
+            again = DelayedSync(node, parameters())
+            again.finish(again.start)
+            assert hub.broker.hub.samples == 16 * sync.steps
+            shared = again.params
+    for name in params:
+        np.testing.assert_allclose(shared[name], params[name], atol=1e-5)
+
+
 def test_a_node_needs_no_hub_to_go_on_and_federates_when_there_is_one(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     settings = RunSettings(every=2, delay=1, heartbeat_seconds=0.1, lost_seconds=0.5)

@@ -60,13 +60,12 @@ class NodeCheckpoint:
         self.keeper = NodeKeeper(folder, how_often, lambda: offers.version, self.facts, jobs.kept, submit)
         """Where the training thread saves."""
         if resuming is not None:
-            in_flight = [sequence for sequence, *_ in resuming.facts["coder"]["unacked"]]
             peer.term = int(resuming.facts["node"]["term"])
             for address in resuming.addresses:
                 peer.know(address)
             peer.resume(
-                resuming.run, resuming.version, resuming.settings, resuming.model, in_flight, resuming.versions,
-                int(resuming.facts["offers"]["sequence"]),
+                resuming.run, resuming.version, resuming.settings, resuming.model, sorted(_unacked(resuming)),
+                resuming.versions, int(resuming.facts["offers"]["sequence"]),
             )  # fmt: skip
 
     @property
@@ -103,6 +102,9 @@ class NodeCheckpoint:
         if self.resuming is not None:
             self.resuming.check_model(model, self.keeper.folder.folder)
             self._jobs.restore(self.resuming)
+            # a hub that welcomed this node before now said then what is lost, and there was no codec to hear of it
+            for sequence in _unacked(self.resuming) - self._peer.in_flight:
+                self._jobs.joined_coder.withdraw(sequence)
 
     def may_go_on(self) -> bool:
         """Return whether the node may go on from its checkpoint: in strict mode all wait for each other."""
@@ -123,7 +125,7 @@ class NodeCheckpoint:
             if self._peer.timetable is not None and self._peer.state is not PeerState.LIVE:
                 from_version, every, delay = schedule
                 self._peer.timetable.add(Schedule(every, delay, from_version))
-        unacked = {sequence for sequence, *_ in saved.facts["coder"]["unacked"]}
+        unacked = _unacked(saved)
         for sequence in set(self._offers.in_flight()) - unacked:
             self._offers.withdrawn(sequence)  # it was just being withdrawn
         if rewound >= 0:
@@ -134,3 +136,8 @@ class NodeCheckpoint:
         self.keeper.saved = saved
         where = "where all have gone back to" if rewound >= 0 else f"with {len(unacked)} deltas on their way"
         logger.info("%s goes on from version %d of %s, %s", self._peer.name, saved.version, saved.run, where)
+
+
+def _unacked(saved: SavedNode) -> set[int]:
+    """The offers that were on their way, coded."""
+    return {int(sequence) for sequence, *_ in saved.facts["coder"]["unacked"]}
