@@ -256,7 +256,7 @@ class Peer(PeerBook):
         for from_version, every, delay in welcome.schedules:
             self.timetable.add(Schedule(every, delay, from_version))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
-        self.shard, self.masters, self.heard = welcome.shard, welcome.masters, welcome.heard
+        self.shard, self.masters = welcome.shard, welcome.masters
         self.state, self.obstacle = PeerState.WELCOMED, ""
         self._search.answered()
         self._beat_at = now
@@ -268,7 +268,7 @@ class Peer(PeerBook):
         if drops and 0 <= self._next_sequence <= max(kept, default=-1):
             self.overtaken = True
             self._following.begin_anew(warm=True)
-        self._next_sequence = -1
+        self._next_sequence, self.heard = -1, welcome.heard  # who knows the one knows whether it is overtaken
         return effects + (self._fetch(now) if self.model else [])
 
     def _fetch(self, now: float) -> list[PeerEffect]:

@@ -70,7 +70,7 @@ class PeerBook:
     not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
     last believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
     overtaken: what was pending at the checkpoint that this node goes on from has landed since, or will: a former life
-    had offered it.
+    had offered it; until that is dropped.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import PeerState
+from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.node.link import HubLink
@@ -285,6 +287,23 @@ def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_
     assert node._jobs.kept(before) is None and node._jobs.kept(facts()) is None
     assert node.poll().reset
     assert node._jobs.kept(before) is None and node._jobs.kept(facts()) is not None
+
+
+def test_who_has_dropped_what_a_former_life_had_offered_does_not_drop_it_again_after_its_next_checkpoint(
+    node, tmp_path
+):
+    node._keep_in(CheckpointFolder(tmp_path), "1000", None)
+    node._peer.resume("run-1", 3, RunSettings(), MODEL, (), next_sequence=5)
+    node._offers.skip_to(5)
+    node._jobs.coder = DeltaCoder(MODEL, RunSettings())
+    hear(node, replace(welcome(4, MODEL), landed=((6, 4),), heard=6))
+    node._link.carry_out(node._peer.join(MODEL, 0.0))
+    frames = encode_snapshot(Layout(MODEL, 1), LEAVES)
+    hear_frames(node, Snapshot(1, 4, tuple(len(frame) for frame in frames)), frames)
+    decoded(node)
+    assert node.next_fragments() == () and node._joining.checkpoint.facts()["offers"]["sequence"] == 5
+    assert node.poll().reset and node.next_fragments() == (0,)
+    assert node._joining.checkpoint.facts()["offers"]["sequence"] == 7
 
 
 def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):

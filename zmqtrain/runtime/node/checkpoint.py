@@ -79,6 +79,9 @@ class NodeCheckpoint:
         """Return what the exchange has to know (training thread)."""
         peer, version = self._peer, self._offers.version
         self._offers.hear(self._inbox.take_withdrawn())
+        heard = peer.heard
+        if not peer.overtaken:  # nothing of former lives is pending here: the next one need not drop it again
+            self._offers.skip_to(heard + 1)
         timetable = [] if peer.timetable is None else [list(one) for one in peer.timetable.since(version)]
         node = {
             "peer": peer.peer,

@@ -198,7 +198,7 @@ class PeerExchange(ABC):
         """See Exchange; decided by `Offers.next_fragment`."""
         self._offers.hear(self._inbox.take_withdrawn())
         timetable = self._peer.timetable
-        dropping = self._restarts.begun or (self._peer.overtaken and not self._restarts.resets)
+        dropping = self._restarts.begun or self._peer.overtaken
         if timetable is None or dropping or self.quarantined_seconds > 0:
             return ()
         fragment = self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
@@ -240,6 +240,7 @@ class PeerExchange(ABC):
             self._restarts.landed(len(update.landed))
             if update.reset:
                 self._restarts.done(self._offers.next_sequence)
+                self._peer.overtaken = False
             self._decode_on()
             if self._events is not None:
                 self._events.applied(update)
