@@ -93,6 +93,15 @@ def test_a_fresh_beginning_stays_ordered_through_whatever_is_cut_short():
     assert whole.reset and not whole.warm, "it was ordered to begin with a fresh optimizer before"
 
 
+def test_who_is_told_to_begin_anew_when_the_answer_that_it_has_all_is_on_its_way_fetches_once_more():
+    following = at(3)
+    assert following.fetch() == 3
+    following.begin_anew(warm=True)
+    assert following.announce(snapshot(3, 1001, sizes=())) is Step.FETCH and following.fetch() == -1
+    following.announce(snapshot(3, 1002))
+    assert following.whole(1002).reset
+
+
 def test_a_fresh_beginning_that_came_with_a_snapshot_stays_ordered_if_that_is_cut_short():
     following = at(3)
     following.announce(snapshot(4, 1003, reset=True))

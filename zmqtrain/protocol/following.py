@@ -60,7 +60,8 @@ class Following:
             self.announced = announcement.version
             if not announcement.sizes:
                 self.version, self.confirmed = announcement.version, True
-                return Step.FETCH if self._missing else Step.NOTHING  # it was asked for before that was known
+                ordered = self._missing or self._reset  # after this was asked for
+                return Step.FETCH if ordered else Step.NOTHING
         self._open[announcement.transfer] = announcement
         return Step.EXPECT
 
