@@ -20,8 +20,10 @@ from channels import StrangeSockets, meet, run
 
 from zmqtrain.errors import AddressInUse, ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.transport.address import is_loopback
+from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
+from zmqtrain.transport.zmq_port import Port, open_socket
 from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
 
@@ -90,6 +92,42 @@ def test_who_listens_is_told_each_message_in_order_those_that_were_here_before_t
         assert told == list(range(51)) and len(failures) == 2
         await node.close()
         await hub.close()
+
+    run(main)
+
+
+def test_who_listens_at_a_port_and_answers_each_message_leaves_the_loops_other_tasks_their_turn() -> None:
+    messages, at_once = 500, 8
+
+    async def main() -> None:
+        context: zmq.Context[zmq.SyncSocket] = zmq.Context()
+        here, there = (open_socket(context, zmq.PAIR, 0, 0) for _ in range(2))
+        here.bind("inproc://port")
+        there.connect("inproc://port")
+        port = Port(here, Gate(), Gate())
+        for number in range(messages):
+            there.send(b"%d" % number)
+        told: list[int] = []
+
+        def take() -> bool:
+            for _ in range(at_once):
+                if (frames := port.receive(limit=1)) is None:
+                    return False
+                told.append(int(frames[0].bytes))
+                port.send([b"heard"])  # looks whether somebody waits for messages
+            return True
+
+        port.listen(take)
+        most = 0
+        while len(told) < messages:
+            before = len(told)
+            await asyncio.sleep(0)
+            most = max(most, len(told) - before)
+        assert told == list(range(messages))
+        assert most <= 2 * at_once  # once as the socket rings, once as there was more
+        port.close(0.0)
+        there.close()
+        context.term()
 
     run(main)
 

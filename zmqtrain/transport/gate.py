@@ -28,13 +28,13 @@ class Gate:
         return bool(self._waiters) or self._called is not None
 
     def call(self, what: Callable[[], object]) -> None:
-        """Have the loop call this soon after each `open`, from now on."""
+        """Call this at each `open`, from now on, in the midst of who opens: it takes note, and does no more."""
         self._called = what
 
     def open(self) -> None:
         """Wake all who wait here now."""
         if self._called is not None:
-            asyncio.get_running_loop().call_soon(self._called)
+            self._called()
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

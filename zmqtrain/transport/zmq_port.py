@@ -45,11 +45,37 @@ class Port:
         self._descriptor = socket.FD
         self._loop.add_reader(self._descriptor, self._look)
 
-    def listen(self, take: Callable[[], object]) -> None:
-        """Have the loop call `take` whenever messages may be here, from now on: it receives until there is none."""
-        self._readable.call(take)  # after a call on the socket that may have swallowed the edge
-        self._loop.add_reader(self._descriptor, take)
-        self._loop.call_soon(take)
+    def listen(self, take: Callable[[], bool]) -> None:
+        """Have the loop call `take` whenever messages may be here, from now on.
+
+        It receives some, and returns whether there may be more: then it is called again in the loop's next turn, and if
+        it raises, too.  However much is sent meanwhile, only one such call waits at a time: others have their turn.
+        """
+        waits = False
+
+        def soon() -> None:
+            nonlocal waits
+            if not waits:
+                waits = True
+                self._loop.call_soon(again)
+
+        def again() -> None:
+            nonlocal waits
+            waits = False
+            if not self._socket.closed:
+                look()
+
+        def look() -> None:
+            more = True
+            try:
+                more = take()
+            finally:
+                if more:
+                    soon()
+
+        self._readable.call(soon)  # a call on the socket may have swallowed the edge
+        self._loop.add_reader(self._descriptor, look)
+        soon()
 
     def _look(self) -> int:
         events = self._events()

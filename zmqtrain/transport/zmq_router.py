@@ -243,19 +243,14 @@ class RouterChannel:
         told: what it raises is the loop's to handle; the next message is told all the same.
         """
 
-        def take() -> None:
+        def take() -> bool:
             for _ in range(_TOLD_AT_ONCE):
                 if self._closed or (frames := self._port.receive(limit=1 + MAX_MESSAGE_FRAMES)) is None:
-                    return
+                    return False
                 if (message := self._read(frames)) is not None:
-                    try:
-                        told(*message)
-                    except BaseException:
-                        loop.call_soon(take)
-                        raise
-            loop.call_soon(take)
+                    told(*message)
+            return True
 
-        loop = asyncio.get_running_loop()
         self._port.listen(take)
 
     def _read(self, frames: list[zmq.Frame]) -> tuple[PeerId, Lane, list[Buffer]] | None:
