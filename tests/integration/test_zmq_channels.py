@@ -21,6 +21,7 @@ from channels import StrangeSockets, meet, run
 from zmqtrain.errors import AddressInUse, ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.transport.address import is_loopback
 from zmqtrain.transport.gate import Gate
+from zmqtrain.transport.routing import first_life, next_life, routing_id_of
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 from zmqtrain.transport.zmq_port import Port, open_socket
@@ -294,6 +295,45 @@ def test_a_node_that_reconnects_takes_its_name_over_and_loses_only_what_was_queu
         hub.send(A, Lane.BULK, [b"welcome back"])
         assert await receiving == (Lane.BULK, [b"welcome back"])
         await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_what_a_channel_said_before_it_was_opened_anew_ends_no_connection_of_now(strangers: StrangeSockets) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        life = first_life()
+
+        async def connect() -> list[zmq.SyncSocket]:
+            sockets = [strangers.dealer(hub.address, routing_id_of(lane, A, life)) for lane in Lane]
+            while hub.connections < 2:
+                await hub.changed()
+            return sockets
+
+        async def close(sockets: list[zmq.SyncSocket]) -> None:
+            for one in sockets:
+                one.close(linger=10_000)
+            while hub.connections:  # what they have said waits at the hub
+                await hub.changed()
+
+        while not hub.refusals["life"]:  # the order in which a hub hears its connections is libzmq's own
+            former = await connect()
+            for _ in range(5):
+                for one in former:
+                    one.send(b"of before")
+            await close(former)
+            life = next_life(life)
+            now = await connect()
+            for one in now:
+                one.send(b"of now")
+            heard = 0
+            while heard < 2:
+                _, _, frames = await hub.receive()
+                heard += frames == [b"of now"]
+            assert hub.connections == 2
+            await close(now)
+            life = next_life(life)
         await hub.close()
 
     run(main)

@@ -36,8 +36,8 @@ def test_a_later_life_ends_the_connections_of_the_former_whose_last_words_are_no
     for descriptor in (7, 8):
         assert seats.hear(A, "pc1", "k1", b"1", descriptor, number=descriptor)[0] == ""
     assert seats.hear(A, "pc1", "k1", b"2", 9, number=9) == ("", {7, 8})
-    assert seats.hear(A, "pc1", "k1", b"1", 7, number=7) == ("life", set())
-    assert seats.hear(A, "pc1", "k1", b"1", 8, number=-1) == ("life", set())  # its connection is gone already
+    assert seats.hear(A, "pc1", "k1", b"1", 7, number=7) == ("life", {7})
+    assert seats.hear(A, "pc1", "k1", b"1", 8, number=-1) == ("life", {8})  # its connection is gone already
     seat = seats.get(A)
     assert seat is not None and seat.life == b"2" and seat.descriptors == {9: 9}
 

@@ -73,6 +73,11 @@ class Seats:
         """Return the place of a peer; None for one that was never heard, or is forgotten."""
         return self._seats.get(peer)
 
+    def is_now(self, peer: PeerId, life: bytes) -> bool:
+        """Return whether this is the life in which the peer is heard."""
+        seat = self._seats.get(peer)
+        return seat is not None and seat.life == life
+
     def hear(
         self, peer: PeerId, name: str, key: str, life: bytes, descriptor: int, number: int
     ) -> tuple[str, set[int]]:
@@ -81,8 +86,9 @@ class Seats:
         number: of the connection, higher for each that is made; -1 for one that has ended.  Which of two lives is the
         later one they tell themselves, if they are of one channel (a message may be heard when its connection has ended
         and another has its descriptor), else their connections do.
-        Return ("", the connections of the life that this one ends) if it counts, else why not: "name" (the peer is
-        another's) or "life" (another life of it has connected since).
+        Return why it does not count, "" if it does, and the connections that are to end for it: of the life that this
+        one ends; or, of "life" (another life of the peer has connected since), this one, unless its channel says itself
+        that it has ended it: its descriptor may be another's by now.  "name": the peer is another's.
         """
         seat = self._seats.get(peer)
         if seat is None:
@@ -95,7 +101,7 @@ class Seats:
         if seat.life != life:
             former = is_former(life, seat.life)
             if number <= seat.newest if former is None else former:
-                return "life", ended
+                return "life", {descriptor} if former is None else ended
             ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
             seat.life, seat.descriptors = life, {}
         seat.key, seat.newest = key, max(seat.newest, number)

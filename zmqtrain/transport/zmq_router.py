@@ -286,13 +286,14 @@ class RouterChannel:
                 with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing
                     self._port.send(notice(reason), routing_id_of(lane, peer, life))
             return False
+        for former in ended if reason else ended - {descriptor}:
+            speaker = self._speakers.get(former)
+            if speaker is None or (speaker[0] == peer and not self._seats.is_now(peer, speaker[1])):
+                self._speakers.pop(former, None)
+                self._doorway.cut(former)  # else that descriptor is another's by now
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
-            self._doorway.cut(descriptor)
             return False
-        for former in ended - {descriptor}:
-            self._speakers.pop(former, None)
-            self._doorway.cut(former)
         if name and peer not in (speaker[0] for speaker in self._speakers.values()):
             logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
         self._speakers[descriptor] = (peer, life, key)
