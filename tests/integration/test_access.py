@@ -316,19 +316,20 @@ def test_an_address_has_a_bounded_number_of_connections_and_others_are_let_in() 
 
 def test_only_who_breaks_several_connections_in_a_row_is_taken_for_no_hub_and_not_one_that_is_just_ending() -> None:
     async def main() -> None:
-        broken = 0
+        broken, loop = 0, asyncio.get_running_loop()
 
-        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def hang_up() -> None:
             nonlocal broken
             broken += 1
-            writer.close()
+            no_hub.accept()[0].close()
 
-        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as no_hub:
-            port = no_hub.sockets[0].getsockname()[1]
-            lost = DealerChannel.connect(f"tcp://127.0.0.1:{port}", peer=A)
+        with socket.create_server(("127.0.0.1", 0)) as no_hub:
+            loop.add_reader(no_hub, hang_up)
+            lost = DealerChannel.connect(f"tcp://127.0.0.1:{no_hub.getsockname()[1]}", peer=A)
             while not lost.refused:
                 await lost.changed()
             assert lost.refused == "broken" and broken >= 4 and "no zmqtrain-broker?" in lost.obstacle
+            loop.remove_reader(no_hub)
             await lost.close()
 
     run(main)
