@@ -141,6 +141,10 @@ class PeerBook:
         self.in_flight, self.checkpoints = set(in_flight), checkpoints
         self._asks_of, self._next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
 
+    def keep_pending(self) -> None:
+        """Drop nothing of what is pending, whatever a former life had offered of it, if no hub has said so yet."""
+        self._next_sequence = -1
+
     @property
     def version(self) -> Version:
         """Of the last aggregate or snapshot that is here whole; -1: none."""

@@ -306,6 +306,19 @@ def test_who_has_dropped_what_a_former_life_had_offered_does_not_drop_it_again_a
     assert node._joining.checkpoint.facts()["offers"]["sequence"] == 7
 
 
+@pytest.mark.parametrize("steps", [7, 8])
+def test_who_has_trained_alone_since_its_checkpoint_for_longer_than_its_offers_stand_for_drops_nothing(
+    node, tmp_path, steps
+):
+    settings = {"every": 4, "fragments": 2}
+    node._keep_in(CheckpointFolder(tmp_path), "1000", None)
+    node._peer.resume("run-1", 3, RunSettings(**settings), MODEL, (), next_sequence=5)
+    for step in range(steps):
+        node.report(step=step, samples=8, loss=1.0, age_steps=1.0, offers_refused=0)
+    hear(node, replace(welcome(4, MODEL, **settings), landed=((6, 4),), heard=6))
+    assert node._peer.overtaken is (steps < 8)
+
+
 def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):
     live(node)
     link = node._link

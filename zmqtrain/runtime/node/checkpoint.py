@@ -50,6 +50,7 @@ class NodeCheckpoint:
         submit: Callable[[Callable[[], None]], bool],
     ) -> None:
         self.resuming = resuming
+        self._steps_alone = 0
         self._peer, self._offers, self._units, self._inbox = peer, offers, units, inbox
         self._restarts, self._jobs, self._submit = restarts, jobs, submit
         jobs.keeps_sent = True
@@ -139,6 +140,18 @@ class NodeCheckpoint:
         self.keeper.saved = saved
         where = "where all have gone back to" if rewound >= 0 else f"with {len(unacked)} deltas on their way"
         logger.info("%s goes on from version %d of %s, %s", self._peer.name, saved.version, saved.run, where)
+
+    def stepped(self) -> None:
+        """A step was made (training thread).
+
+        Who trains alone for as long as its offers of all fragments stand for keeps all that is pending: what a former
+        life has offered of it is less than what would be lost.
+        """
+        if self._peer.state is PeerState.CONNECTING and self._peer.timetable is not None:
+            settings = self._peer.timetable.at(self._offers.version)
+            self._steps_alone += 1
+            if self._steps_alone == settings.every * settings.fragments:
+                self._peer.keep_pending()
 
 
 def _unacked(saved: SavedNode) -> set[int]:

@@ -294,6 +294,8 @@ class PeerExchange(ABC):
         progress = self._progress
         progress.step, progress.samples, progress.loss = step, samples, loss
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
+        if self._joining.checkpoint is not None:
+            self._joining.checkpoint.stepped()
         if self._events is not None:
             self._events.stepped(step, samples, loss)
 
