@@ -146,10 +146,10 @@ def mutate_head(head: bytes, random: Random) -> bytes:
         return mutate_bytes(head, random)
     try:
         *stamp, kind, body = msgpack.unpackb(head, use_list=False)
+        body = dict(body)  # no field of a record that is none
         name = random.choice(sorted(body))
     except (ValueError, TypeError, AttributeError, IndexError):
         return mutate_bytes(head, random)
-    body = dict(body)
     body[name] = _mutate_value(body[name], random)
     if random.random() < 0.02 and stamp:
         at = random.randrange(len(stamp))
