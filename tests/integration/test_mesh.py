@@ -339,7 +339,7 @@ def test_with_keys_all_is_encrypted_and_who_lacks_them_reaches_nobody():
             send(opened[0], 1, [b"secret", bytes(1 << 20)])
             listeners[1].wait(lambda one: one.messages == [(0, [b"secret", bytes(1 << 20)])])
             assert opened[0].statistics().relayed == ()
-        with pytest.raises(HubUnreachable, match="wants? keys"):
+        with pytest.raises(HubUnreachable, match=r"wants? keys"):
             open_port(hub, 1, timeout_seconds=0.5)
 
 
