@@ -394,6 +394,32 @@ def test_a_node_is_told_of_each_connection_that_is_gone_and_of_no_attempt_that_f
     run(main)
 
 
+def test_who_asks_now_and_then_gets_what_has_come_and_who_waits_afterwards_is_woken() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        assert node.try_receive(Lane.CONTROL) is None
+        for number in range(3):
+            hub.send(A, Lane.CONTROL, [b"%d" % number])
+            hub.send(A, Lane.BULK, [b"bulk"])
+            while not node._ports[Lane.CONTROL].readable:
+                await node._incoming.wait()
+            assert node.try_receive(Lane.CONTROL) == [b"%d" % number]
+            assert node.try_receive(Lane.CONTROL) is None
+            assert await node.receive() == (Lane.BULK, [b"bulk"])
+        waiter = asyncio.create_task(node.receive())
+        await asyncio.sleep(0)
+        hub.send(A, Lane.CONTROL, [b"last"])
+        assert await waiter == (Lane.CONTROL, [b"last"])
+        await node.close()
+        with pytest.raises(ChannelClosed):
+            node.try_receive(Lane.CONTROL)
+        await hub.close()
+
+    run(main)
+
+
 def test_closing_wakes_every_waiter() -> None:
     async def main() -> None:
         hub = RouterChannel.bind(HERE)

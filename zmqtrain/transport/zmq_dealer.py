@@ -247,21 +247,25 @@ class DealerChannel:
         """
         while True:
             await self._fairness.turn()
-            self._check_open()
-            for lane, port in self._ports.items():
-                frames = port.receive(limit=MAX_MESSAGE_FRAMES)
-                if frames:
-                    message = [as_buffer(frame) for frame in frames]
-                    reason = reason_of(message)
-                    if reason or self._refused == "name":
-                        self._learn(reason or "")
-                    if reason is None:
-                        return lane, message
-                if frames is not None:  # a notice, or too many: not a hub of ours; look again
-                    break
-            else:
-                if not any(port.readable for port in self._ports.values()):
-                    await self._incoming.wait()
+            self._check_open()  # one that is closed has no ports
+            for lane in self._ports:
+                if (message := self.try_receive(lane)) is not None:
+                    return lane, message
+            if not any(port.readable for port in self._ports.values()):
+                await self._incoming.wait()
+
+    def try_receive(self, lane: Lane) -> list[Buffer] | None:
+        """Return the next message of a lane as `receive` does, but never wait: None if none is here, or none that a hub
+        of ours has sent."""
+        self._check_open()
+        frames = self._ports[lane].receive(limit=MAX_MESSAGE_FRAMES)
+        if not frames:  # nothing, or too many
+            return None
+        message = [as_buffer(frame) for frame in frames]
+        reason = reason_of(message)
+        if reason or self._refused == "name":
+            self._learn(reason or "")
+        return message if reason is None else None
 
     async def reconnect(self, address: str = "") -> None:
         """Drop both connections and all that is queued on them, and connect anew under the same name.

@@ -35,7 +35,8 @@ class Port:
 
     ZMQ_FD is edge-triggered, and any call on the socket may swallow the edge: so after each call, whoever else waits
     is looked after (`_look`), and who is about to wait asks once more (`readable`, `writable`): the edge may have gone
-    to whom was looked after.
+    to whom was looked after.  From then on the loop watches the descriptor, until it rings where nobody waits: it also
+    rings for what is no news to anybody.
     """
 
     def __init__(self, socket: zmq.SyncSocket, readable: Gate, writable: Gate) -> None:
@@ -43,7 +44,7 @@ class Port:
         self._discarding = False
         self._loop = asyncio.get_running_loop()
         self._descriptor = socket.FD
-        self._loop.add_reader(self._descriptor, self._look)
+        self._watched = False
 
     def listen(self, take: Callable[[], bool]) -> None:
         """Have the loop call `take` whenever messages may be here, from now on.
@@ -75,7 +76,20 @@ class Port:
 
         self._readable.call(soon)  # a call on the socket may have swallowed the edge
         self._loop.add_reader(self._descriptor, look)
+        self._watched = True
         soon()
+
+    def _watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            self._loop.add_reader(self._descriptor, self._ring)
+
+    def _ring(self) -> None:
+        if self._readable.waited_at or self._writable.waited_at:
+            self._look()
+        else:
+            self._watched = False
+            self._loop.remove_reader(self._descriptor)
 
     def _look(self) -> int:
         events = self._events()
@@ -87,12 +101,14 @@ class Port:
 
     @property
     def readable(self) -> bool:
-        """Whether a message is here."""
+        """Whether a message is here; ask before waiting for one."""
+        self._watch()
         return bool(self._look() & _READABLE)
 
     @property
     def writable(self) -> bool:
-        """Whether there is room for a message."""
+        """Whether there is room for a message; ask before waiting for it."""
+        self._watch()
         return bool(self._look() & _WRITABLE)
 
     def _events(self) -> int:

@@ -233,7 +233,8 @@ class RouterChannel:
             self._check_open()
             frames = self._port.receive(limit=1 + MAX_MESSAGE_FRAMES)
             if frames is None:
-                await self._incoming.wait()
+                if not self._port.readable:
+                    await self._incoming.wait()
             elif (message := self._read(frames)) is not None:
                 return message
 

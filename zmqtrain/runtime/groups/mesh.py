@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zmqtrain.errors import ChannelClosed, FramingError, LocalProtocolError
+from zmqtrain.errors import FramingError, LocalProtocolError
 from zmqtrain.interfaces import Clock, PortListener
 from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.group_messages import Group, GroupLost, Leave
@@ -189,11 +189,10 @@ class MeshPort:
             if not self._failure.done():
                 self._failure.set_exception(error)
 
-    async def _hear_forever(self, rank: int, way: Way) -> None:
-        """Take the signs of life that come back over the connection to another rank."""
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                await way.channel.receive()
+    def _hear_back(self) -> None:
+        """Take the signs of life that have come back over the connections to the others: nobody is woken for them."""
+        for rank, way in self._ways.items():
+            while way.state is not WayState.LOST and way.channel.try_receive(Lane.CONTROL) is not None:
                 self._presence.answered(rank)
 
     def _on_message(self, rank: int, frames: list[Buffer]) -> None:
@@ -231,8 +230,7 @@ class MeshPort:
         tasks: list[asyncio.Future[None]] = [self._failure, asyncio.create_task(self._line.run(self._presence))]
         try:
             for rank in others:
-                way = self._ways[rank] = self._connect(rank, meeting)
-                tasks.append(asyncio.create_task(self._hear_forever(rank, way)))
+                self._ways[rank] = self._connect(rank, meeting)
             self._door.listen(self._hear)
             while not self._closing:
                 self._tick(time.monotonic())
@@ -254,6 +252,7 @@ class MeshPort:
             await self._door.close(self._linger_seconds)
 
     def _tick(self, now: float) -> None:
+        self._hear_back()
         self._presence.tick(now)
         if not any(way.state is WayState.OPENING for way in self._ways.values()):
             self._thread.ready()
