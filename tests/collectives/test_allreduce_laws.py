@@ -125,7 +125,7 @@ def test_chunks_go_round_the_ring_without_waiting_for_the_rest_of_their_share() 
 
 @pytest.mark.parametrize(("size", "seed"), [(2, None), (3, 1)])
 def test_what_comes_last_round_a_ring_comes_in_ever_smaller_pieces(size: int, seed: int | None) -> None:
-    share, least = 300_000, LAST_CHUNK_BYTES // 8
+    share, least = 600_000, LAST_CHUNK_BYTES // 8
     arrays = random_arrays(size, size * share, "int64", 3)
     wanted = np.sum(arrays, axis=0)
     traffic = play("ring", arrays, "sum", share // 2, seed)

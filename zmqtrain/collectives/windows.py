@@ -1,6 +1,6 @@
 """Keep the windows of one call: what goes to a rank as far as there is room there, and what has come of one (pure).
 
-Rule 1: at most WINDOW_BYTES of a call are on their way to a rank and not taken there; a quarter of that at a time is
+Rule 1: at most WINDOW_BYTES of a call are on their way to a rank and not taken there; half of that at a time is
 reported as taken. To the hub, which has a window of its own for each rank, there is always room.
 Rule 2: what is longer than PART_BYTES is cut on its way; each part says how long the whole is, and where it begins.
 Rule 3: memory that goes out uncopied is lent until the other side has said that it has taken it.
@@ -21,7 +21,7 @@ PART_BYTES = MAX_FRAME_BYTES
 """What is longer is cut on its way."""
 
 WINDOW_BYTES = 4 * PART_BYTES
-REPORT_BYTES = WINDOW_BYTES // 4
+REPORT_BYTES = WINDOW_BYTES // 2
 """How much may be on its way, and after how much more the other side says that it has taken it."""
 
 
