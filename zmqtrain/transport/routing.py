@@ -9,6 +9,7 @@ Source: ZeroMQ RFC 28 (ROUTER, DEALER).
 from __future__ import annotations
 
 import secrets
+from functools import lru_cache
 
 from zmqtrain.transport.limits import is_peer_id
 from zmqtrain.types import Lane, PeerId
@@ -18,6 +19,8 @@ __all__ = ["first_life", "next_life", "is_former", "routing_id_of", "sender_of"]
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
 _SERIES_BYTES, _COUNT_BYTES = 8, 4
+
+_REMEMBERED = 1024  # routing ids that were read: the same ones come with each message
 
 
 def first_life() -> bytes:
@@ -43,6 +46,7 @@ def routing_id_of(lane: Lane, peer: PeerId, life: bytes) -> bytes:
     return _LANE_BYTES[lane] + peer.encode() + (b"\0" + life if life else b"")
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def sender_of(routing_id: bytes) -> tuple[PeerId, Lane, bytes] | None:
     """Return (peer, lane, life) of a routing id, None if it is none of ours (libzmq's own begin with a zero byte)."""
     lane = _LANES.get(routing_id[:1])
