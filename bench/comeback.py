@@ -59,7 +59,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def measure_restarts(nodes: int, kills: int, down_seconds: float, chance: random.Random) -> list[dict[str, Any]]:
     """Kill the broker again and again, start it again on its checkpoint each time, and return a row a kill."""
     rows = []
-    with Star(nodes, 1e9) as star, contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    with Star(nodes, 1e9) as star, tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         child = _child_of(star, stack)
         broker = child("hub", "broker", folder)
         broker.answer()

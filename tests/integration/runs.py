@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from zmqtrain.train.sync import DelayedSync
 
 TARGET = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
 STEPS_PER_UNIT = 8
+TRAINERS: WeakSet[Trainer] = WeakSet()
+"""All that were begun: see conftest."""
 
 
 def parameters(seed: int = 0) -> dict[str, jax.Array]:
@@ -71,6 +74,7 @@ class Trainer:
         self.stop = threading.Event()
         self.stepped = threading.Condition()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        TRAINERS.add(self)
         self.thread.start()
 
     def _run(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from zmqtrain.train.account import Account
+from zmqtrain.train.account import MOST_SCORES, Account
 from zmqtrain.train.drain import Drain
 
 
@@ -83,3 +83,14 @@ def test_a_drain_offers_a_fragment_until_it_has_landed():
     drain.reached(3.0)
     assert not drain.gives_up(3.5, 1.0) and drain.left
     assert drain.next_fragment({4, 5}) is None and not drain.left
+
+
+def test_who_makes_no_offer_for_days_keeps_a_bounded_number_of_scores_the_newest():
+    account = Account(2)
+    for step in range(3 * MOST_SCORES):
+        account.note(1, 8)
+        account.scored(step)
+        assert len(account.unsaid(0).scores) <= MOST_SCORES
+    tally = account.unsaid(1)
+    assert (tally.samples, tally.steps) == (8 * 3 * MOST_SCORES, 3 * MOST_SCORES)
+    assert tally.scores[-1] == 3 * MOST_SCORES - 1 and len(tally.scores) >= 256

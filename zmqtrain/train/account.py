@@ -14,7 +14,9 @@ from zmqtrain.types import Tally
 __all__ = ["Account"]
 
 AGES_KEPT = 1024
-SCORES_KEPT = 256
+SCORES_KEPT, MOST_SCORES = 256, 4096
+"""Of the steps that no offer stands for so many scores are kept when one is refused, and at most so many ever: a node
+may be alone for days."""
 
 
 class _Offered(NamedTuple):
@@ -77,6 +79,8 @@ class Account:
         """Take note of the loss of a step; it may be a device's, which is not waited for."""
         for unsaid in self._unsaid:
             unsaid.scores.append(score)
+            if len(unsaid.scores) > MOST_SCORES:
+                del unsaid.scores[:-SCORES_KEPT]
 
     def forget_unsaid(self) -> None:
         """What was computed and not offered is dropped, and stands for nothing."""
