@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from random import Random
+
+import pytest
 
 from zmqtrain.protocol.records import LANDED_KEPT, RANGES_KEPT, RECORDS_KEPT, Records
 
@@ -81,6 +84,29 @@ def test_the_newest_of_those_who_have_published_are_kept_and_of_each_the_newest_
         LANDED_KEPT + 4,
         LANDED_KEPT + 4,
     )
+
+
+def test_what_is_kept_of_each_node_that_has_come_and_gone_is_small():
+    records = Records()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(100):
+            for sequence in range(1000, 1000 + 2 * LANDED_KEPT):
+                records.land(f"pc#{number}", sequence, 1000 * number + sequence)
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 100 * 2048
+
+
+def test_a_number_that_no_message_could_have_held_is_not_taken_over():
+    most = (1 << 64) - 1
+    records = Records()
+    records.land("a", most, most)
+    assert records.landed("a") == ((most, most),)
+    with pytest.raises(OverflowError):
+        records.restore({"b": [0, [[most + 1, 1]], 0, []]})
 
 
 def test_what_is_written_to_a_checkpoint_is_what_is_read():

@@ -187,7 +187,7 @@ class HubBook:
             self.term = int(state.get("term", 0))
             if "tenure" in state:
                 self.tenure.restore(state["tenure"])
-        except (AttributeError, FramingError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, FramingError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         if self.version >= 0:
             self.founding.resume(model)

@@ -1,14 +1,16 @@
 """Remember, per peer, what outlives its connection: what of it has landed, the last publish and the last life heard.
 
-Rule: bounded: the newest landings of each peer, and the peers heard of most recently; who only says Hello, under
+Rule 1: bounded: the newest landings of each peer, and the peers heard of most recently; who only says Hello, under
 however many names, takes no place of those who have published.
+Rule 2: small: each node that joins anew is another peer here, and is kept long after it has left; so its landings are
+numbers of 64 bits in an array, a kilobyte in all, and no objects.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +26,29 @@ RANGES_KEPT = 64
 
 @dataclass
 class _Record:
-    landed: deque[tuple[int, Version]] = field(default_factory=lambda: deque(maxlen=LANDED_KEPT))
+    """numbers: of the newest landings, oldest first, the sequence and the version of each in turn."""
+
+    numbers: array[int] = field(default_factory=lambda: array("Q"))
     heard: int = -1
     incarnation: int = 0
     older: list[list[int]] = field(default_factory=list)
     recalled: tuple[tuple[int, Version], ...] = ()
 
-    def age(self, sequence: int) -> None:
+    @property
+    def landed(self) -> Iterator[tuple[int, Version]]:
+        """The (sequence, version) of the newest landings, oldest first."""
+        return zip(self.numbers[::2], self.numbers[1::2], strict=True)
+
+    def land(self, sequence: int, version: Version) -> None:
+        """Take note of a landing. Raises OverflowError for numbers that are not of 64 bits."""
+        landing = array("Q", (sequence, version))
+        if len(self.numbers) == 2 * LANDED_KEPT:
+            self._age(self.numbers[0])
+            del self.numbers[:2]
+        self.numbers += landing
+        self.heard = max(self.heard, sequence)
+
+    def _age(self, sequence: int) -> None:
         """Take a landing among the older ones: ranges of sequences, rising, the newest of them."""
         at = bisect([one[0] for one in self.older], sequence)
         if at and sequence <= self.older[at - 1][1] + 1:
@@ -89,16 +107,13 @@ class Records:
     def land(self, peer: PeerId, sequence: int, version: Version) -> None:
         """Take note that a publish is in the parameters from `version` on."""
         record = self._take(peer)
-        if len(record.landed) == LANDED_KEPT:
-            record.age(record.landed[0][0])
-        record.landed.append((sequence, version))
-        record.heard = max(record.heard, sequence)
+        record.land(sequence, version)
         self._put(peer, record)
 
     def clear(self) -> None:
         """Forget all publishes, and no life."""
         for record in self._records.values():
-            record.landed.clear()
+            del record.numbers[:]
             record.older, record.recalled, record.heard = [], (), -1
 
     def forget_unlanded(self) -> None:
@@ -123,7 +138,10 @@ class Records:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` wrote. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+        """Take over what `state` wrote.
+
+        Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for anything else.
+        """
         for peer, (heard, landed, incarnation, older) in state.items():
             before = self._take(PeerId(peer))
             record = _Record(heard=int(heard), incarnation=max(int(incarnation), before.incarnation))
