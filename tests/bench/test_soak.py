@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from soak import GROWTH_BYTES, Case, judge, measure
+from soak import GROWTH_BYTES, Case, Here, judge, measure
 
 FLAT = {"process": "broker", "growth_mb": 0.1, "descriptors": 0, "threads": 0, "noted": []}
 
@@ -15,6 +18,14 @@ def test_a_moment_of_it_ends_with_all_that_was_opened_closed_and_nothing_noted()
     assert broker["noted"] == node["noted"] == []
     assert (broker["process"], node["process"]) == ("broker", "node 0")
     assert node["steps"] > 0 and broker["rss_mb"] > 10
+
+
+def test_every_process_has_one_arena_whatever_else_its_environment_holds(tmp_path):
+    program = "import os; print(os.environ['MALLOC_ARENA_MAX'], os.environ['OTHER'])"
+    with Here(tmp_path).popen(
+        "one", [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={"OTHER": "kept"}
+    ) as process:
+        assert process.communicate()[0] == "1 kept\n"
 
 
 @pytest.mark.parametrize(

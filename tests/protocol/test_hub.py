@@ -748,7 +748,17 @@ def test_what_was_accepted_and_not_released_is_forgotten_by_a_restart():
     assert (welcome.accepted, welcome.landed) == ((), ())
 
 
-@pytest.mark.parametrize("damage", [{"version": "x"}, {"model": 3}, {"records": []}, {"scores": None}, {"ledger": {}}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"version": "x"},
+        {"model": 3},
+        {"records": []},
+        {"records": {"a": [0, [[-1, 1]], 0, []]}},
+        {"scores": None},
+        {"ledger": {}},
+    ],
+)
 def test_a_state_that_cannot_be_read_is_a_checkpoint_error(damage):
     hub = live_hub("a")
     with pytest.raises(CheckpointError):
