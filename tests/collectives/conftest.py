@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from zmqtrain.collectives import windows
 from zmqtrain.runtime.groups.communicator import Communicator
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports
 
@@ -57,3 +58,12 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     yield make
     for group in made:
         group.close()
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred bytes are many, so that flow control has something to do."""
+    monkeypatch.setattr(windows, "PART_BYTES", 64)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 256)
+    monkeypatch.setattr(windows, "REPORT_BYTES", 64)
+    monkeypatch.setattr(windows, "COPIED_BELOW_BYTES", 32)

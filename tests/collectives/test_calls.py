@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives import windows
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.collectives.calls import Call, Calls
 from zmqtrain.collectives.exchanges import barrier
@@ -23,13 +22,7 @@ from zmqtrain.errors import CollectiveMismatch, FramingError
 INT = np.dtype(np.int64)
 
 
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few hundred bytes are many, so that flow control has something to do."""
-    monkeypatch.setattr(windows, "PART_BYTES", 64)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 256)
-    monkeypatch.setattr(windows, "REPORT_BYTES", 64)
-    monkeypatch.setattr(windows, "COPIED_BELOW_BYTES", 32)
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 class Net:

@@ -6,17 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives import windows
 from zmqtrain.collectives.windows import Inflow, Outflow, Part
 
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few hundred bytes are many."""
-    monkeypatch.setattr(windows, "PART_BYTES", 64)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 256)
-    monkeypatch.setattr(windows, "REPORT_BYTES", 64)
-    monkeypatch.setattr(windows, "COPIED_BELOW_BYTES", 32)
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 def flow_of(*lengths: int, bounded: bool = True, confirm: bool = False) -> Outflow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from zmqtrain.runtime.node.sender import Sender
 from zmqtrain.transport.memory import LinkModel, memory_hub
 from zmqtrain.transport.reservation import BURST_BYTES, Use
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
-from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
+from zmqtrain.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 
 A = PeerId("a#1")
 LINK = LinkModel(bits_per_second=1e9)
@@ -97,16 +97,24 @@ def test_control_goes_at_once_while_chunks_wait_for_the_share() -> None:
     run(main())
 
 
-def test_who_waits_until_all_is_said_waits_for_what_waits_for_room_too() -> None:
+def test_who_waits_until_all_is_said_waits_for_what_waits_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         hub = memory_hub(queue_messages=1)
-        sender, channel = Sender(), hub.connect(A)
+        sender, channel, last = Sender(), hub.connect(A), asyncio.Event()
+        send = channel.send
+
+        async def noted(lane: Lane, frames: Sequence[Buffer]) -> None:
+            if frames == [b"goodbye"]:
+                last.set()
+            await send(lane, frames)
+
+        monkeypatch.setattr(channel, "send", noted)
         sending = asyncio.create_task(sender.run(channel))
         for head in (b"1", b"2", b"goodbye"):
             sender.say(head)
         said = asyncio.create_task(sender.sent_control())
         assert (await hub.receive())[2] == [b"1"]
-        await asyncio.sleep(1.0)
+        await last.wait()  # it waits for room now
         assert not said.done()
         assert (await hub.receive())[2] == [b"2"]
         await said
