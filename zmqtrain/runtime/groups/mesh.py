@@ -36,6 +36,8 @@ from zmqtrain.types import Buffer, HubChunk, Lane
 
 __all__ = ["MeshPort", "MeshStatistics", "Meeting"]
 
+BACK_AT_ONCE = 8
+"""So many signs of life of one rank are taken at a tick, of which one is due: who floods holds up nobody."""
 TICK_SECONDS = 0.05
 JOIN_SECONDS = 10.0
 
@@ -192,7 +194,9 @@ class MeshPort:
     def _hear_back(self) -> None:
         """Take the signs of life that have come back over the connections to the others: nobody is woken for them."""
         for rank, way in self._ways.items():
-            while way.state is not WayState.LOST and way.channel.try_receive(Lane.CONTROL) is not None:
+            for _ in range(BACK_AT_ONCE):
+                if way.state is WayState.LOST or way.channel.try_receive(Lane.CONTROL) is None:
+                    break
                 self._presence.answered(rank)
 
     def _on_message(self, rank: int, frames: list[Buffer]) -> None:
