@@ -29,6 +29,8 @@ node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's traini
 XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
+predicted_efficiency, predicted_busy: what the formula of `zmqtrain plan` says of hosts that share these cores
+(shared_cores).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
@@ -38,6 +40,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -45,12 +48,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.planning.schedule import payload_rate
+from zmqtrain.runtime.planning.planning import Wish
+from zmqtrain.runtime.planning.schedule import Schedule, payload_rate
 
 import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from emulated_node import be_node
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
+from shared_cores import Shared, load_on, predict_on
 from star import Star
 
 __all__ = ["Case", "read_options", "default_cases", "measure", "main"]
@@ -217,6 +222,14 @@ def _conduct(
     return merged, used, busy
 
 
+def _predict(case: Case, params: int, step_cpu_seconds: float) -> Shared:
+    """Return what is expected of a case on these cores; of one with slow nodes, as if none were."""
+    cores = len(os.sched_getaffinity(0))
+    wish = Wish(parameters=params, nodes=case.nodes, step_seconds=STEP_SECONDS, node_bits=case.rate, hub_bits=case.rate)
+    load, work = load_on(wish, case.codec, case.fragments, cores)
+    return predict_on(load, work, Schedule(case.every, case.delay), cores, step_cpu_seconds)
+
+
 def _row(
     case: Case, star: Star, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
 ) -> dict[str, Any]:
@@ -242,6 +255,7 @@ def _row(
     limit = case.nodes * case.fragments * largest / bytes_per_second
     exchange = statistics.median(seconds for node in nodes for seconds in node["exchange_seconds"])
     period = mean(lambda n: n["steps"] / n["exchanges"])
+    predicted = _predict(case, nodes[0]["params"], mean(lambda n: n["step_cpu_seconds"]))
     row: dict[str, Any] = {
         "nodes": case.nodes,
         "params": nodes[0]["params"],
@@ -254,6 +268,7 @@ def _row(
         "steps": case.steps,
         "slow": case.slow,
         "efficiency": mean(efficiency),
+        "predicted_efficiency": predicted.prediction.efficiency,
         "slow_efficiency": statistics.fmean(map(efficiency, slow)) if slow else None,
         "period_steps": period,
         "model_period_steps": period * case.fragments,
@@ -267,6 +282,7 @@ def _row(
         "exchange_over_limit": exchange / limit,
         "contributions": broker["contributions"] / broker["version"],
         **busy,
+        "predicted_busy": predicted.busy,
         "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
         "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],

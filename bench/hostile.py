@@ -209,11 +209,11 @@ class _Complaints(logging.Handler):
         self.about, self.texts = about, list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line, the first hundred of them."""
+        """Keep a line with its time of day, the first hundred of them."""
         text = record.getMessage()
         grave = record.levelno >= logging.ERROR
         if (self.about in text or grave) and len(self.texts) < 100:
-            self.texts.append(text[:300])
+            self.texts.append(f"{time.strftime('%X', time.localtime(record.created))} {text[:300]}")
 
 
 def _complaints(about: str = "") -> _Complaints:

@@ -33,9 +33,8 @@ from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_count, parse_rate
-from zmqtrain.runtime.planning.costs import exchange_costs
-from zmqtrain.runtime.planning.planning import Plan, Wish, load_of, make_plan
-from zmqtrain.runtime.planning.schedule import Load, Schedule, fit, predict
+from zmqtrain.runtime.planning.planning import Plan, Wish, make_plan
+from zmqtrain.runtime.planning.schedule import Schedule, fit, predict
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
@@ -44,6 +43,7 @@ from zmqtrain.transport.memory import LinkModel
 from zmqtrain.types import LeafSpec
 
 from report import print_table, write_json
+from shared_cores import load_on
 
 __all__ = ["Simulated", "simulate_plan", "predict_cases", "check_on_star", "draw", "main"]
 
@@ -253,31 +253,16 @@ def predict_cases(
 # ---------------------------------------------------------------------- on the star
 
 
-def _on_one_machine(load: Load, thread_seconds: float, cores: int) -> Load:
-    """Return what a star asks of the one machine that all its hosts are: their codecs share its cores.
-
-    thread_seconds: CPU time of a node's exchange besides its codec's, which a GPU would save it (subtraction, rebase).
-    """
-    work = load.nodes * (load.node_seconds + thread_seconds) + load.masters * load.hub_seconds
-    beside = max(load.node_seconds, work / cores)
-    return replace(load, node_seconds=beside, held_seconds=load.held_seconds)
-
-
 def check_on_star(wish: Wish, cores: int, steps: int) -> Iterator[dict[str, Any]]:
     """Give, for 4 and 8 nodes on the star, what is predicted, and what `efficiency.measure` measures then."""
     from efficiency import Case, measure  # needs root, ip and tc
 
     for number in (4, 8):
-        here = replace(wish, nodes=number, step_on="host", codec_on="host", share=1.0, cores=float(cores))
-        for_codec = make_plan(here)
-        load = load_of(here, for_codec.codec, for_codec.broadcast_codec, for_codec.fragments)
-        costs = exchange_costs(
-            wish.parameters / load.fragments, load.bytes_up, load.bytes_down, for_codec.codec,
-            for_codec.broadcast_codec, number, step_on="host", codec_on="host",
-        )  # fmt: skip
-        shared = _on_one_machine(replace(load, held_seconds=costs.thread_seconds), costs.thread_seconds, cores)
-        schedule: Schedule = fit(shared)
-        predicted = predict(shared, schedule)
+        wish = replace(wish, nodes=number)
+        for_codec = make_plan(replace(wish, step_on="host", codec_on="host", share=1.0, cores=float(cores)))
+        load, _ = load_on(wish, for_codec.codec, for_codec.fragments, cores)
+        schedule: Schedule = fit(load)
+        expected = predict(load, schedule)
         case = Case(
             nodes=number, params=wish.parameters, codec=for_codec.codec, fragments=load.fragments,
             every=schedule.every, delay=schedule.delay, rate=wish.hub_bits,
@@ -289,14 +274,14 @@ def check_on_star(wish: Wish, cores: int, steps: int) -> Iterator[dict[str, Any]
             "fragments": load.fragments,
             "k": schedule.every,
             "d": schedule.delay,
-            "efficiency": predicted.efficiency,
+            "efficiency": row["predicted_efficiency"],
             "measured efficiency": row["efficiency"],
-            "difference, points": 100 * (row["efficiency"] - predicted.efficiency),
-            "model": predicted.model_period_steps,
+            "difference, points": 100 * (row["efficiency"] - row["predicted_efficiency"]),
+            "model": expected.model_period_steps,
             "measured model": row["model_period_steps"],
-            "age": predicted.age_steps,
+            "age": expected.age_steps,
             "measured age": row["age_steps"],
-            "MB/step": predicted.mb_up,
+            "MB/step": expected.mb_up,
             "measured MB/step": row["mb_per_node_step"],
             "busy": row["busy"],
         }

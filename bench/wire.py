@@ -24,6 +24,9 @@ __all__ = ["ROWS", "Bar", "main"]
 
 Row = dict[str, Any]
 
+PLAN_POINTS = 3.0
+"""What a plan's efficiency may be off."""
+
 SMALL = efficiency.Case(params=25_000_000, fragments=1, every=8, delay=12, steps=240)
 LARGE = efficiency.Case(params=100_000_000, fragments=2, every=14, delay=34, steps=240)
 
@@ -104,7 +107,8 @@ def main() -> None:
         except RuntimeError as error:
             raise SystemExit(f"wire: {name}: {error}") from error
     print_table(
-        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows), "At the speed of the wire"
+        [_line(bar, rows) for bar in _bars() if bar.rows[0] in rows] + _of_slow(rows) + _of_plan(rows),
+        "At the speed of the wire",
     )
     for name, row in rows.items():
         print_table([{"": key, name: value} for key, value in row.items()], name)
@@ -133,6 +137,20 @@ def _of_slow(rows: dict[str, Row]) -> list[Row]:
     met = "met" if ratio >= 0.97 else "missed"
     what = "25M: efficiency of the others, one at half speed / without"
     return [{"figure": what, "bar": ">= 0.97", "measured": ratio, "": met, "busy": slow["busy"], "N=2": None}]
+
+
+def _of_plan(rows: dict[str, Row]) -> list[Row]:
+    """Return how far each efficiency is from what the plan's formula had said, in points."""
+    lines = []
+    for name, row in rows.items():
+        if "predicted_efficiency" in row:
+            said, measured = row["predicted_efficiency"], row["efficiency"]
+            points = 100 * abs(said - measured)
+            what = f"{name}: efficiency {measured:.3f}, predicted {said:.3f}: points apart"
+            met = "met" if points <= PLAN_POINTS else "missed"
+            line = {"figure": what, "bar": f"<= {PLAN_POINTS:g}", "measured": points, "": met, "busy": row["busy"]}
+            lines.append(line | {"N=2": None})
+    return lines
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ import pytest
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.runtime.planning.planning import Wish, make_plan
-from zmqtrain.runtime.planning.schedule import Load
 
-import sim_scale
 from sim_scale import main, predict_cases, simulate_plan
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.1, codec="ternary", fragments=2)
@@ -58,13 +56,3 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
 def test_a_wrong_question_is_one_sentence(capsys):
     with pytest.raises(SystemExit, match="sim_scale: --params is written like 100M"):
         main(["--params", "many"])
-
-
-def test_on_one_machine_the_codecs_of_all_hosts_share_its_cores():
-    load = Load(
-        nodes=4, step_seconds=0.05, bytes_up=1, bytes_down=1, node_rate=1e8, hub_rate=1e8,
-        node_seconds=0.02, hub_seconds=0.03,
-    )  # fmt: skip
-    shared = sim_scale._on_one_machine(load, 0.01, cores=2)
-    assert shared.node_seconds == pytest.approx((4 * (0.02 + 0.01) + 0.03) / 2)
-    assert sim_scale._on_one_machine(load, 0.0, cores=64).node_seconds == 0.02

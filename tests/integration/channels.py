@@ -1,4 +1,4 @@
-"""Channels over 127.0.0.1 for tests: a loop of bounded time, a first word, and sockets that are none of ours."""
+"""Channels over 127.0.0.1 for tests: two peers, a loop of bounded time, a first word, and sockets not of ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import zmq
 
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import Lane
+from zmqtrain.types import Lane, PeerId
+
+A, B = PeerId("pc-1#é1"), PeerId("pc-2#22")
+HERE = "tcp://127.0.0.1:0"
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zmq
-from channels import StrangeSockets, meet, run
+from channels import HERE, StrangeSockets, meet, run
 
 from zmqtrain.errors import PeerLost
 from zmqtrain.runtime.broker.doorkeeper import Doorkeeper
@@ -27,7 +26,6 @@ from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Lane, PeerId
 
 A, B = PeerId("pc-1#11"), PeerId("pc-2#22")
-HERE = "tcp://127.0.0.1:0"
 HUB, ONE, TWO = (CurveKeys.generate() for _ in range(3))
 
 
@@ -55,13 +53,6 @@ async def refuse(hub: RouterChannel, reason: str, count: int) -> None:
 async def end(*channels: DealerChannel | RouterChannel) -> None:
     for channel in channels:
         await channel.close(linger_seconds=0)
-
-
-@pytest.fixture
-def strangers() -> Iterator[StrangeSockets]:
-    sockets = StrangeSockets()
-    yield sockets
-    sockets.close()
 
 
 def test_only_who_has_an_authorised_key_is_heard_and_is_known_by_its_name(strangers: StrangeSockets) -> None:

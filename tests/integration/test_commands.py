@@ -136,6 +136,7 @@ def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) ->
 def test_chaos_breaks_a_run_and_its_ledger_says_exactly_once(text: Path) -> None:
     result = run(
         *("chaos", "--nodes", "2", "--minutes", "0.06", "--mean-seconds", "0.5", "--faults", "drop", "unplug"),
+        "--node-checkpoints",
         *("--pace-seconds", "0.05", "--program-arguments", SMALL.format(text=text)),
     )
     assert result.returncode == 0, result

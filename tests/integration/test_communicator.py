@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,12 +20,6 @@ from meshes import broker
 
 WAIT_SECONDS = 60.0
 ALGORITHMS = ("naive", "ring", "tree", "halving", "parallel", "hub")
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with broker() as address:
-        yield address
 
 
 def create(hub: str, size: int, group: str, **options: Any) -> list[zt.Communicator]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from channels import run
+from channels import HERE, run
 
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.broker.broker import Broker
@@ -17,7 +17,6 @@ from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import PeerId
 
-HERE = "tcp://127.0.0.1:0"
 HUB, OWN = CurveKeys.generate(), CurveKeys.generate()
 
 

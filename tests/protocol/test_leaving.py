@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.protocol.test_hub import MODEL, OTHER, attend, contribute, hub_of, in_state, join, live_hub, of, sent
+from tests.protocol.hubs import MODEL, OTHER, attend, contribute, hub_of, in_state, join, live_hub, of, sent
 from zmqtrain.protocol.effects import Broadcast, Disconnect, Reduce
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.leaving import OVERDUE_SECONDS, look_over, lose

@@ -48,11 +48,6 @@ def homes(request):
     return PLACINGS[request.param]
 
 
-@pytest.fixture(params=[True, False], ids=["donated", "kept"])
-def donate(request):
-    return request.param
-
-
 def values(seed, names=SHAPES):
     random = np.random.default_rng(seed)
     return {name: np.array(random.standard_normal(SHAPES[name]), np.float32) for name in names}

@@ -58,12 +58,25 @@ def test_last_words_of_a_channel_that_was_opened_anew_do_not_shut_it_out() -> No
     assert seats.hear(A, "pc1", "k1", former, 9, number=3) == ("life", set())
 
 
-def test_when_there_is_no_place_left_those_that_have_gone_are_forgotten_first() -> None:
-    seats = Seats(most=2)
+def test_of_those_that_have_left_the_last_ones_are_remembered_and_nobody_who_is_here_is_forgotten() -> None:
+    seats, others = Seats(departed=2), [PeerId(f"c#{number}") for number in range(5)]
     seats.hear(A, "pc1", "k1", b"1", 7, number=1)
     seats.hear(B, "pc2", "k2", b"1", 8, number=2)
     seats.left(B, 8)
-    seats.hear(PeerId("c#3"), "pc3", "k3", b"1", 9, number=3)
-    assert len(seats) == 2 and seats.get(B) is None and seats.with_key("k1") == [A]
+    for number, other in enumerate(others, start=3):
+        seats.hear(other, "pc3", "k3", b"1", 9, number=number)
+        seats.left(other, 9)
+    assert len(seats) == 3 and seats.get(B) is None and seats.with_key("k1") == [A]
+    assert [other for other in others if seats.get(other)] == others[-2:]
     seats.left(A, 7)
-    assert seats.with_key("k1") == []
+    assert seats.with_key("k1") == [] and seats.get(A) is not None
+
+
+def test_who_is_heard_over_a_connection_that_has_ended_is_not_here() -> None:
+    seats = Seats(departed=1)
+    for number in range(3):
+        assert seats.hear(PeerId(f"c#{number}"), "pc1", "k1", b"1", 7, number=-1) == ("", set())
+    assert len(seats) == 1 and seats.with_key("k1") == []
+    seats.hear(PeerId("c#2"), "pc1", "k1", b"1", 8, number=4)
+    seats.hear(A, "pc1", "k1", b"1", 7, number=-1)
+    assert seats.get(PeerId("c#2")) is not None

@@ -38,6 +38,7 @@ __all__ = ["ChaosConfig", "HERE_KINDS", "main", "outcome_table"]
 PROGRAM = "zmqtrain chaos"
 HERE_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "unplug", "slow", "drop", "disk", "clock")
 """What can be done on one PC, by anybody; the others befall frames of a network."""
+NODE_CHECKPOINT_EVERY = "5s"
 FAULTY = 1
 SHOWN = 20
 
@@ -71,6 +72,8 @@ class ChaosConfig:
     """Between two faults of nodes, on average."""
     broker_kills: int = 1
     """How often the broker is killed."""
+    node_checkpoints: bool = False
+    """Nodes that are killed go on from where they were, not from the shared parameters."""
     pace_seconds: float = 0.1
     """Every step of every node takes at least so long, as if each had a PC of its own."""
     folder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -150,6 +153,8 @@ def _make_run(
         wires[name] = stack.enter_context(Proxy(address))
         line = [wires[name].address, "--name", name, "--record", str(record_of(folder, name))]
         line += ["--pace-seconds", str(config.pace_seconds)]
+        if config.node_checkpoints:
+            line += ["--checkpoint", str(folder / name), "--checkpoint-every", NODE_CHECKPOINT_EVERY]
         services[name] = _service(folder, name, "zmqtrain.cli.node", line)
     return Run(folder, services, wires, say)
 

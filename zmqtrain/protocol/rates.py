@@ -21,7 +21,7 @@ MESSAGES_PER_SECOND = 20_000.0
 """What a peer may say for long: thrice what a node says whose steps take 1 ms, each with an exchange."""
 MESSAGES_AT_ONCE = 200_000.0
 """And at once: what queued while the broker was stopped for ten seconds, or the requests of a client of many keys."""
-PEERS_KEPT = 4096
+PEERS_KEPT = 1024
 
 
 class Hearing(Enum):

@@ -4,7 +4,7 @@ Rule 1: who is not named here stays out; who loses its name is out from that mom
 Rule 2: a peer id belongs to the name under which it was first heard; nobody else speaks as that peer.  Those who share
 a key share its name: nothing tells them apart.
 Rule 3: of two lives of a peer, the one whose connection was made last counts; what a former one sent is not heard.
-Rule 4: what is kept is bounded: of more peers than `MAX_SEATS`, those that have left first are forgotten.
+Rule 4: what is kept is bounded: who is here by its connections; of those that have left, the last DEPARTED_SEATS.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from zmqtrain.transport.routing import is_former
 from zmqtrain.types import PeerId
 
-__all__ = ["EVERYBODY", "MAX_SEATS", "Admission", "Seat", "Seats"]
+__all__ = ["DEPARTED_SEATS", "EVERYBODY", "Admission", "Seat", "Seats"]
 
 EVERYBODY = ""
 """The name of all who come in where keys are not asked for."""
 
-MAX_SEATS = 16_384
+DEPARTED_SEATS = 1024
 
 
 class Admission:
@@ -62,9 +62,10 @@ class Seat:
 class Seats:
     """The places of all peers that have been heard."""
 
-    def __init__(self, most: int = MAX_SEATS) -> None:
-        self._most = most
+    def __init__(self, departed: int = DEPARTED_SEATS) -> None:
+        self._most_departed = departed
         self._seats: dict[PeerId, Seat] = {}
+        self._departed: dict[PeerId, None] = {}  # in the order in which they left
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -92,8 +93,8 @@ class Seats:
         """
         seat = self._seats.get(peer)
         if seat is None:
-            self._make_room()
-            self._seats[peer] = Seat(name, key, life, number, {descriptor: number})
+            seat = self._seats[peer] = Seat(name, key, life, number)
+            self._keep(peer, seat, descriptor, number)
             return "", set()
         if seat.name != name:
             return "name", set()
@@ -105,20 +106,30 @@ class Seats:
             ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
             seat.life, seat.descriptors = life, {}
         seat.key, seat.newest = key, max(seat.newest, number)
-        seat.descriptors[descriptor] = number
+        self._keep(peer, seat, descriptor, number)
         return "", ended
+
+    def _keep(self, peer: PeerId, seat: Seat, descriptor: int, number: int) -> None:
+        """Note over which connection a peer was heard; one that has ended already keeps nobody here."""
+        if number >= 0:
+            seat.descriptors[descriptor] = number
+        self._note_whether_here(peer, seat)
 
     def left(self, peer: PeerId, descriptor: int) -> None:
         """Take note that a connection of a peer is gone; its place stays its own."""
         if (seat := self._seats.get(peer)) is not None:
             seat.descriptors.pop(descriptor, None)
+            self._note_whether_here(peer, seat)
+
+    def _note_whether_here(self, peer: PeerId, seat: Seat) -> None:
+        self._departed.pop(peer, None)
+        if seat.descriptors:
+            return
+        self._departed[peer] = None
+        if len(self._departed) > self._most_departed:
+            oldest = next(iter(self._departed))
+            del self._departed[oldest], self._seats[oldest]
 
     def with_key(self, key: str) -> list[PeerId]:
         """Return the peers that are here, last heard with this key."""
         return [peer for peer, seat in self._seats.items() if seat.key == key and seat.descriptors]
-
-    def _make_room(self) -> None:
-        if len(self._seats) < self._most:
-            return
-        empty = next((peer for peer, seat in self._seats.items() if not seat.descriptors), None)
-        self._seats.pop(next(iter(self._seats)) if empty is None else empty)

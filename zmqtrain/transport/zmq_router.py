@@ -275,7 +275,7 @@ class RouterChannel:
                 return False
             name = known
         descriptor = int(frame.get(_SOURCE))
-        if self._speakers.get(descriptor) == (peer, life, key):
+        if self._speakers.get(descriptor) == (peer, life, key) and self._seats.get(peer) is not None:
             return True
         self._doorway.look()  # so that the number is this connection's
         connection = self._doorway.connections.get(descriptor)

@@ -1,0 +1,68 @@
+"""CURVE at the real channel: who is heard, and how keys are kept."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from channels import HERE, A, B, meet, run
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
+from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
+
+
+def test_with_curve_only_who_knows_the_servers_key_is_heard() -> None:
+    async def main() -> None:
+        keys = CurveKeys.generate()
+        hub = RouterChannel.bind(HERE, keys=keys)
+        plain = DealerChannel.connect(hub.address, peer=PeerId("plain"))
+        wrong = DealerChannel.connect(hub.address, peer=PeerId("wrong"), server_key=CurveKeys.generate().public)
+        named = DealerChannel.connect(hub.address, peer=A, keys=CurveKeys.generate(), server_key=keys.public)
+        fresh = DealerChannel.connect(hub.address, peer=B, server_key=keys.public)
+        for intruder in (plain, wrong):
+            await intruder.send(Lane.CONTROL, [b"let me in"])
+        await meet(hub, named)
+        await meet(hub, fresh)
+        for peer, node in ((A, named), (B, fresh)):
+            for _ in range(20):
+                await node.send(Lane.BULK, [b"head", bytes(MAX_FRAME_BYTES)])
+                assert (await hub.receive())[:2] == (peer, Lane.BULK)
+        assert hub.strangers == 0
+        for channel in (plain, wrong, named, fresh, hub):
+            await channel.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_keys_are_saved_and_loaded_and_the_secret_is_private(tmp_path: Path) -> None:
+    keys = CurveKeys.generate()
+    public, secret = keys.save(tmp_path / "new", "hub")
+    assert CurveKeys.load(secret) == keys
+    assert load_public_key(public) == load_public_key(secret) == keys.public
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert keys.secret not in public.read_bytes()
+    assert keys.secret.decode() not in repr(keys)
+    with pytest.raises(ConfigError, match="exists"):
+        keys.save(tmp_path / "new", "hub")
+    with pytest.raises(ConfigError):
+        CurveKeys.load(public)
+
+
+def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.key").write_text('public-key = "short"\n')
+    (tmp_path / "empty.key").write_text("")
+    for name in ("broken.key", "empty.key", "absent.key"):
+        with pytest.raises(ConfigError):
+            load_public_key(tmp_path / name)
+
+    async def main() -> None:
+        with pytest.raises(ConfigError):
+            DealerChannel.connect("tcp://127.0.0.1:1", peer=A, server_key=b"short")
+        with pytest.raises(ConfigError):
+            DealerChannel.connect("tcp://127.0.0.1:1", peer=A, keys=CurveKeys.generate())
+
+    run(main)

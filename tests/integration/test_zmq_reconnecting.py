@@ -1,0 +1,159 @@
+"""Channels over 127.0.0.1 that lose each other: who is told, what is lost, and how they meet again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import zmq
+from channels import HERE, A, B, StrangeSockets, meet, run
+
+from zmqtrain.errors import PeerLost
+from zmqtrain.transport.routing import first_life, next_life, routing_id_of
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.types import Lane
+
+
+def test_the_hub_is_told_who_is_lost_and_who_was_never_there() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        with pytest.raises(PeerLost):
+            hub.send(B, Lane.CONTROL, [b"?"])
+        await node.close(linger_seconds=0)
+        while hub.connections:
+            await hub.changed()
+        with pytest.raises(PeerLost) as caught:
+            while True:
+                hub.send(A, Lane.CONTROL, [b"?"])
+                await asyncio.sleep(0)  # libzmq says that a connection is gone just before it takes it out
+        assert caught.value.peer == A
+        await hub.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_a_node_that_reconnects_takes_its_name_over_and_loses_only_what_was_queued() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        receiving = asyncio.create_task(node.receive())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await node.reconnect()
+            await meet(hub, node)
+        hub.send(A, Lane.BULK, [b"welcome back"])
+        assert await receiving == (Lane.BULK, [b"welcome back"])
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_what_a_channel_said_before_it_was_opened_anew_ends_no_connection_of_now(strangers: StrangeSockets) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        life = first_life()
+
+        async def connect() -> list[zmq.SyncSocket]:
+            sockets = [strangers.dealer(hub.address, routing_id_of(lane, A, life)) for lane in Lane]
+            while hub.connections < 2:
+                await hub.changed()
+            return sockets
+
+        async def close(sockets: list[zmq.SyncSocket]) -> None:
+            for one in sockets:
+                one.close(linger=10_000)
+            while hub.connections:  # what they have said waits at the hub
+                await hub.changed()
+
+        while not hub.refusals["life"]:  # the order in which a hub hears its connections is libzmq's own
+            former = await connect()
+            for _ in range(5):
+                for one in former:
+                    one.send(b"of before")
+            await close(former)
+            life = next_life(life)
+            now = await connect()
+            for one in now:
+                one.send(b"of now")
+            heard = 0
+            while heard < 2:
+                _, _, frames = await hub.receive()
+                heard += frames == [b"of now"]
+            assert hub.connections == 2
+            await close(now)
+            life = next_life(life)
+        await hub.close()
+
+    run(main)
+
+
+def test_a_send_that_waits_is_lost_when_its_channel_reconnects() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        silent = hub.address
+        await hub.close()  # nobody listens: what is sent queues up
+        node = DealerChannel.connect(silent, peer=A)
+        while node.try_send(Lane.BULK, [b"old"]):
+            pass
+        waiting = asyncio.create_task(node.send(Lane.BULK, [b"old"]))
+        await asyncio.sleep(0)
+        await node.reconnect()
+        await waiting
+        hub = RouterChannel.bind(silent)
+        await node.send(Lane.BULK, [b"new"])
+        assert await hub.receive() == (A, Lane.BULK, [b"new"])
+        await node.close()
+        await hub.close()
+
+    run(main)
+
+
+def test_a_node_finds_a_hub_that_was_started_again() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, node)
+        await hub.close()
+        again = RouterChannel.bind(hub.address)
+        await node.send(Lane.CONTROL, [b"are you back"])
+        assert await again.receive() == (A, Lane.CONTROL, [b"are you back"])
+        await node.close()
+        await again.close()
+
+    run(main)
+
+
+def test_a_node_is_told_of_each_connection_that_is_gone_and_of_no_attempt_that_fails() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node, gone = DealerChannel.connect(hub.address, peer=A), asyncio.Queue[str]()
+        node.watch(lambda: gone.put_nowait("gone"))
+        await meet(hub, node)
+        assert gone.empty()
+        await hub.close()
+        await gone.get()
+        again = RouterChannel.bind(hub.address)
+        await node.reconnect()
+        await meet(again, node)
+        await again.close()
+        await gone.get()
+        await node.close()
+
+    run(main)
+
+
+def test_who_is_sent_to_another_hub_does_not_try_a_refusal_of_the_former_one_again() -> None:
+    async def main() -> None:
+        node = DealerChannel.connect("tcp://127.0.0.1:1", peer=A)
+        node._handshake_ended("key")
+        assert node._retry is not None and "does not authorise" in node.obstacle
+        await node.reconnect("tcp://127.0.0.1:2")
+        assert node._retry is None and node.obstacle == ""
+        await node.close()
+
+    run(main)

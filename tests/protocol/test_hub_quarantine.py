@@ -1,0 +1,98 @@
+"""Who sends the hub what is refused again and again, and what follows for all the others."""
+
+from __future__ import annotations
+
+import json
+
+from tests.protocol.hubs import WIRE, contribute, contribution, live_hub, of, publish, sent
+from zmqtrain.protocol.effects import Expect, Rebase, Reduce
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Fetch, Heartbeat, Hello, Quarantine, Refused
+
+
+def offend(hub, peer, sequence, now=0.0, reason="norm"):
+    """Send a delta that is refused for what is in it; return what the hub has to say."""
+    message = publish(sequence)
+    assert hub.receive(peer, message, now) == [Expect(peer, message)]
+    return hub.broken(peer, message.transfer, reason, "too large", now)
+
+
+def test_who_sends_refused_deltas_again_and_again_is_told_for_how_long_none_is_taken():
+    hub = live_hub("a", "b")
+    assert sent(offend(hub, "b", 0) + offend(hub, "b", 1), Quarantine) == []
+    assert sent(offend(hub, "b", 2), Quarantine) == [("b", Quarantine("norm", "too large", 10.0))]
+    assert hub.roster(0.0).members[1]["state"] == "quarantined"
+    assert [message.reason for _, message in sent(hub.receive("b", publish(3), 1.0), Refused)] == ["quarantine"]
+    hub.receive("a", Heartbeat(9.0), 9.0)
+    hub.receive("b", Heartbeat(9.0), 9.0)
+    hub.tick(10.0)
+    assert hub.roster(10.0).members[1]["state"] == "live"
+    assert hub.receive("b", publish(3), 10.0) == [Expect("b", publish(3))]
+
+
+def test_who_is_quarantined_is_not_waited_for_and_no_part_of_the_mean():
+    hub = live_hub("a", "b", release="all")
+    contribute(hub, "a", 0)
+    offend(hub, "b", 0)
+    offend(hub, "b", 1)
+    (reduce,) = of(Reduce, offend(hub, "b", 2))
+    assert reduce.contributions == (contribution("a", 0),) and reduce.live == 1
+
+
+def test_what_it_had_sent_before_still_lands():
+    hub = live_hub("a", "b", release="all")
+    contribute(hub, "b", 0)
+    for sequence in (1, 2, 3):
+        offend(hub, "b", sequence)
+    (reduce,) = of(Reduce, contribute(hub, "a", 0))
+    assert {one.peer for one in reduce.contributions} == {"a", "b"} and reduce.live == 2
+
+
+def test_where_half_of_the_nodes_are_turned_away_for_their_norm_the_gate_is_wrong_and_all_are_let_out():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        offend(hub, "b", sequence)
+    for sequence in range(2):
+        offend(hub, "a", sequence)
+    effects = offend(hub, "a", 2, now=1.0)
+    assert of(Rebase, effects) == [Rebase(("a", "b"))]
+    assert [(peer, message.reason, message.seconds) for peer, message in sent(effects, Quarantine)] == [
+        ("b", "over", 0)
+    ]
+    assert hub.live == {"a", "b"}
+    assert hub.receive("b", publish(3), 1.0) == [Expect("b", publish(3))]
+
+
+def test_who_trains_alone_is_not_quarantined_for_its_norm():
+    hub = live_hub("a")
+    offend(hub, "a", 0)
+    offend(hub, "a", 1)
+    effects = offend(hub, "a", 2)
+    assert of(Rebase, effects) == [Rebase(("a",))] and not sent(effects, Quarantine)
+    assert hub.live == {"a"}
+
+
+def test_who_connects_again_is_still_quarantined_and_is_told_so():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        offend(hub, "b", sequence, now=1.0)
+    assert sent(hub.receive("b", Hello("b"), 4.0), Quarantine)[0][1].seconds == 7.0
+    hub.receive("b", Fetch(-1, WIRE), 4.0)
+    assert "b" not in hub.live
+
+
+def test_who_is_quarantined_still_is_where_its_hub_is_taken_over():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        offend(hub, "b", sequence, now=1.0)
+    hub.tick(4.0)
+    again = Hub(hub.settings, hub.rounds.rule, "", now=100.0)
+    again.restore(hub.state() | json.loads(hub.books()))
+    assert sent(again.receive("b", Hello("b", run="run-1"), 101.0), Quarantine)[0][1].seconds == 6.0
+
+
+def test_deltas_that_are_late_or_come_twice_quarantine_nobody():
+    hub = live_hub("a", "b", max_staleness=1)
+    contribute(hub, "b", 0)
+    for _ in range(20):
+        assert not sent(hub.receive("b", publish(0), 0.0), Quarantine)

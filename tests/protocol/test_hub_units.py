@@ -1,0 +1,98 @@
+"""Data units at the hub: who is dealt which, and what becomes of them when somebody is lost or all is done."""
+
+from __future__ import annotations
+
+from tests.protocol.hubs import WIRE, contribute, live_hub, of, sent
+from zmqtrain.protocol.effects import Reduce, SendTo
+from zmqtrain.protocol.hub import MemberState
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, WorkRequest, WorkUnit
+
+
+def test_units_are_dealt_to_who_asks():
+    hub = live_hub("a", "b", units=3)
+    assert hub.receive("a", WorkRequest((), 2, False), 0.0) == [SendTo("a", WorkUnit((0, 1)))]
+    assert hub.receive("b", WorkRequest((), 2, True), 0.0) == [SendTo("b", WorkUnit((2,)))]
+
+
+def test_a_dead_nodes_unit_is_dealt_again_to_an_idle_one_and_the_end_is_told_to_all():
+    hub = live_hub("a", "b", "c", units=3)
+    hub.receive("a", WorkRequest((), 1, False), 0.0)
+    hub.receive("b", WorkRequest((), 2, False), 0.0)
+    assert hub.receive("c", WorkRequest((), 1, True), 0.0) == []
+    assert hub.live == {"a", "b"}
+    assert hub.gone("a", "", 0.0)[1:] == [SendTo("c", WorkUnit((0,)))]
+    assert hub.live == {"b", "c"}
+    assert hub.receive("b", WorkRequest((1, 2), 1, True), 0.0) == []
+    effects = hub.receive("c", WorkRequest((0,), 1, True), 0.0)
+    assert effects == [SendTo("b", WorkUnit((), finished=True)), SendTo("c", WorkUnit((), finished=True))]
+    assert hub.ledger.finished
+
+
+def test_a_unit_that_was_lost_on_its_way_is_dealt_again():
+    hub = live_hub("a", "b", units=2)
+    hub.receive("a", WorkRequest((), 1, True), 0.0)  # the answer is lost with the connection
+    hub.receive("b", WorkRequest((), 1, True), 0.0)
+    hub.receive("b", WorkRequest((1,), 1, True), 0.0)
+    effects = hub.receive("a", Hello("a"), 0.0)
+    assert SendTo("b", WorkUnit((0,))) in effects
+
+
+def test_who_drains_last_does_not_weigh_more_because_the_others_have_left():
+    hub = live_hub("a", "b", units=1)
+    hub.receive("a", WorkRequest((), 1, False), 0.0)
+    hub.receive("a", WorkRequest((0,), 1, False), 0.0)
+    hub.receive("b", Goodbye("done"), 0.0)
+    assert of(Reduce, contribute(hub, "a", 0, codec="float32", dense=True))[0].live == 2
+
+
+def test_who_finishes_last_does_not_weigh_more_because_the_others_have_no_data_left():
+    hub = live_hub("a", "b", "c", units=1)
+    hub.receive("a", WorkRequest((), 1, False), 0.0)
+    for done in ("b", "c"):
+        hub.receive(done, WorkRequest((), 1, True), 0.0)
+    assert of(Reduce, contribute(hub, "a", 0))[0].live == 3
+
+
+def test_a_greedy_request_is_bounded():
+    hub = live_hub("a")
+    ((_, unit),) = sent(hub.receive("a", WorkRequest((), 1 << 40, False), 0.0), WorkUnit)
+    assert len(unit.numbers) == 64
+    assert hub.receive("a", WorkRequest((), -3, False), 0.0) == []
+
+
+def strict_hub():
+    hub = live_hub("b", "a", release="all", mode="strict", units=6, start_nodes=2)
+    assert {m.state for m in hub.members.values()} == {MemberState.LIVE}
+    return hub
+
+
+def test_in_strict_mode_each_node_has_a_lane_of_its_own_whoever_asks_first():
+    hub = strict_hub()
+    assert hub.receive("b", WorkRequest((), 2, False), 0.0) == [SendTo("b", WorkUnit((1, 3)))]
+    assert hub.receive("a", WorkRequest((), 2, False), 0.0) == [SendTo("a", WorkUnit((0, 2)))]
+
+
+def test_in_strict_mode_a_node_that_is_quarantined_beside_those_that_began_has_no_lane_and_asks_without_harm():
+    hub = live_hub("b", "a", "c", release="all", mode="strict", units=6, start_nodes=2)
+    hub.members["c"].quarantined = True
+    ((_, dealt),) = sent(hub.receive("c", WorkRequest((), 1, True), 0.0), WorkUnit)
+    assert len(dealt.numbers) == 1
+
+
+def test_in_strict_mode_a_node_at_the_end_of_its_share_is_still_waited_for():
+    hub = strict_hub()
+    hub.receive("a", WorkRequest((), 3, False), 0.0)
+    assert hub.receive("a", WorkRequest((0, 2, 4), 1, True), 0.0) == []
+    assert not hub.members["a"].idle
+    assert contribute(hub, "b", 0) == []
+    assert of(Reduce, contribute(hub, "a", 0))[0].live == 2
+
+
+def test_in_strict_mode_units_come_back_to_their_own_lane():
+    hub = strict_hub()
+    hub.receive("a", WorkRequest((), 3, False), 0.0)
+    hub.receive("b", WorkRequest((), 3, False), 0.0)
+    for peer in ("a", "b"):
+        hub.receive(peer, Hello(peer), 0.0), hub.receive(peer, Fetch(0, WIRE), 0.0)
+    assert sent(hub.receive("b", WorkRequest((), 3, False), 0.0), WorkUnit) == [("b", WorkUnit((1, 3, 5)))]
+    assert sent(hub.receive("a", WorkRequest((), 3, False), 0.0), WorkUnit) == [("a", WorkUnit((0, 2, 4)))]
