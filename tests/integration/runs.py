@@ -66,6 +66,7 @@ class Trainer:
     ) -> None:
         self.name, self.address, self.endless, self.on_step = name, address, endless, on_step
         self.params = parameters() if params is None else params
+        self.began_with: dict | None = None
         self.node: Node | None = None
         self.sync: DelayedSync | None = None
         self.steps = 0
@@ -89,7 +90,7 @@ class Trainer:
 
     def _train(self, node: Node) -> None:
         self.sync = DelayedSync(node, self.params)
-        params = self.sync.params
+        params = self.began_with = self.sync.params
         for batch in node.batches(batches):
             params, value = sgd(params, batch)
             self.losses.append(float(value))

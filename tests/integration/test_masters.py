@@ -78,7 +78,7 @@ def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_ad
             np.testing.assert_allclose(one[name], params[0][name], atol=1e-6)
     held_out = next(batches(10**6))
     assert loss(params[0], held_out) < loss(parameters(), held_out) / 2
-    assert trainers[2].losses[0] < trainers[0].losses[0]
+    assert not np.any(trainers[2].began_with["wide"])  # the run's, of both masters; its own were ones
     for one in (first, second):
         assert one.broker.statistics().contributions > 3 and one.broker.statistics().refused == 0
         assert not one.running  # the end of the run is theirs too
