@@ -29,8 +29,8 @@ node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's traini
 XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
-predicted_efficiency, predicted_busy: what the formula of `zmqtrain plan` says of hosts that share these cores
-(shared_cores).
+predicted_efficiency, predicted_busy: what the formula of `zmqtrain plan` says of hosts that share these cores, told
+what the codec's work costs here and now, as a multiple of the package's table (pace), measured before (shared_cores).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
@@ -55,7 +55,7 @@ import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from emulated_node import be_node
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
-from shared_cores import Shared, load_on, predict_on
+from shared_cores import Shared, load_on, measure_pace, predict_on
 from star import Star
 
 __all__ = ["Case", "read_options", "default_cases", "measure", "main"]
@@ -154,8 +154,9 @@ def _lockstep_cases(options: argparse.Namespace) -> list[lockstep.Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
+    pace = measure_pace(case.codec, _cores())
     with Star(case.nodes, case.rate) as star:
-        return _row(case, star, *_run(case, star)) | {"congestion_control": star.congestion_control}
+        return _row(case, star, pace, *_run(case, star)) | {"congestion_control": star.congestion_control}
 
 
 def main() -> None:
@@ -222,16 +223,19 @@ def _conduct(
     return merged, used, busy
 
 
-def _predict(case: Case, params: int, step_cpu_seconds: float) -> Shared:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _predict(case: Case, params: int, pace: float, step_cpu_seconds: float) -> Shared:
     """Return what is expected of a case on these cores; of one with slow nodes, as if none were."""
-    cores = len(os.sched_getaffinity(0))
     wish = Wish(parameters=params, nodes=case.nodes, step_seconds=STEP_SECONDS, node_bits=case.rate, hub_bits=case.rate)
-    load, work = load_on(wish, case.codec, case.fragments, cores)
-    return predict_on(load, work, Schedule(case.every, case.delay), cores, step_cpu_seconds)
+    load, work = load_on(wish, case.codec, case.fragments, _cores(), pace)
+    return predict_on(load, work, Schedule(case.every, case.delay), _cores(), step_cpu_seconds)
 
 
 def _row(
-    case: Case, star: Star, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
+    case: Case, star: Star, pace: float, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
 ) -> dict[str, Any]:
     if not all(node["exchanges"] for node in nodes) or not broker["version"]:
         raise RuntimeError(
@@ -255,7 +259,7 @@ def _row(
     limit = case.nodes * case.fragments * largest / bytes_per_second
     exchange = statistics.median(seconds for node in nodes for seconds in node["exchange_seconds"])
     period = mean(lambda n: n["steps"] / n["exchanges"])
-    predicted = _predict(case, nodes[0]["params"], mean(lambda n: n["step_cpu_seconds"]))
+    predicted = _predict(case, nodes[0]["params"], pace, mean(lambda n: n["step_cpu_seconds"]))
     row: dict[str, Any] = {
         "nodes": case.nodes,
         "params": nodes[0]["params"],
@@ -283,6 +287,7 @@ def _row(
         "contributions": broker["contributions"] / broker["version"],
         **busy,
         "predicted_busy": predicted.busy,
+        "pace": pace,
         "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
         "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],

@@ -6,23 +6,34 @@ Rule 3: what a training thread does itself takes longer the busier the cores are
 queue of several servers is there, 1 + C / (c (1 - b)) times its length, with C the chance that all c cores are taken
 (Erlang's formula C) and b the share of them that is busy. A later step makes the period longer and the cores less busy:
 both are solved for together.
+Rule 4: the package's costs are of a good hour of one machine. How many times as long the codec takes here and now, on
+all cores at once (they share the memory's bandwidth, too), is measured before a run; every cost is taken to be that
+many times the package's.
 Source: Kleinrock 1975, Queueing Systems, vol. I, sec. 3.5 (M/M/m).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import multiprocessing
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, replace
 from math import factorial
 from typing import NamedTuple
 
-from zmqtrain.runtime.planning.costs import exchange_costs
+from zmqtrain.runtime.planning.costs import costs_of, exchange_costs
 from zmqtrain.runtime.planning.planning import Wish, load_of
 from zmqtrain.runtime.planning.schedule import Load, Prediction, Schedule, predict
 
-__all__ = ["Shared", "load_on", "predict_on", "slowdown"]
+from costs import measure
+
+__all__ = ["Shared", "load_on", "measure_pace", "predict_on", "slowdown"]
 
 ROUNDS = 60
 """Of the two that depend on each other, each half a step towards the other: settled long before."""
+
+PACE_VALUES, PACE_ROUNDS = 10_000_000, 4
+"""What the pace of a machine is measured with: far more than its caches hold."""
 
 
 class Shared(NamedTuple):
@@ -32,9 +43,21 @@ class Shared(NamedTuple):
     busy: float
 
 
-def load_on(wish: Wish, codec: str, fragments: int, cores: int) -> tuple[Load, float]:
+def measure_pace(codec: str, cores: int) -> float:
+    """Return how many times what the package's table says the codec's work takes here and now, on so many cores at once
+    (CPU time)."""
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+        measured = [pool.submit(measure, codec, PACE_VALUES, PACE_ROUNDS, seed) for seed in range(cores)]
+        took = statistics.fmean(sum(astuple(one.result())) for one in measured)
+    return took / sum(astuple(costs_of(codec)))
+
+
+def load_on(wish: Wish, codec: str, fragments: int, cores: int, pace: float) -> tuple[Load, float]:
     """Return what the wished run asks of links and of `cores` shared by all, and the CPU seconds of one exchange of all
-    hosts. Its held_seconds are what a training thread does itself, as a node with a card has them."""
+    hosts. Its held_seconds are what a training thread does itself, as a node with a card has them.
+
+    pace: as `measure_pace` returns it; 1: of the package's table.
+    """
     here = replace(wish, step_on="host", codec_on="host", share=1.0, cores=float(cores))
     load = load_of(here, codec, wish.broadcast_codec or codec, fragments)
     on_host, on_card = (
@@ -44,9 +67,9 @@ def load_on(wish: Wish, codec: str, fragments: int, cores: int) -> tuple[Load, f
         )
         for place in ("host", "device")
     )  # fmt: skip
-    work = wish.nodes * (load.node_seconds + on_host.thread_seconds) + wish.masters * load.hub_seconds
-    beside = max(load.node_seconds, work / cores)
-    return replace(load, node_seconds=beside, held_seconds=on_card.thread_seconds), work
+    node, hub, held = pace * load.node_seconds, pace * load.hub_seconds, pace * on_card.thread_seconds
+    work = wish.nodes * (node + pace * on_host.thread_seconds) + wish.masters * hub
+    return replace(load, node_seconds=max(node, work / cores), hub_seconds=hub, held_seconds=held), work
 
 
 def slowdown(busy: float, cores: int) -> float:

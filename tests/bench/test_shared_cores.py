@@ -7,13 +7,14 @@ import pytest
 from zmqtrain.runtime.planning.planning import Wish
 from zmqtrain.runtime.planning.schedule import Schedule
 
-from shared_cores import load_on, predict_on, slowdown
+import shared_cores
+from shared_cores import load_on, measure_pace, predict_on, slowdown
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05, codec="ternary", fragments=1)
 
 
 def _efficiency(wish: Wish, every: int, cores: int, step_cpu_seconds: float = 0.001) -> float:
-    load, work = load_on(wish, "ternary", 1, cores)
+    load, work = load_on(wish, "ternary", 1, cores, pace=1.0)
     return predict_on(load, work, Schedule(every, every), cores, step_cpu_seconds).prediction.efficiency
 
 
@@ -32,9 +33,22 @@ def test_rare_exchanges_cost_little_and_work_that_fills_the_cores_costs_much_wit
 
 
 def test_no_period_is_shorter_than_the_work_of_all_hosts_takes() -> None:
-    load, work = load_on(WISH, "ternary", 1, 2)
+    load, work = load_on(WISH, "ternary", 1, 2, pace=1.0)
     shared = predict_on(load, work, Schedule(1, 1), 2, 0.0)
     assert shared.prediction.period_steps * WISH.step_seconds >= work / 2
     assert shared.busy < 1
-    alone = load_on(WISH, "ternary", 1, 64)[0]
+    alone = load_on(WISH, "ternary", 1, 64, pace=1.0)[0]
     assert alone.node_seconds < load.node_seconds == pytest.approx(work / 2)
+
+
+def test_a_machine_at_half_the_pace_has_twice_the_work_and_the_same_bytes() -> None:
+    (once, work), (twice, more) = (load_on(WISH, "ternary", 1, 2, pace) for pace in (1.0, 2.0))
+    assert more == pytest.approx(2 * work)
+    assert twice.held_seconds == pytest.approx(2 * once.held_seconds)
+    assert twice.hub_seconds == pytest.approx(2 * once.hub_seconds)
+    assert (twice.bytes_up, twice.bytes_down) == (once.bytes_up, once.bytes_down)
+
+
+def test_the_pace_of_this_machine_is_measured_on_every_core_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_cores, "PACE_VALUES", 100_000)
+    assert measure_pace("ternary", 2) > 0
