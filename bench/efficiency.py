@@ -30,7 +30,7 @@ XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
 predicted_efficiency, predicted_busy: what the formula of `zmqtrain plan` says of hosts that share these cores, told
-what the codec's work costs here and now, as a multiple of the package's table (pace), measured before (shared_cores).
+what the codec's work alone costs right after the run, as a multiple of the package's table (pace; shared_cores).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
@@ -154,9 +154,10 @@ def _lockstep_cases(options: argparse.Namespace) -> list[lockstep.Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
-    pace = measure_pace(case.codec, _cores())
     with Star(case.nodes, case.rate) as star:
-        return _row(case, star, pace, *_run(case, star)) | {"congestion_control": star.congestion_control}
+        measured = _run(case, star)
+        pace = measure_pace(case.codec, _cores())
+        return _row(case, star, pace, *measured) | {"congestion_control": star.congestion_control}
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ queue of several servers is there, 1 + C / (c (1 - b)) times its length, with C 
 (Erlang's formula C) and b the share of them that is busy. A later step makes the period longer and the cores less busy:
 both are solved for together.
 Rule 4: the package's costs are of a good hour of one machine. How many times as long the codec takes here and now, on
-all cores at once (they share the memory's bandwidth, too), is measured before a run; every cost is taken to be that
+all cores at once (they share the memory's bandwidth, too), is measured beside a run; every cost is taken to be that
 many times the package's.
 Source: Kleinrock 1975, Queueing Systems, vol. I, sec. 3.5 (M/M/m).
 """
