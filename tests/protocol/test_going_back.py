@@ -23,7 +23,7 @@ def state_of(version, **more):
     """What a hub's checkpoint of a version holds: 30 publishes of each node had landed at version 30, 31 were heard."""
     hub = Hub(SETTINGS, release_rule_from_spec("all"), "run-1")
     state = hub.state() | {"version": version, "model": [["w", [3, 4], "float32"]]}
-    landed = [[sequence, sequence + 1] for sequence in range(max(0, version - 8), version)]
+    landed = " ".join(f"{sequence} {sequence + 1}" for sequence in range(max(0, version - 8), version))
     records = {peer: [version, landed, 0, []] for peer in ("a#1", "b#1")}
     return state | {"records": records, "samples": 8 * version, **more}
 

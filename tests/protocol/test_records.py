@@ -100,13 +100,27 @@ def test_what_is_kept_of_each_node_that_has_come_and_gone_is_small():
     assert kept < 100 * 2048
 
 
+def test_writing_a_checkpoint_takes_little_memory_for_each_node_that_has_come_and_gone():
+    records = Records()
+    for number in range(100):
+        for sequence in range(1000, 1000 + 2 * LANDED_KEPT):
+            records.land(f"pc#{number}", sequence, 1000 * number + sequence)
+    tracemalloc.start()
+    try:
+        json.dumps(records.state())
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 100 * 4096
+
+
 def test_a_number_that_no_message_could_have_held_is_not_taken_over():
     most = (1 << 64) - 1
     records = Records()
     records.land("a", most, most)
     assert records.landed("a") == ((most, most),)
     with pytest.raises(OverflowError):
-        records.restore({"b": [0, [[most + 1, 1]], 0, []]})
+        records.restore({"b": [0, f"{most + 1} 1", 0, []]})
 
 
 def test_what_is_written_to_a_checkpoint_is_what_is_read():

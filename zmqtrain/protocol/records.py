@@ -131,9 +131,10 @@ class Records:
             del kept[next(iter(kept))]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return what a checkpoint must hold: of each peer its landings as one text of numbers, for there may be many
+        peers, and what writes a checkpoint makes objects of each entry of a list."""
         return {
-            peer: [record.heard, [list(one) for one in record.landed], record.incarnation, record.older]
+            peer: [record.heard, " ".join(map(str, record.numbers)), record.incarnation, record.older]
             for peer, record in [*self._greeted.items(), *self._records.items()]
         }
 
@@ -147,5 +148,6 @@ class Records:
             record = _Record(heard=int(heard), incarnation=max(int(incarnation), before.incarnation))
             record.older = [[int(first), int(last)] for first, last in older]
             self._put(PeerId(peer), record)
-            for sequence, version in landed:
-                self.land(PeerId(peer), int(sequence), int(version))
+            numbers = [int(number) for number in landed.split()]
+            for sequence, version in zip(numbers[::2], numbers[1::2], strict=True):
+                self.land(PeerId(peer), sequence, version)
