@@ -7,6 +7,7 @@ import pytest
 from zmqtrain.protocol.effects import Rewind, SendTo, Serve
 from zmqtrain.protocol.hub import Hub, MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Publish, Refused, WorkRequest, WorkUnit, model_to_wire
+from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
@@ -23,9 +24,12 @@ def state_of(version, **more):
     """What a hub's checkpoint of a version holds: 30 publishes of each node had landed at version 30, 31 were heard."""
     hub = Hub(SETTINGS, release_rule_from_spec("all"), "run-1")
     state = hub.state() | {"version": version, "model": [["w", [3, 4], "float32"]]}
-    landed = " ".join(f"{sequence} {sequence + 1}" for sequence in range(max(0, version - 8), version))
-    records = {peer: [version, landed, 0, []] for peer in ("a#1", "b#1")}
-    return state | {"records": records, "samples": 8 * version, **more}
+    records = Records()
+    for peer in ("a#1", "b#1"):
+        for sequence in range(max(0, version - 8), version):
+            records.land(peer, sequence, sequence + 1)
+        records.hear(peer, version)
+    return state | {"records": records.state(), "samples": 8 * version, **more}
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_what_was_accepted_and_not_released_is_forgotten_by_a_restart():
         {"version": "x"},
         {"model": 3},
         {"records": []},
-        {"records": {"a": [0, "-1 1", 0, []]}},
+        {"records": {"a": [0, "-1,1", 0, []]}},
         {"scores": None},
         {"ledger": {}},
     ],

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from zmqtrain.types import PeerId, Version
@@ -131,10 +132,10 @@ class Records:
             del kept[next(iter(kept))]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: of each peer its landings as one text of numbers, for there may be many
-        peers, and what writes a checkpoint makes objects of each entry of a list."""
+        """Return what a checkpoint must hold: of each peer its landings as one short text, for there may be many peers,
+        and what writes a checkpoint makes objects of each entry of a list, and several copies of a text."""
         return {
-            peer: [record.heard, " ".join(map(str, record.numbers)), record.incarnation, record.older]
+            peer: [record.heard, _steps_of(record.numbers), record.incarnation, record.older]
             for peer, record in [*self._greeted.items(), *self._records.items()]
         }
 
@@ -148,6 +149,12 @@ class Records:
             record = _Record(heard=int(heard), incarnation=max(int(incarnation), before.incarnation))
             record.older = [[int(first), int(last)] for first, last in older]
             self._put(PeerId(peer), record)
-            numbers = [int(number) for number in landed.split()]
-            for sequence, version in zip(numbers[::2], numbers[1::2], strict=True):
+            steps = [int(step) for step in landed.split(",") if step]
+            for sequence, version in zip(accumulate(steps[::2]), accumulate(steps[1::2]), strict=True):
                 self.land(PeerId(peer), sequence, version)
+
+
+def _steps_of(numbers: array[int]) -> str:
+    """Return landings as text: the first as it is, of the others how much each is above the one before."""
+    before = [0, 0, *numbers][: len(numbers)]
+    return ",".join(str(number - last) for number, last in zip(numbers, before, strict=True))
