@@ -79,8 +79,8 @@ class RunSettings:
     preemption: str = "score:patience=2,margin=0"
     """While each node keeps its own parameters (initial own): one whose score was worse than the best's by this share
     so many times in a row adopts the best's parameters."""
-    fresh_moments: bool = False
-    """Who adopts another node's initial parameters begins a fresh optimizer state, and does not take over its."""
+    fresh_moments: bool = True
+    """Who adopts another node's initial parameters begins a fresh optimizer state; false: it takes over that node's."""
     local_updates: Literal["fixed", "dynamic"] = "dynamic"
     """dynamic: a slower node makes fewer steps between its offers, so that all offer at about the same time (not in
     strict mode). fixed: every node makes k."""

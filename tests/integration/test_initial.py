@@ -92,9 +92,8 @@ def test_the_best_of_three_seeds_founds_the_run_and_all_end_with_its_descendants
 
 
 def test_strict_runs_that_begin_with_the_best_end_with_the_same_bits():
-    settings = RunSettings(
-        mode="strict", release="all", every=4, delay=2, units=6, initial="best", apart_steps=8, start_nodes=3
-    )
+    beginning = {"initial": "best", "apart_steps": 8, "fresh_moments": False, "start_nodes": 3}
+    settings = RunSettings(mode="strict", release="all", every=4, delay=2, units=6, **beginning)
     bits = []
     for _ in range(2):
         with broker(settings) as hub:
@@ -106,9 +105,8 @@ def test_strict_runs_that_begin_with_the_best_end_with_the_same_bits():
 
 def test_a_population_trains_on_until_all_descend_from_the_best_and_ends_with_equal_parameters(caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
-    settings = RunSettings(
-        every=4, delay=2, units=24, initial="own", apart_steps=8, start_nodes=3, preemption="score:patience=2,margin=0"
-    )
+    beginning = {"initial": "own", "apart_steps": 8, "preemption": "score:patience=2,margin=0", "fresh_moments": False}
+    settings = RunSettings(every=4, delay=2, units=24, start_nodes=3, **beginning)
     with broker(settings) as hub:
         nodes = Nodes(hub.address)
         ends = nodes.join()

@@ -50,8 +50,8 @@ class AtOnce:
 
 
 def population(*scores, start_nodes=None, **settings):
-    """A hub of nodes "a", "b", ... that train apart, with these scores."""
-    settings = RunSettings(initial="own", start_nodes=start_nodes or len(scores), **settings)
+    """A hub of nodes "a", "b", ... that train apart, with these scores, and take over optimizer states."""
+    settings = RunSettings(initial="own", start_nodes=start_nodes or len(scores), fresh_moments=False, **settings)
     hub = Hub(settings, release_rule_from_spec("immediately"), "run-1", preemption=AtOnce())
     effects = [effect for peer, score in zip("abcdef", scores, strict=False) for effect in join(hub, peer, score)]
     return hub, effects
@@ -83,7 +83,7 @@ def states(hub):
 
 
 def test_the_best_scored_of_those_who_wait_founds_the_run_and_all_get_its_moments():
-    hub = hub_of(initial="best", start_nodes=3)
+    hub = hub_of(initial="best", start_nodes=3, fresh_moments=False)
     assert join(hub, "a", 0.5) == [] and join(hub, "b", 0.25) == []
     assert asked(join(hub, "c", nan)) == ["b"]
     assert give(hub, "b") == [
@@ -133,14 +133,14 @@ def test_the_best_that_connects_again_is_not_awaited():
 
 
 def test_who_joins_later_gets_no_moments():
-    hub = hub_of(initial="best", start_nodes=1)
+    hub = hub_of(initial="best", start_nodes=1, fresh_moments=False)
     join(hub, "a", 1.0)
     give(hub, "a")
     assert of(Serve, join(hub, "b", 0.1)) == [Serve("b", -1)]
 
 
 def test_no_moments_are_sent_where_nobody_adopts_them():
-    hub = hub_of(initial="best", start_nodes=2, fresh_moments=True)
+    hub = hub_of(initial="best", start_nodes=2)
     join(hub, "a", 1.0)
     join(hub, "b", 2.0)
     assert not any(serve.moments for serve in of(Serve, give(hub, "a")))

@@ -65,7 +65,7 @@ RUNS = {
     "no delay": {"release": "immediately", "delay": 0, "units": 18},
     "a round that is held": {"release": "count:contributions=2", "aggregate": "weighted", "selection": "better"},
     "deltas that are refused": {"release": "immediately", "every": 1, "delay": 2, "max_staleness": 1, "units": 18},
-    "the best of those who began": {"initial": "best", "apart_steps": 6},
+    "the best of those who began, and its moments": {"initial": "best", "apart_steps": 6, "fresh_moments": False},
     "parameters of their own": {"initial": "own", "elastic": 0.5},
     "steps of several batches": {"minibatch": "fixed:batches=3", "every": 2, "delay": 1},
     "timed steps": {"minibatch": "timed:seconds=0.12,partitions=4", "every": 2, "delay": 1},

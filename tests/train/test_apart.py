@@ -202,7 +202,7 @@ def test_who_adopts_the_best_goes_on_with_its_optimizer_state_or_a_fresh_one(ado
 
 def test_a_state_that_does_not_fit_is_said_and_a_fresh_one_begun(caplog):
     update = Update(0, {}, {}, anchor=other(), moments=[np.zeros(4, np.float32)])
-    _, _, begun = started(Exchange(update, initial="best"))
+    _, _, begun = started(Exchange(update, initial="best", fresh_moments=False))
     assert int(begun.opt_state[0].count) == 0 and "not of this node's optimizer" in caplog.text
 
 
@@ -249,13 +249,14 @@ def test_who_is_asked_for_its_parameters_lends_those_of_that_step_with_its_momen
     assert (np.concatenate(moments) == np.concatenate(pack_moments(state.opt_state))).all()
 
 
-def test_who_is_preempted_goes_on_from_the_best_and_its_optimizer_state():
-    exchange = Exchange(initial="own")
+@pytest.mark.parametrize("adopt", [True, False])
+def test_who_is_preempted_goes_on_from_the_best_and_its_optimizer_state_or_a_fresh_one(adopt):
+    exchange = Exchange(initial="own", fresh_moments=not adopt)
     program, sync, state = started(exchange)
     lent = trained(steps=9).opt_state
     exchange.coming.append(Update(-1, {}, {}, anchor=other(), reset=True, moments=pack_moments(lent)))
     state = go(program, sync, state, 1)
-    assert (weights(state.params) == 0.5).all() and int(state.opt_state[0].count) == 9
+    assert (weights(state.params) == 0.5).all() and int(state.opt_state[0].count) == (9 if adopt else 0)
     assert (weights(sync.params) == 0.5).all()
 
 

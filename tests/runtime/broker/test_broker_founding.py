@@ -42,7 +42,7 @@ def test_the_founders_optimizer_state_goes_to_the_nodes_of_the_founding_and_to_n
         await peers.until(lambda: "c#1" in snapshots(peers))
         assert snapshots(peers)["c#1"].moments == 0 and len(peers.broker.versions.moments) == 0
 
-    lived(story, initial="best", start_nodes=2)
+    lived(story, initial="best", start_nodes=2, fresh_moments=False)
 
 
 @pytest.mark.parametrize("wrong", ["many", "all", "unasked", "infinite"])
@@ -82,7 +82,7 @@ def test_one_of_a_population_is_lent_what_another_gave():
         await peers.until(lambda: snapshots(peers)["b#1"].version == 0)
         assert not snapshots(peers)["b#1"].reset and not peers.broker._arrivals.whole
 
-    lived(story, initial="own", start_nodes=2, preemption="score:patience=1,margin=0")
+    lived(story, initial="own", start_nodes=2, preemption="score:patience=1,margin=0", fresh_moments=False)
 
 
 def test_the_mean_of_related_parameters_founds_and_who_left_is_not_in_it():
