@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zmqtrain.transport.admission import Admission, Seats
 from zmqtrain.transport.routing import first_life, next_life
 from zmqtrain.types import PeerId
@@ -49,12 +51,14 @@ def test_a_life_that_connects_anew_is_heard_again() -> None:
     assert seats.hear(A, "pc1", "k1", b"1", 7, number=3) == ("", {8})
 
 
-def test_last_words_of_a_channel_that_was_opened_anew_do_not_shut_it_out() -> None:
+@pytest.mark.parametrize(("used_again", "other"), [(1, 2), (2, 1)])
+def test_last_words_of_a_channel_that_was_opened_anew_end_no_connection_of_it(used_again: int, other: int) -> None:
     seats, former = Seats(), first_life()
     life = next_life(former)
-    assert seats.hear(A, "pc1", "k1", former, 7, number=2) == ("", set())  # its connection is gone: 7 is another's
-    assert seats.hear(A, "pc1", "k1", life, 8, number=1) == ("", set())
-    assert seats.hear(A, "pc1", "k1", life, 7, number=2) == ("", set())
+    # a former connection is gone, and one of the two new ones, neither of which is heard yet, has its descriptor
+    assert seats.hear(A, "pc1", "k1", former, used_again, number=used_again) == ("", set())
+    assert seats.hear(A, "pc1", "k1", life, other, number=other) == ("", set())
+    assert seats.hear(A, "pc1", "k1", life, used_again, number=used_again) == ("", set())
     assert seats.hear(A, "pc1", "k1", former, 9, number=3) == ("life", set())
 
 

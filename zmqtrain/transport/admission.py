@@ -88,8 +88,9 @@ class Seats:
         later one they tell themselves, if they are of one channel (a message may be heard when its connection has ended
         and another has its descriptor), else their connections do.
         Return why it does not count, "" if it does, and the connections that are to end for it: of the life that this
-        one ends; or, of "life" (another life of the peer has connected since), this one, unless its channel says itself
-        that it has ended it: its descriptor may be another's by now.  "name": the peer is another's.
+        one ends; or, of "life" (another life of the peer has connected since), this one.  None if both lives are of one
+        channel, which has ended its former connections itself: their descriptors may be another's by now, even this
+        life's own.  "name": the peer is another's.
         """
         seat = self._seats.get(peer)
         if seat is None:
@@ -103,7 +104,8 @@ class Seats:
             former = is_former(life, seat.life)
             if number <= seat.newest if former is None else former:
                 return "life", {descriptor} if former is None else ended
-            ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
+            if former is None:
+                ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
             seat.life, seat.descriptors = life, {}
         seat.key, seat.newest = key, max(seat.newest, number)
         self._keep(peer, seat, descriptor, number)
