@@ -31,7 +31,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
     """A process that does not outlive its test, whatever happens there."""
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             yield process
         finally:
