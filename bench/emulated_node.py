@@ -116,14 +116,15 @@ class EmulatedNode:
         }
 
     def window(self, start: float, end: float) -> dict[str, Any]:
-        """Train until `end`; return what was used and done from the first step boundary after `start` on."""
+        """Train until `end`, and until an aggregate has come; return what was used and done, from the first step
+        boundary after `start` on."""
         while time.monotonic() < start:
             self.step()
         before = self.figures()
         while time.monotonic() < (start + end) / 2:
             self.step()
         half = resident_bytes()
-        while time.monotonic() < end:
+        while time.monotonic() < end or self.applied <= before["exchanges"]:
             self.step()
         after = self.figures()
         at_the_end = {

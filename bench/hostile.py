@@ -53,6 +53,7 @@ class Case:
     """What one run is made of. rate: of a port, attack_rate: of the attackers', bits per second.
 
     keys: the broker lets in whom it knows by a CURVE key; attackers know its public one, and have keys of their own.
+    lost_seconds: as in the settings of a run.
     """
 
     minutes: float = 60.0
@@ -66,12 +67,14 @@ class Case:
     attacks: tuple[str, ...] = OPEN_TO_ALL
     keys: bool = False
     seed: int = 0
+    lost_seconds: float = 2.5
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the run, as `RunSettings.from_dict` reads them."""
-        facts = {"every": self.every, "delay": self.every, "codec": "int8", "broadcast_codec": "int8"}
-        return facts | {"evaluate_seconds": 0.0, "start_nodes": self.nodes, "initial": "founder"}
+        facts: dict[str, Any] = {"every": self.every, "delay": self.every, "codec": "int8", "broadcast_codec": "int8"}
+        facts |= {"evaluate_seconds": 0.0, "lost_seconds": self.lost_seconds}
+        return facts | {"start_nodes": self.nodes, "initial": "founder"}
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -292,7 +292,7 @@ class _Node:
         before, trips, over = self.figures(), [], threading.Event()
         listening = threading.Thread(target=lambda: trips.extend(self._round_trips(over)), daemon=True)
         listening.start()
-        while time.monotonic() < end:
+        while time.monotonic() < end or self.fragments == before["fragments"]:
             self.turn()
         result = difference(before, self.figures())
         over.set()
@@ -302,7 +302,7 @@ class _Node:
     def _round_trips(self, over: threading.Event) -> list[float]:
         trips: list[float] = []
         last = self.exchange.statistics().round_trip_seconds
-        while not over.wait(LOOK_SECONDS):
+        while not over.wait(LOOK_SECONDS) or not trips:
             trip = self.exchange.statistics().round_trip_seconds
             if trip is not None and trip != last:
                 trips.append(trip)

@@ -19,11 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SERIAL = ("integration", "star")
 HERE = Path(__file__).parent
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 COMPILED_HERE = pytest.StashKey[str]()
+
+# how long an example takes on a machine that others use says nothing of what it tests
+settings.register_profile("zmqtrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("zmqtrain")
 
 
 def pytest_configure(config: pytest.Config) -> None:

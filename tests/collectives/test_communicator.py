@@ -301,7 +301,10 @@ def test_a_function_that_fails_fails_the_call_on_all_ranks(ranks: Make) -> None:
     assert all(isinstance(result, CollectiveMismatch) and "on purpose" in str(result) for result in results)
 
 
-def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(ranks: Make) -> None:
+def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(
+    ranks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
     group, told = ranks(3), threading.Event()
 
     def part(comm: Any) -> Any:

@@ -8,7 +8,7 @@ FINE = {"ratio_steps": 1.0, "ratio_aggregates": 0.97, "rss_mb": 100.0, "rss_most
 
 
 def test_a_node_trains_on_while_a_broker_is_attacked():
-    row = measure(Case(minutes=0.05, nodes=1, params=1000, step_seconds=0.02, block_seconds=1.5))
+    row = measure(Case(minutes=0.2, nodes=1, params=1000, step_seconds=0.02, block_seconds=6.0, lost_seconds=60.0))
     assert row["troubles"] == [] and row["hostile_aggregates_s"] > 0
     assert row["descriptors_most"] > row["descriptors"], "nobody has attacked"
 

@@ -26,7 +26,7 @@ class Listener:
     def on_lost(self, lost, why): print("lost", lost, why, flush=True)
     def on_tick(self, now): pass
 heard = set()
-port = open_port(hub, size, rank, name=f"pc-{rank}", timeout_seconds=60)
+port = open_port(hub, size, rank, name=f"pc-{rank}", timeout_seconds=60, direct_seconds=60)
 port.start(Listener())
 for other in range(size):
     if other != rank:

@@ -272,7 +272,8 @@ def test_a_process_that_is_asked_to_stop_leaves_and_the_others_go_on(monkeypatch
     assert stayer.result.statistics.steps == 8 and len(stayer.run_of.offers) == 1
 
 
-def test_where_all_are_asked_to_stop_the_run_ends_in_order():
+def test_where_all_are_asked_to_stop_the_run_ends_in_order(monkeypatch):
+    monkeypatch.setattr("zmqtrain.train.gradients.STOP_SECONDS", 60.0)
     groups = group_of(2)
     seen = []
     processes = [

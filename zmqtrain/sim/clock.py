@@ -190,10 +190,17 @@ class Scheduler:
         task.token += 1
         if task is not me:
             self._running = task
-            task.turn.release()
-            if me.ended:
-                return
-            self._await_turn(me)
+            try:
+                task.turn.release()
+                if me.ended:
+                    return
+                self._await_turn(me)
+            except BaseException:  # interrupted, while another thread runs
+                if me is self._main:
+                    self._stopping = True
+                    if self._running is not me:
+                        me.turn.acquire()
+                raise
         if me.killed:
             raise Ended
 
@@ -201,14 +208,8 @@ class Scheduler:
         if me is not self._main:
             me.turn.acquire()
             return
-        try:
-            while not me.turn.acquire(timeout=LOOK_SECONDS):
-                pass  # an interrupt that came just before the waiting is seen now
-        except BaseException:  # interrupted, while another thread runs
-            self._stopping = True
-            if self._running is not me:
-                me.turn.acquire()
-            raise
+        while not me.turn.acquire(timeout=LOOK_SECONDS):
+            pass  # an interrupt that came just before the waiting is seen now
 
 
 class VirtualCondition(threading.Condition):

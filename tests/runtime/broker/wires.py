@@ -96,5 +96,5 @@ class Peers:
 
 def lived(story, folder=None, **settings):
     """Run a broker while `story(peers)` happens; return the broker when it has ended."""
-    settings = {"release": "immediately", "outer": "sgd:rate=1", **settings}
+    settings = {"release": "immediately", "outer": "sgd:rate=1", "lost_seconds": 60.0, **settings}
     return lived_through(lambda: Broker(Wire(), RunSettings(**settings), folder), lambda broker: story(Peers(broker)))
