@@ -23,7 +23,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     async def bounded() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await main()
         gc.collect()
 

@@ -16,7 +16,7 @@ from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_keys import CurveKeys
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 NOWHERE = "tcp://127.0.0.1:9"
@@ -109,7 +109,7 @@ class Echo:
     def on_message(self, source, frames): port.send(source, frames)
     def on_lost(self, rank, why): print("lost", rank, why, flush=True)
     def on_tick(self, now): pass
-port = open_port(hub, size, rank, name=f"pc-{rank}", server_key=key.encode() or None, timeout_seconds=20)
+port = open_port(hub, size, rank, name=f"pc-{rank}", server_key=key.encode() or None, timeout_seconds=60)
 port.start(Echo())
 print("ready", flush=True)
 while sys.stdin.readline() == "hold\\n":  # the interpreter's lock, for 2 s

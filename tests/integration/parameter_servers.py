@@ -14,7 +14,7 @@ from zmqtrain.errors import CollectiveTimeout
 from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.settings import RunSettings
 
-WAIT = 20.0
+WAIT = 60.0
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ class Trainer:
     def _run(self) -> None:
         try:
             with connect(self.address, name=self.name) as self.node:
+                with self.stepped:
+                    self.stepped.notify_all()
                 self._train(self.node)
         except BaseException as error:
             self.failure = error

@@ -116,7 +116,7 @@ def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path
     ):
         assert watch.stdout is not None
         for line in watch.stdout:
-            if json.loads(line)["version"] >= 2:
+            if line.startswith("{") and json.loads(line)["version"] >= 2:
                 break
         watch.send_signal(signal.SIGINT)
         watch.communicate(timeout=BOUND_SECONDS)

@@ -261,7 +261,7 @@ def test_a_strict_run_that_is_killed_and_started_again_by_the_same_lines_ends_wi
         quiet = train_all(hub.address, tmp_path / "quiet", names, "3")
     with (
         BrokerProcess(STRICT, tmp_path / "hub", every="3") as hub,
-        killed(hub.address, tmp_path, names, "3", chosen.randint(40, 120)),
+        killed(hub.address, tmp_path, names, "3", chosen.randint(40, 80)),
     ):
         if chosen.random() < 0.5:
             hub.kill()  # it dies first, else last

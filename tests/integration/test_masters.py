@@ -65,12 +65,13 @@ def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_ad
         joined = threading.Event()
 
         def wait_for_the_late_one(trainer):
-            if shared(trainer):
+            if trainer.steps >= 40:
                 joined.wait(60.0)
 
         early = {"params": wide(), "on_step": wait_for_the_late_one}
         trainers = [Trainer(first.address, name, **early) for name in ("pc-1", "pc-2")]
-        trainers[0].wait_until(lambda: shared(trainers[0]))
+        for trainer in trainers:
+            trainer.wait_until(lambda t=trainer: t.steps >= 40)
         trainers.append(Trainer(first.address, "pc-3", params=wide(1), on_step=lambda _: joined.set()))
         params = [trainer.join() for trainer in trainers]
     for one in params[1:]:
@@ -108,7 +109,7 @@ def test_strict_runs_of_one_and_of_several_masters_end_with_the_same_bits(codec)
 
 @pytest.mark.parametrize("release", ["all", "bounded:staleness=1"])
 def test_under_rules_that_wait_a_run_of_several_masters_comes_to_its_end(release):
-    settings = RunSettings(every=4, delay=2, units=13, masters=3, release=release)
+    settings = RunSettings(every=4, delay=2, units=13, masters=3, release=release, start_nodes=3, initial="founder")
     with run_of(settings) as (first, *_):
         trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2", "pc-3")]
         params = [trainer.join() for trainer in trainers]
@@ -176,6 +177,7 @@ def test_nodes_wait_for_the_masters_that_are_missing_and_say_which(caplog):
         assert seen.wait(20.0)
         with connect(first.address, "look", observer=True) as look:
             assert look.masters == ("", "")
+        trainer.wait_until(lambda: trainer.node is not None)
         assert trainer.steps == 0 and trainer.node.waiting_for == "the master of shard 1 of 2"
         with other(first.address, 1, 2):
             trainer.wait_until(lambda: shared(trainer))

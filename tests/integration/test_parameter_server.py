@@ -190,7 +190,7 @@ def test_a_client_that_was_closed_says_so():
 
 
 def test_a_callback_may_not_wait():
-    with brokers(1) as addresses, clients(addresses, ["a", "b"], consistency="bsp", workers=2) as (a, _):
+    with brokers(1) as addresses, clients(addresses, ["a", "b"], consistency="bsp", workers=2) as (a, b):
         a.init_all({"v": np.zeros(3, np.float32), "w": np.zeros(3, np.float32)})
         waiting, told, errors = a.ipush_pull("w", np.zeros(3, np.float32)), threading.Event(), []
 
@@ -201,5 +201,6 @@ def test_a_callback_may_not_wait():
                 errors.append(error)
             told.set()
 
-        a.ipull("v").add_done_callback(wait_here)
+        a.ipush_pull("v", np.zeros(3, np.float32)).add_done_callback(wait_here)  # not done before b has pushed
+        b.push("v", np.zeros(3, np.float32))
         assert told.wait(WAIT) and "must not wait for the push_pull of 'w'" in str(errors[0])

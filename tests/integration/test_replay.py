@@ -25,9 +25,13 @@ NODES = ("pc-1", "pc-2", "pc-3")
 
 
 class RecordedNode:
-    """A node that trains the toy program in a thread of its own, and records it. after: waits before it joins."""
+    """A node that trains the toy program in a thread of its own, and records it.
 
-    def __init__(self, address, folder, name, program, after=lambda: None):
+    after: waits before it joins.  on_step: told the number of each step; it may hold still.
+    """
+
+    def __init__(self, address, folder, name, program, after=lambda: None, on_step=lambda number: None):
+        self.on_step = on_step
         self.address, self.path, self.name, self.program, self.after = (
             address,
             folder / f"{name}.jsonl",
@@ -58,6 +62,7 @@ class RecordedNode:
         with self.stepped:
             self.steps = number
             self.stepped.notify_all()
+        self.on_step(number)
 
     def wait_steps(self, steps):
         with self.stepped:
@@ -77,8 +82,18 @@ def recorded_run(folder: Path, program, **settings) -> tuple[list[Record], list[
     with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(BrokerRecorder(folder / "broker.jsonl"))
         hub = stack.enter_context(broker(run, events=recorder))
-        first, second = (RecordedNode(hub.address, folder, name, program) for name in NODES[:2])
-        third = RecordedNode(hub.address, folder, NODES[2], program, after=lambda: first.wait_steps(24))
+        trains = threading.Event()  # the third: until then there are units left for it
+
+        def hold(number):
+            if number == 24:
+                trains.wait(60)
+
+        def both():
+            for node in (first, second):
+                node.wait_steps(24)
+
+        first, second = (RecordedNode(hub.address, folder, name, program, on_step=hold) for name in NODES[:2])
+        third = RecordedNode(hub.address, folder, NODES[2], program, after=both, on_step=lambda number: trains.set())
         for node in (first, second, third):
             node.join()
     return read_records(folder / "broker.jsonl"), [read_records(folder / f"{name}.jsonl") for name in NODES]

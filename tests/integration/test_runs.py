@@ -28,7 +28,7 @@ def finals(address, names, **options):
 
 
 def test_three_nodes_learn_one_model_and_end_with_the_same_parameters():
-    with broker(RunSettings(every=4, delay=2, units=60)) as hub:
+    with broker(RunSettings(every=4, delay=2, units=60, start_nodes=3, initial="founder")) as hub:
         params, _ = finals(hub.address, ["pc-1", "pc-2", "pc-3"])
     for other in params[1:]:
         for name in other:

@@ -157,3 +157,30 @@ def test_who_is_sent_to_another_hub_does_not_try_a_refusal_of_the_former_one_aga
         await node.close()
 
     run(main)
+
+
+def test_what_came_before_a_connection_went_is_received_before_that_is_told() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        node, gone, heard = DealerChannel.connect(hub.address, peer=A), asyncio.Event(), list[str]()
+
+        def told() -> None:
+            heard.append("gone")
+            gone.set()
+
+        async def receive_forever() -> None:
+            while True:
+                heard.append(bytes((await node.receive())[1][0]).decode())
+
+        await meet(hub, node)
+        node.watch(told)
+        for word in ("one", "two", "goodbye"):
+            hub.send(A, Lane.CONTROL, [word.encode()])
+        await hub.close()  # nobody has received meanwhile
+        receiving = asyncio.create_task(receive_forever())
+        await gone.wait()
+        assert heard[:4] == ["one", "two", "goodbye", "gone"]
+        receiving.cancel()
+        await node.close()
+
+    run(main)

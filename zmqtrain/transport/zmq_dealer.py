@@ -70,6 +70,7 @@ class DealerChannel:
         self._writable = {lane: Gate() for lane in Lane}
         self._ports: dict[Lane, Port] = {}
         self._told: Callable[[], None] = lambda: None
+        self._untold = False  # a connection has gone, and what had come over it is not all received
         self._fairness = Fairness()
         self._attempt = 0
         self._closed = False
@@ -181,7 +182,7 @@ class DealerChannel:
             socket.probe_router = 1
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)
-            self._watches.append(ConnectionWatch(socket, lambda: self._told(), self._handshake_ended))
+            self._watches.append(ConnectionWatch(socket, self._gone, self._handshake_ended))
             socket.ipv6 = ":" in parse_address(self.address)[0]
             try:
                 socket.connect(self.address)
@@ -192,8 +193,16 @@ class DealerChannel:
                 ) from error
 
     def watch(self, told: Callable[[], None]) -> None:
-        """Have `told` called in the loop when a connection that was there has gone."""
+        """Have `told` called in the loop when a connection that was there has gone, once what had come over it (a
+        goodbye, perhaps) is received."""
         self._told = told
+
+    def _gone(self) -> None:
+        if any(port.readable for port in self._ports.values()):
+            self._untold = True
+            self._incoming.open()
+        else:
+            self._told()
 
     def _close_ports(self, linger_seconds: float) -> None:
         for watch in self._watches:
@@ -251,7 +260,12 @@ class DealerChannel:
             for lane in self._ports:
                 if (message := self.try_receive(lane)) is not None:
                     return lane, message
-            if not any(port.readable for port in self._ports.values()):
+            if any(port.readable for port in self._ports.values()):
+                continue
+            if self._untold:
+                self._untold = False
+                self._told()
+            else:
                 await self._incoming.wait()
 
     def try_receive(self, lane: Lane) -> list[Buffer] | None:
@@ -279,6 +293,7 @@ class DealerChannel:
 
     def _reopen(self) -> None:
         self._attempt += 1
+        self._untold = False
         if self._retry is not None:  # this is another try already
             self._retry.cancel()
             self._retry = None

@@ -121,7 +121,7 @@ class _Talk:
 
     async def measure(self, wait_seconds: float) -> LinkFigures:
         """Say Hello, then measure one thing after the other."""
-        await self._say(Hello("doctor", "observer"))
+        await self._say(Hello("doctor", "observer"), wait_seconds)
         welcome = await self._answer(Welcome, wait_seconds)
         roster = await self._answer(Roster, wait_seconds)
         for _ in range(PINGS):
@@ -184,12 +184,25 @@ class _Talk:
         self._number += 1
         probe = encode_message(Probe(self._number, size, answer))
         if size:
-            await self._channel.send(Lane.BULK, [probe, PADDING[:size]])
+            await self._send(Lane.BULK, [probe, PADDING[:size]])
         else:
-            await self._channel.send(Lane.CONTROL, [probe])
+            await self._send(Lane.CONTROL, [probe])
 
-    async def _say(self, message: Message) -> None:
-        await self._channel.send(Lane.CONTROL, [encode_message(message)])
+    async def _say(self, message: Message, wait_seconds: float = ANSWER_SECONDS) -> None:
+        await self._send(Lane.CONTROL, [encode_message(message)], wait_seconds)
+
+    async def _send(self, lane: Lane, frames: Sequence[Buffer], wait_seconds: float = ANSWER_SECONDS) -> None:
+        """Send as soon as there is room; to a hub with which no handshake succeeds there never is any."""
+        try:
+            async with asyncio.timeout(wait_seconds):
+                await self._channel.send(lane, frames)
+        except TimeoutError:
+            raise self._silent(wait_seconds) from None
+
+    def _silent(self, wait_seconds: float) -> HubUnreachable:
+        obstacle = f": {self._channel.obstacle}" if self._channel.obstacle else ""
+        text = f"the broker at {self._address} has not answered for {wait_seconds:g} s{obstacle}"
+        return HubUnreachable(text, self._address)
 
     async def _answer(self, kind: type[Answered], wait_seconds: float = ANSWER_SECONDS) -> Answered:
         """Return the next message of a kind; those of others are taken note of on the way."""
@@ -207,11 +220,7 @@ class _Talk:
                             raise _Refusal(message.text)
                         raise JoinRefused(f"the broker at {self._address} refuses: {message.text}", message.reason)
         except TimeoutError:
-            raise HubUnreachable(
-                f"the broker at {self._address} has not answered for {wait_seconds:g} s"
-                + (f": {self._channel.obstacle}" if self._channel.obstacle else ""),
-                self._address,
-            ) from None
+            raise self._silent(wait_seconds) from None
 
     def _read(self, frames: Sequence[Buffer]) -> Message:
         try:
