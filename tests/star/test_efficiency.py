@@ -30,7 +30,7 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = tmp_path / "rows.json"
-    small = ["--nodes", "2", "--params", "2e4", "--fragments", "2", "--every", "2", "--steps", "12"]
+    small = ["--nodes", "2", "--params", "2e4", "--fragments", "2", "--every", "2", "--steps", "60"]
     monkeypatch.setattr(shared_cores, "PACE_VALUES", 100_000)
     monkeypatch.setattr(sys, "argv", ["efficiency.py", *small, "--json", str(written)])
     main()
@@ -42,8 +42,9 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     assert all(key in printed for key in row)
     assert (row["nodes"], row["codec"], row["fragments"], row["every"], row["delay"]) == (2, "ternary", 2, 2, 1)
     assert 0.9 * 2e4 < row["params"] < 1.1 * 2e4
-    assert row["efficiency"] > 0 and 0 < row["busy"] <= 1
-    assert row["period_steps"] > 0 and row["model_period_steps"] == pytest.approx(2 * row["period_steps"])
+    assert 0 < row["efficiency"] < 1.5 and 0 < row["busy"] <= 1
+    # of few steps the period is rough: one aggregate more may fall into them than their offers make
+    assert row["period_steps"] > 1.5 and row["model_period_steps"] == pytest.approx(2 * row["period_steps"])
     assert all(math.isfinite(row[key]) for key in FIGURES)
 
 

@@ -67,5 +67,7 @@ def test_no_more_than_the_share_of_a_port_is_used_while_all_that_can_be_is_excha
         start(star, "hub", BROKER, hub_share)
         for node in range(2):
             start(star, node, NODE, f"pc-{node}", f"tcp://{star.hub_address}:5555", node_share if node == 0 else "1")
-        out, into = used(star, narrow)
-    assert out <= 0.55 and into <= 0.55, (out, into)
+        most = 0.0
+        while most <= 0.2:  # so much of it is used at times, however busy the cores are
+            most = max(used(star, narrow))
+            assert most <= 0.55
