@@ -138,6 +138,7 @@ def test_two_lost_ranks_leave_two_who_go_on(ranks: Make) -> None:
 
 def test_one_more_may_be_lost_after_each_shrinking(ranks: Make) -> None:
     group = ranks(4)
+    counted = {size: threading.Barrier(size) for size in (1, 2, 3)}
 
     def part(comm: Any) -> Any:
         sizes = []
@@ -149,6 +150,7 @@ def test_one_more_may_be_lost_after_each_shrinking(ranks: Make) -> None:
                 comm.allreduce(np.ones(LARGE))
             comm = comm.shrink()
             sizes.append(comm.allreduce(1))
+            counted[comm.size].wait(20)  # who is lost next is not before all have the sum
         return sizes
 
     original = {comm.names[comm.rank]: comm for comm in group.communicators}
@@ -168,7 +170,7 @@ def test_shrinking_waits_for_all_who_live_and_says_for_whom(ranks: Make) -> None
 
 
 def test_who_leaves_is_missed_only_by_those_who_need_it(ranks: Make) -> None:
-    group = ranks(3)
+    group, heard = ranks(3), threading.Barrier(2)
 
     def part(comm: Any) -> Any:
         if comm.rank == 0:
@@ -182,6 +184,7 @@ def test_who_leaves_is_missed_only_by_those_who_need_it(ranks: Make) -> None:
                 comm.recv(source=0)
         comm.send(others is None, dest=3 - comm.rank)
         assert comm.recv(source=3 - comm.rank) == (comm.rank == 1)
+        heard.wait(20)  # the first to need it ends what the other has not taken
         with pytest.raises(PeerLost) as caught:
             comm.barrier()
         assert caught.value.rank == 0

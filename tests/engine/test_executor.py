@@ -118,9 +118,9 @@ def test_an_operation_may_push_others_that_depend_on_it(engine: zt.Engine) -> No
             engine.push(again, mutate=[count])
 
     engine.push(again, mutate=[count])
-    while engine.wait(count, SECONDS) < 50:
-        pass
-    assert count.version == 50
+    while count.version < 50:  # the value is seen before its operation has ended
+        engine.wait(count, SECONDS)
+    assert engine.wait(count) == count.version == 50
 
 
 def test_idle_threads_hold_nothing_back(engine: zt.Engine) -> None:

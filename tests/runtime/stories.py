@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from zmqtrain.protocol import leaving
+
 
 def lived_through(make, story):
     """Run the broker that `make()` gives while `story(broker)` happens; return it when it has ended.
 
-    Raises what the broker, or the story, raises.
+    Nobody of whom a story tells need beat meanwhile.  Raises what the broker, or the story, raises.
     """
 
     async def live():
@@ -26,4 +30,6 @@ def lived_through(make, story):
             await running
         return broker
 
-    return asyncio.run(live())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaving, "SILENCE_SECONDS", 60.0)
+        return asyncio.run(live())

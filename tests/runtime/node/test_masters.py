@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from itertools import count
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +69,7 @@ class FakeLine:
     """A `Line` at one such master, with a real node's book of offers."""
 
     clock, name, is_evaluator, message_delay, waiting_for = time, "pc", False, None, ""
+    closings = count()
 
     def __init__(self, hub, first, at):
         self.hub, self.settings, self.shard, self.at = hub, hub.settings, hub.shard, at
@@ -166,7 +168,7 @@ class FakeLine:
 
     def close(self, reason=""):
         self.closed = True
-        self.log.append(("close", time.monotonic_ns()))
+        self.log.append(("close", next(self.closings)))
 
     @property
     def founded(self):
