@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -220,3 +222,44 @@ def test_what_waits_on_a_closed_communicator_ends(ranks: Make) -> None:
             request.wait()
     with pytest.raises(LocalProtocolError, match="is closed"):
         comm.shrink()
+
+
+def test_a_call_of_another_thread_while_a_communicator_is_closed_is_refused(
+    ranks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, refused = ranks(1).communicators[0], list[Exception]()
+    begun, looks, over = threading.Event(), threading.Event(), threading.Event()
+    getpid = os.getpid
+
+    class Looked(WeakSet[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for request in super().__iter__():
+                looks.set()
+                assert over.wait(20)
+                yield request
+
+    def slow() -> int:
+        if threading.current_thread() is late:
+            begun.set()
+            assert looks.wait(20)
+        return getpid()
+
+    def call() -> None:
+        try:
+            comm.irecv()
+        except LocalProtocolError as error:
+            refused.append(error)
+        finally:
+            over.set()
+
+    comm._requests = Looked()
+    late = threading.Thread(target=call)
+    pending = comm.irecv()
+    monkeypatch.setattr(os, "getpid", slow)
+    late.start()
+    assert begun.wait(20)
+    comm.close()
+    late.join()
+    assert "is closed" in str(refused[0])
+    with pytest.raises(PeerLost, match="closed"):
+        pending.wait()

@@ -97,6 +97,7 @@ class Messenger:
         self._closed = self._shrunk = False
         self._process = os.getpid()
         self._requests: WeakSet[Request] = WeakSet()
+        self._closing = threading.Lock()  # from looking whether it is closed until a request is noted
 
     # ------------------------------------------------------------------ who and where
 
@@ -176,9 +177,10 @@ class Messenger:
         What is pending here raises PeerLost, and so does on the others what needs this rank from now on. What `shrink`
         has made of this communicator is closed with it.
         """
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         if self._next is not None:
             self._next.close(linger_seconds)
         else:
@@ -277,12 +279,13 @@ class Messenger:
     # ------------------------------------------------------------------ how
 
     def _request(self, what: str, make: Callable[[], Any], timeout_seconds: float | None = None) -> Request:
-        if self._closed:
-            raise LocalProtocolError(f"{what}: this communicator is closed")
         if os.getpid() != self._process:
             raise LocalProtocolError(f"{what}: this communicator is another process's: create one after the fork")
         request = Request(self, what, self.timeout_seconds if timeout_seconds is None else timeout_seconds, make)
-        self._requests.add(request)
+        with self._closing:
+            if self._closed:
+                raise LocalProtocolError(f"{what}: this communicator is closed")
+            self._requests.add(request)
         return request
 
     def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
