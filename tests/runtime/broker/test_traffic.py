@@ -13,6 +13,7 @@ import pytest
 
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.framing import decode_message, split
+from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import Chunk, Credit, Heartbeat, Message, Publish, Snapshot
 from zmqtrain.runtime.broker import intake as intake_module
 from zmqtrain.runtime.broker import traffic as traffic_module
@@ -192,5 +193,20 @@ def test_without_a_limit_all_that_the_windows_let_through_goes_at_once_and_the_l
         fastest = len(FRAME) / 0.01
         assert peers.traffic.measured(A) == pytest.approx(fastest, rel=0.01)
         assert peers.traffic.measured(B) == pytest.approx(fastest, rel=0.01)
+
+    run(main())
+
+
+def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_which_nobody_listened(run: Run) -> None:
+    async def main() -> None:
+        peers, patience = Peers(seconds=1000.0), 2.0 + len(FRAME) / 1e6
+        peers.publish(A, 1)
+        assert not list(peers.traffic.intake.idle_holders())
+        await asyncio.sleep(60.0)  # this hub was stopped: what came meanwhile is not heard yet
+        waited = LATE_SECONDS
+        while not (named := list(peers.traffic.intake.idle_holders())):
+            await asyncio.sleep(0.05)
+            waited += 0.05
+        assert named == [A] and waited == pytest.approx(patience, abs=0.1)
 
     run(main())

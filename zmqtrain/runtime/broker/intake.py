@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from zmqtrain.protocol.framing import Assembler
+from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.messages import Announcement, Chunk, Credit, Publish, Snapshot
 from zmqtrain.runtime.broker.alarm import Alarm
@@ -52,6 +53,7 @@ class Intake:
         self._most_bytes, self._send = most_bytes, send
         self._credits = Credits(GRANT_WINDOW_BYTES)
         self._lines: dict[PeerId, _Line] = {}
+        self._looked = 0.0  # for idle holders
         self._again = Alarm(self._grant)
 
     # ------------------------------------------------------------------ shares
@@ -111,11 +113,17 @@ class Intake:
         return whole
 
     def idle_holders(self) -> Iterator[PeerId]:
-        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link."""
+        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link.
+
+        Asked all the time: that in which nobody was here to ask does not count, as what came then waits to be heard.
+        """
         now = time.monotonic()
+        late, self._looked = max(0.0, now - self._looked - LATE_SECONDS), now
         for peer, granted in self._credits.holders.items():
-            patience = GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND
-            if peer in self._lines and now - self._lines[peer].arrived_at > patience:
+            if (line := self._lines.get(peer)) is None:
+                continue
+            line.arrived_at = min(now, line.arrived_at + late)
+            if now - line.arrived_at > GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND:
                 yield peer
 
     def forget(self, peer: PeerId) -> None:
