@@ -97,7 +97,7 @@ def test_a_worker_does_its_jobs_in_order_in_one_thread():
     worker = Worker("jobs", 100, failed=lambda error: None)
     for number in range(50):
         assert worker.submit(lambda number=number: done.append((number, threading.current_thread().name)))
-    worker.close()
+    worker.close(60.0)
     assert done == [(number, "jobs") for number in range(50)]
     assert worker.submit(lambda: None) is False
 
@@ -112,7 +112,7 @@ def test_a_job_that_fails_is_told_and_the_next_is_done():
 
     worker.submit(fail)
     worker.submit(lambda: done.append(True))
-    worker.close()
+    worker.close(60.0)
     assert failures == [error] and done == [True]
 
 

@@ -80,7 +80,7 @@ def said(node, kind):
 
 def decoded(node):
     """Let the codec thread finish what it has been given."""
-    node._worker.close()
+    node._worker.close(60.0)
 
 
 def welcome(version=-1, model=(), **settings):
