@@ -2,12 +2,14 @@
 
 Rule 1: each command is one process with one connection, so that it can run inside a network namespace.
 Rule 2: a listener prints its port as soon as it listens; nobody has to guess when it is ready.
-Rule 3: the receiver measures: bytes that were sent may still lie in a queue.
+Rule 3: the receiver measures: bytes that were sent may still lie in a queue.  What had come before it begins to count
+is not counted: one that was held up would find more in its own buffer than the link carries meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import socket
 import statistics
@@ -24,13 +26,18 @@ CONNECT_SECONDS = 5.0
 def receive(seconds: float, warmup_seconds: float) -> dict[str, float]:
     """Accept one sender, let it warm up, then count for `seconds`; return {"bytes": ..., "seconds": ...}.
 
-    A sender that closes earlier ends the count; with no warm-up all that it sent is counted.
+    A sender that closes earlier ends the count; with no warm-up all that it sent is counted.  A sender that is faster
+    than this reads is never done with the warm-up.
     """
     piece = memoryview(bytearray(PIECE_BYTES))
     with _accept_one() as connection:
         warm = time.perf_counter() + warmup_seconds
         while time.perf_counter() < warm and connection.recv_into(piece):
             pass
+        if warmup_seconds:
+            with contextlib.suppress(BlockingIOError):
+                while connection.recv_into(piece, 0, socket.MSG_DONTWAIT):
+                    pass
         count, started = 0, time.perf_counter()
         while (now := time.perf_counter()) < started + seconds and (received := connection.recv_into(piece)):
             count += received

@@ -1,6 +1,7 @@
 """Nodes of the tiny model that keep checkpoints; as a program they can be killed: `python kept_node.py FACTS` (JSON).
 
-Each is a thread, trains with AdamW, says a line for each step, and at its end the digest of what it has.
+Each is a thread, trains with AdamW, says a line for each step, and at its end the digest of what it has.  As a program
+it has no end: from a step on, once all of them have a checkpoint, each stands still until it is killed.
 """
 
 from __future__ import annotations
@@ -76,8 +77,26 @@ def write_line(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())  # whole lines, whichever thread writes
 
 
+def have_saved(folder: Path, names: list[str]) -> bool:
+    """Return whether all of these nodes have a checkpoint."""
+    return all(any((folder / name).glob("checkpoint-*.safetensors")) for name in names)
+
+
+def say_and_stand_still(folder: Path, names: list[str], at_step: int) -> Callable[..., None]:
+    """Return what writes each line, and does not return from a step after which the nodes may be killed."""
+
+    def say(what: str, number: int, *words: object) -> None:
+        is_over = what == "step" and number >= at_step and have_saved(folder, names)
+        write_line(what, number, *words)
+        if is_over:
+            threading.Event().wait()
+
+    return say
+
+
 if __name__ == "__main__":
     facts = json.loads(sys.argv[1])
-    for one in facts["names"]:
-        arguments = (facts["address"], Path(facts["folder"]), one, facts["every"], write_line)
-        threading.Thread(target=train, args=arguments).start()
+    where, everybody = Path(facts["folder"]), facts["names"]
+    speak = say_and_stand_still(where, everybody, facts["at_step"])
+    for one in everybody:
+        threading.Thread(target=train, args=(facts["address"], where, one, facts["every"], speak)).start()

@@ -110,8 +110,8 @@ class Echo:
     def on_lost(self, rank, why): print("lost", rank, why, flush=True)
     def on_tick(self, now): pass
 port = open_port(hub, size, rank, name=f"pc-{rank}", server_key=key.encode() or None, timeout_seconds=60)
+print("ready", flush=True)  # before whatever it is told
 port.start(Echo())
-print("ready", flush=True)
 while sys.stdin.readline() == "hold\\n":  # the interpreter's lock, for 2 s
     ctypes.PyDLL(None).usleep(2_000_000)
     print("held", flush=True)

@@ -13,17 +13,17 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
 from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.planning.auto import link_share
+from zmqtrain.runtime.planning import auto
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 
 AUTO = RunSettings(every=AUTO_EVERY, delay=AUTO_DELAY, local_updates="fixed", release="all", evaluate_seconds=0.0)
 FIRST = (FIRST_EVERY, FIRST_DELAY)
-SLOW_PORT = link_share("2mbit", 0.8)
-"""Of the hub: an exchange of the tiny model takes it several steps."""
+SLOW_PORT = auto.link_share("2mbit", 0.8)
+"""Of the hub: an exchange of the tiny model takes it several steps of a millisecond."""
 
 
 class Watched(Trainer):
-    """A trainer that keeps which schedules held at which versions. A step takes a moment: k is no matter of noise."""
+    """A trainer that keeps which schedules held at which versions."""
 
     def __init__(self, address: str, name: str) -> None:
         self.held: dict[int, set[tuple[int, int]]] = {}
@@ -39,9 +39,10 @@ class Watched(Trainer):
 
 
 def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every_version(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "zmqtrain")
+    monkeypatch.setattr(auto, "_step_seconds", lambda member: 1e-3)  # of slow steps k is 1, for 2 nodes and for 3
     recorder = BrokerRecorder(tmp_path / "broker.jsonl")
     with broker(AUTO, share=SLOW_PORT, events=recorder) as hub:
         trainers = [Watched(hub.address, name) for name in ("pc-1", "pc-2")]
@@ -94,8 +95,8 @@ def test_a_link_that_was_not_told_is_measured_by_what_crosses_it_and_the_node_le
     large = {"w": np.zeros((40, 8), np.float32), "b": np.zeros(8, np.float32), "x": np.zeros(600_000, np.float32)}
     with broker(RunSettings(every=2, delay=1, evaluate_seconds=0.0, codec="float32")) as hub:
         trainer = Trainer(hub.address, "pc-1", params=large)
-        trainer.wait_until(lambda: trainer.node is not None and trainer.node.statistics().link_rate > 0)
-        assert trainer.node is not None
-        assert 1e6 < trainer.node.statistics().link_rate < 1e11  # of a loopback
+        # of a loopback; the fastest that it was ever seen, once nobody has stood in the way
+        trainer.wait_until(lambda: trainer.node is not None and trainer.node.statistics().link_rate > 1e6)
+        assert trainer.node is not None and trainer.node.statistics().link_rate < 1e11
         trainer.stop.set()
         trainer.join()

@@ -20,4 +20,4 @@ def test_nothing_is_left_of_what_was_closed(places, name):
     VISITS[name](*places)  # what is made once in a process is made now
     before = count_left()
     VISITS[name](*places)
-    assert count_left(before).beyond(before) == []
+    assert count_left(before, seconds=60.0).beyond(before) == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kept_node import train, train_all
+from kept_node import have_saved, train, train_all
 from runs import BrokerProcess, batches, broker, parameters, sgd
 
 from zmqtrain.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
@@ -33,12 +33,12 @@ PROGRAM = Path(__file__).with_name("kept_node.py")
 @contextlib.contextmanager
 def killed(address, folder, names, every, at_step):
     """Run nodes in a process of their own up to a step of the first of them; it is killed at the end of the block."""
-    facts = json.dumps({"address": address, "folder": str(folder), "names": names, "every": every})
+    facts = json.dumps({"address": address, "folder": str(folder), "names": names, "every": every, "at_step": at_step})
     process = subprocess.Popen([sys.executable, str(PROGRAM), facts], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert any(line.split()[:2] == ["step", str(at_step)] for line in process.stdout), "it ended before"
-        while not all(any((folder / name).glob("checkpoint-*.safetensors")) for name in names):
+        while not have_saved(folder, names):
             assert process.stdout.readline(), "it ended before it had saved anything"
         yield
     finally:

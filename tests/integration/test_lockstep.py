@@ -205,7 +205,7 @@ def test_a_worker_of_an_asynchronous_server_may_come_later():
 
 
 def test_a_broker_that_is_restarted_in_mid_run_is_found_again_and_the_nodes_go_on_meanwhile(tmp_path):
-    settings = run_of(40, 2, heartbeat_seconds=0.1, lost_seconds=0.5)
+    settings = run_of(40, 2, heartbeat_seconds=0.1, lost_seconds=10.0)
     made, killed = Count(), threading.Event()
     with BrokerProcess(settings, tmp_path) as hub:
         options = {"before_step": made.held(10, killed), "watch": watch_steps(made)}

@@ -16,7 +16,7 @@ from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import HUB, HubChunk, Lane, PeerId
 
-from meshes import NOWHERE, Remembering, broker, open_all, ports, send
+from meshes import NOWHERE, WAIT_SECONDS, Remembering, broker, open_all, ports, send
 
 
 def test_messages_of_any_size_come_whole_and_in_order_to_all(hub):
@@ -171,7 +171,7 @@ def test_strangers_are_counted_and_ignored(hub):
             stranger = DealerChannel.connect(address, peer=PeerId(peer))
             for lane in Lane:
                 await stranger.send(lane, [b"junk"])
-            await stranger.close()
+            await stranger.close(WAIT_SECONDS)
 
     with ports(hub, 2, group="strangers") as (opened, listeners):
         token = opened[1]._group.members[1][3]

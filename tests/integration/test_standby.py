@@ -11,7 +11,7 @@ from zmqtrain.train.sync import DelayedSync
 
 SETTINGS = RunSettings(
     every=2, delay=1, release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1",
-    heartbeat_seconds=0.1, lost_seconds=1.0,
+    heartbeat_seconds=0.1, lost_seconds=10.0,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.vigil import VERDICT_SECONDS, Accuse, CutOff, Declare, Vigil
+from zmqtrain.protocol.vigil import BEAT_SECONDS, VERDICT_SECONDS, Accuse, CutOff, Declare, Vigil
 
 TICK = 0.05
 
@@ -48,6 +48,17 @@ def test_a_silent_rank_is_accused_once_and_the_hub_judges():
     watch.vigil.forget(1)
     watch.pass_time(5.0)
     assert len(watch.found) == 1
+
+
+@pytest.mark.parametrize("hub", [True, False])
+def test_a_rank_that_stands_still_for_two_seconds_just_before_its_next_sign_of_life_is_not_accused(hub):
+    watch = Watch(1, 2, alive=[1, 2], hub=hub)
+    watch.pass_time(1.0)
+    watch.alive = {2}
+    watch.pass_time(BEAT_SECONDS + 2.0)
+    watch.alive = {1, 2}
+    watch.pass_time(1.0)
+    assert watch.findings == []
 
 
 def test_what_the_hub_does_not_answer_is_declared_in_less_than_three_seconds():
