@@ -9,10 +9,12 @@ is not counted: one that was held up would find more in its own buffer than the 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import fcntl
 import json
 import socket
 import statistics
+import struct
+import termios
 import time
 from collections.abc import Callable
 
@@ -26,18 +28,16 @@ CONNECT_SECONDS = 5.0
 def receive(seconds: float, warmup_seconds: float) -> dict[str, float]:
     """Accept one sender, let it warm up, then count for `seconds`; return {"bytes": ..., "seconds": ...}.
 
-    A sender that closes earlier ends the count; with no warm-up all that it sent is counted.  A sender that is faster
-    than this reads is never done with the warm-up.
+    A sender that closes earlier ends the count; with no warm-up all that it sent is counted.
     """
     piece = memoryview(bytearray(PIECE_BYTES))
     with _accept_one() as connection:
         warm = time.perf_counter() + warmup_seconds
         while time.perf_counter() < warm and connection.recv_into(piece):
             pass
-        if warmup_seconds:
-            with contextlib.suppress(BlockingIOError):
-                while connection.recv_into(piece, 0, socket.MSG_DONTWAIT):
-                    pass
+        waiting = _bytes_waiting(connection) if warmup_seconds else 0
+        while waiting > 0 and (received := connection.recv_into(piece, min(waiting, PIECE_BYTES))):
+            waiting -= received
         count, started = 0, time.perf_counter()
         while (now := time.perf_counter()) < started + seconds and (received := connection.recv_into(piece)):
             count += received
@@ -119,6 +119,12 @@ def _accept_one() -> socket.socket:
     with socket.create_server(("0.0.0.0", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         return listener.accept()[0]
+
+
+def _bytes_waiting(connection: socket.socket) -> int:
+    """Return how many bytes have come over a connection and were not read."""
+    count: int = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0]
+    return count
 
 
 if __name__ == "__main__":
