@@ -91,7 +91,7 @@ def shared_of(federation: Federation) -> np.ndarray:
     delay=st.one_of(st.none(), st.integers(0, 12)),
     steps=st.integers(1, 60),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_exchange_lands_before_the_next_is_offered_and_within_the_run(
     every: int | tuple[tuple[float, int], ...], delay: int | None, steps: int
 ) -> None:

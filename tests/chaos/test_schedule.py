@@ -17,7 +17,7 @@ def test_the_same_seed_gives_the_same_faults_and_another_one_others():
     assert draw_schedule(3, 300, NODES, KINDS) != draw_schedule(4, 300, NODES, KINDS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.floats(20, 2000), st.integers(1, 9), st.integers(0, 3))
 def test_faults_are_in_order_within_their_ranges_and_fair(seed, seconds, count, broker_faults):
     nodes = NODES[:count] if count <= 6 else tuple(f"n{number}" for number in range(count))

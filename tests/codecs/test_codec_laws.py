@@ -65,7 +65,7 @@ def row_of(tree, row):
 @pytest.mark.parametrize(
     ("spec", "size"), [*((spec, 601) for spec in COMPILED), *((spec, 7) for spec in ALONE), ("ternary", 1)]
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bytes_states_and_values(spec, size, data):
     huge, edge = np.full(size, LARGEST, np.float32), np.array([2.0**-100] + (size - 1) * [1e-40], np.float32)
@@ -94,7 +94,7 @@ def test_a_whole_slab_is_encoded_alike_too(spec):
 
 
 @every_codec
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(x=slabs())
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.array([1e38, -1e38, 1.0, 0.0, 1e-38], np.float32))
@@ -108,7 +108,7 @@ def test_buffers_are_as_laid_out_pass_the_check_and_decode_to_finite_values(spec
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "dct" not in spec and "lowrank" not in spec])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(x=slabs())
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.full(129, 1e-42, np.float32))
@@ -120,7 +120,7 @@ def test_no_value_comes_out_larger_than_the_largest_that_went_in(spec, x):
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec not in ("int8s", "int4s")])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(x=slabs())
 @example(x=np.full(300, -LARGEST, np.float32))
 @example(x=np.full(129, 1e-42, np.float32))
@@ -138,7 +138,7 @@ def test_a_codec_never_takes_away_more_than_there_is(spec, x):
 
 @every_codec
 @given(x=slabs(), seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @example(x=np.random.default_rng(1).standard_normal(65_536).astype(np.float32), seed=0)
 def test_decode_into_adds_or_replaces_just_what_decode_returns(spec, x, seed):
     codec, buffers = encode(spec, x)
@@ -214,7 +214,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(sp
 
 
 @every_codec
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.sampled_from([1, 5, 12, 300]), seed=st.integers(0, 2**32), honest=st.lists(st.booleans(), min_size=5))
 def test_what_check_lets_through_decodes_to_finite_values_and_writes_nowhere_else(spec, size, seed, honest):
     codec, buffers = encode(spec, np.full(size, LARGEST, np.float32))

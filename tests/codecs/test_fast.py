@@ -46,7 +46,7 @@ def all_of(codec, x, with_numba):
 
 
 @every_codec
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(x=slabs(range(1, 1001)))
 @example(x=np.full(257, LARGEST, np.float32))
 @example(x=np.full(8192, -LARGEST, np.float32))

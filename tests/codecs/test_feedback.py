@@ -92,7 +92,7 @@ def rounds(draw, size):
 @pytest.mark.parametrize(
     ("keeper", "size"), [*((keeper, 301) for keeper in KEEPERS), *((keeper, 7) for keeper in FRAGMENTS)]
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_numpy_and_jitted_rows_of_jax_send_and_keep_the_same_bytes(keeper, size, data):
     codec, slabs = built(keeper), data.draw(rounds(size))

@@ -55,7 +55,7 @@ def reference(layout, leaves, fragment):
     return {index: np.concatenate(blocks) for index, blocks in segments.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts())
 def test_a_fragment_holds_every_nth_block_of_the_model(layout):
     leaves = leaves_of(layout.spec)
@@ -69,7 +69,7 @@ def test_a_fragment_holds_every_nth_block_of_the_model(layout):
             np.testing.assert_array_equal(taken, segment)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts())
 def test_all_fragments_of_all_shards_together_are_the_model_once(layout):
     leaves, flats = leaves_of(layout.spec), []
@@ -123,7 +123,7 @@ def test_a_node_of_several_masters_sees_their_fragments_in_a_row():
             np.testing.assert_array_equal(ours, theirs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts())
 def test_joining_what_was_split_gives_the_leaves_back(layout):
     leaves = leaves_of(layout.spec)
@@ -137,7 +137,7 @@ def test_joining_what_was_split_gives_the_leaves_back(layout):
         np.testing.assert_array_equal(ours, flat)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts(), data=st.data())
 def test_adding_is_placing_the_sum_and_touches_nothing_else(layout, data):
     fragment = data.draw(st.integers(0, layout.fragments - 1))
@@ -152,7 +152,7 @@ def test_adding_is_placing_the_sum_and_touches_nothing_else(layout, data):
             np.testing.assert_array_equal(layout.take(added, index, other), layout.take(leaf, index, other))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(layout=layouts(), data=st.data())
 def test_jitted_jax_and_numpy_agree(layout, data):
     fragment = data.draw(st.integers(0, layout.fragments - 1))

@@ -84,7 +84,7 @@ def test_a_payload_decodes_to_its_slabs_decoded_alone(spec):
 
 
 @every_codec
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(counts=st.lists(st.sampled_from([0, 1, 5, 127, 129, 4096, 65_535, 65_537]), max_size=6))
 def test_a_payload_has_just_the_bytes_that_were_planned(spec, counts):
     codecs = all_of(spec, counts)
@@ -160,7 +160,7 @@ def test_the_bytes_lie_where_the_plan_says():
 
 
 @every_codec
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_flipped_bit_is_refused_and_nothing_is_written(spec, data):
     counts = [300, 7]
@@ -172,7 +172,7 @@ def test_any_flipped_bit_is_refused_and_nothing_is_written(spec, data):
 
 
 @every_codec
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_truncation_and_any_trailing_byte_is_refused(spec, data):
     counts = [300, 7]
@@ -185,7 +185,7 @@ def test_any_truncation_and_any_trailing_byte_is_refused(spec, data):
             assert_refused(codecs, [sealed(codecs, lie)], counts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(position=st.integers(0, 15), value=st.integers(0, 255))
 def test_a_liar_who_seals_the_frame_is_refused_or_does_no_harm(position, value):
     counts = [300, 7]

@@ -106,7 +106,7 @@ MIXES = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(mix=MIXES, zeros=st.booleans())
 @example(mix=[], zeros=False)
 @example(mix=[(0, "int8")], zeros=False)

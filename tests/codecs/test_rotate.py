@@ -68,7 +68,7 @@ def slabs(draw, sizes):
 
 
 @every_codec
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(x=slabs([7, 601]), turns=st.lists(st.integers(0, 7), min_size=2, max_size=2))
 def test_numpy_and_jitted_jax_give_rows_at_different_turns_the_same_bytes_states_and_values(key, x, turns):
     codec, rows, states = built(key), np.stack([x, -x[::-1]]), []
@@ -194,7 +194,7 @@ def test_a_part_that_there_is_not_is_refused(size, part):
 
 
 @every_codec
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_what_check_lets_through_decodes_to_finite_values(key, data):
     codec, size = built(key), data.draw(st.sampled_from([1, 5, 12]))

@@ -74,7 +74,7 @@ def places_of(stage, buffers, count):
 
 
 @pytest.mark.parametrize(("name", "size"), COMPILED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_numpy_and_jitted_jax_keep_the_same_places_and_values_of_each_of_stacked_slabs(name, size, data):
     alike = [np.full(size, value, np.float32) for value in (-LARGEST, 0, 1e-45)]
@@ -95,7 +95,7 @@ def test_numpy_and_jitted_jax_keep_the_same_places_and_values_of_each_of_stacked
 
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(x=slabs(SIZES))
 def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
     stage = STAGES[name]
@@ -110,7 +110,7 @@ def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
 
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(x=slabs(SIZES))
 def test_what_is_dropped_is_within_the_stated_bound_and_always_less_than_all(name, x):
     stage = STAGES[name]
@@ -281,7 +281,7 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(na
 
 
 @every_stage
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_what_check_lets_through_writes_each_place_once_and_in_range(name, data):
     stage, size = STAGES[name], data.draw(st.sampled_from([1, 5, 12, 259]))

@@ -53,7 +53,7 @@ def play(
 
 @algorithms
 @pytest.mark.parametrize("size", SIZES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_an_allreduce_is_numpys_reduction_in_the_stated_order_bit_by_bit_on_all_ranks(
     algorithm: str, size: int, data: st.DataObject

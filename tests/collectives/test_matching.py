@@ -78,7 +78,7 @@ moves = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(moves, min_size=12, max_size=60))
 def test_messages_are_matched_in_order_and_come_whole(program: list[Any]) -> None:
     net, steps = Net(), dict[int, int]()  # when a receive was matched, by its place

@@ -86,7 +86,7 @@ def test_the_hub_hears_nothing() -> None:
     assert not flow.take(640) and not flow.finish()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_both_ends_together_move_everything_within_the_window(lengths: list[int], confirm: bool) -> None:
     out, into, way = flow_of(*lengths, confirm=confirm), Inflow(1), list[Part]()

@@ -32,13 +32,13 @@ heads = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(heads)
 def test_a_head_comes_back_as_it_was(head: Head) -> None:
     assert unpack([pack(head, head.context)]) == (head, None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=3))
 def test_any_bytes_are_a_message_or_are_refused(frames: list[bytes]) -> None:
     try:
@@ -131,7 +131,7 @@ def same(one: Any, other: Any) -> bool:
     return one is other is None or (np.shape(one) == np.shape(other) and np.array_equal(one, other))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trees)
 def test_a_tree_comes_back_from_its_description_and_its_bytes(tree: Any) -> None:
     taken = take_tree(tree)
@@ -141,7 +141,7 @@ def test_a_tree_comes_back_from_its_description_and_its_bytes(tree: Any) -> None
     assert same(read.unpack(read.split(np.frombuffer(bytes(taken.join()), np.uint8))), tree)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.text(max_size=40), st.text("[](){}'\"float32:,0None", max_size=40)))
 def test_any_text_describes_a_tree_or_is_refused(text: str) -> None:
     try:

@@ -114,7 +114,7 @@ def run_engine(program: list[Step], workers: int) -> tuple[list[Any], int | None
         return results, raised
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(steps, max_size=30), st.integers(1, 4))
 def test_any_program_ends_in_the_state_of_its_serial_execution(program: list[Step], workers: int) -> None:
     results, raised = run_engine(program, workers)

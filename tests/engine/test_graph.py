@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.engine.graph import UNTOLD_FAILURES, Graph, State, Variable
@@ -271,7 +271,6 @@ names = st.lists(st.integers(0, 4), max_size=3)
 pushes = st.lists(st.tuples(names, names, st.integers(-1, 1)), max_size=25)
 
 
-@settings(deadline=None)
 @given(pushes, st.data())
 def test_at_every_moment_just_that_may_run_which_shares_no_change_with_what_is_unfinished_before_it(
     program: list[tuple[list[int], list[int], int]], data: st.DataObject

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.engine.trace import Span, chrome_trace, merge_traces, write_trace
@@ -51,7 +51,6 @@ def test_operations_without_a_thread_get_as_many_tracks_as_run_at_once() -> None
     ]  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), st.sampled_from(["network", "codec"]))))
 def test_nothing_overlaps_on_a_track(drawn: list[tuple[int, int, str]]) -> None:
     spans = [Span(n, "x", category, None, start, start + long) for n, (start, long, category) in enumerate(drawn)]

@@ -126,4 +126,4 @@ class Clients(RuleBasedStateMachine):
 
 
 TestClients = Clients.TestCase
-TestClients.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestClients.settings = hypothesis_settings(max_examples=40, stateful_step_count=30)

@@ -19,7 +19,7 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches, st.integers(1, 9), st.integers(8, 2000))
 def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_bytes):
     shards = ShardMap(masters, split_bytes)
@@ -35,7 +35,7 @@ def test_every_value_of_a_key_lies_on_one_master_in_order(keys, masters, split_b
                 assert [piece.master for piece in pieces] == sorted(piece.master for piece in pieces)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches, st.integers(1, 9), st.integers(8, 2000))
 def test_no_two_masters_differ_by_more_than_the_bound_at_any_time(keys, masters, split_bytes):
     shards = ShardMap(masters, split_bytes)
@@ -50,7 +50,7 @@ def test_no_two_masters_differ_by_more_than_the_bound_at_any_time(keys, masters,
         assert max(held) - min(held) <= split_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches, st.integers(1, 9), st.randoms())
 def test_the_map_does_not_depend_on_how_a_client_orders_its_keys(keys, masters, random):
     ours, theirs = ShardMap(masters, 100), ShardMap(masters, 100)

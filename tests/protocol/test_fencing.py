@@ -308,4 +308,4 @@ class Wire(RuleBasedStateMachine):
 
 
 TestWire = Wire.TestCase
-TestWire.settings = hypothesis_settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestWire.settings = hypothesis_settings(max_examples=50, stateful_step_count=40)

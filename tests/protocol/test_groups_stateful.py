@@ -159,4 +159,4 @@ class GroupsMachine(RuleBasedStateMachine):
 
 
 TestGroups = GroupsMachine.TestCase
-TestGroups.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestGroups.settings = hypothesis_settings(max_examples=60, stateful_step_count=40)

@@ -257,4 +257,4 @@ class HubMachine(RuleBasedStateMachine):
 
 
 TestHub = HubMachine.TestCase
-TestHub.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHub.settings = hypothesis_settings(max_examples=60, stateful_step_count=40)

@@ -1,7 +1,7 @@
 """When a round is due, in virtual time."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.errors import ConfigError
@@ -260,19 +260,16 @@ def as_a_hub(rounds, events, look=lambda taken, live, now: None):
     return released
 
 
-@settings(deadline=None)
 @given(EVENTS)
 def test_a_bound_of_zero_takes_the_rounds_of_all(events):
     assert as_a_hub(Rounds(BoundedStaleness(0)), events) == as_a_hub(Rounds(AfterAll()), events)
 
 
-@settings(deadline=None)
 @given(EVENTS)
 def test_a_huge_bound_is_asynchronous(events):
     assert as_a_hub(Rounds(BoundedStaleness(10**9)), events) == as_a_hub(Rounds(Immediately()), events)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=60), st.integers(0, 4))
 def test_nothing_lands_further_ahead_of_the_slowest_than_the_bound(order, bound):
     rounds, came, landed = Rounds(BoundedStaleness(bound)), dict.fromkeys(LIVE, 0), dict.fromkeys(LIVE, 0)
@@ -290,7 +287,6 @@ def test_nothing_lands_further_ahead_of_the_slowest_than_the_bound(order, bound)
 # ---------------------------------------------------------------------- every rule
 
 
-@settings(deadline=None)
 @given(EVENTS, st.sampled_from(SPECS))
 def test_every_contribution_is_taken_exactly_once(events, spec):
     rounds, added, landed = Rounds(release_rule_from_spec(spec)), [], []
@@ -302,7 +298,6 @@ def test_every_contribution_is_taken_exactly_once(events, spec):
     assert sorted(landed) == sorted(added) and rounds.pending == ()
 
 
-@settings(deadline=None)
 @given(st.permutations(sorted(LIVE)), st.sampled_from(SPECS))
 def test_the_order_of_equal_arrivals_does_not_matter(order, spec):
     def rounds_of(order):
@@ -318,7 +313,6 @@ def test_the_order_of_equal_arrivals_does_not_matter(order, spec):
     assert rounds_of(order) == rounds_of(sorted(LIVE))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 20), st.sampled_from("abcd")), max_size=40), st.sampled_from(SPECS))
 def test_releases_follow_one_another_in_time(arrivals, spec):
     rounds = Rounds(release_rule_from_spec(spec))
@@ -326,7 +320,6 @@ def test_releases_follow_one_another_in_time(arrivals, spec):
     assert times == sorted(times)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 20), st.sampled_from("abcd")), max_size=40), st.sampled_from(SPECS))
 def test_while_nothing_happens_a_due_time_stands(arrivals, spec):
     rounds = Rounds(release_rule_from_spec(spec))

@@ -314,4 +314,4 @@ def test_a_first_that_is_cut_off_with_a_few_of_its_nodes_tells_them_nothing_new_
 
 
 TestWorld = World.TestCase
-TestWorld.settings = hypothesis_settings(max_examples=12, stateful_step_count=10, deadline=None)
+TestWorld.settings = hypothesis_settings(max_examples=12, stateful_step_count=10)

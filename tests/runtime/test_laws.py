@@ -101,7 +101,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@settings(max_examples=150, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     run=SETTINGS,
     nodes=st.integers(1, 4),
@@ -116,7 +116,7 @@ def test_whatever_the_network_does_the_laws_hold(run, nodes, events):
 
 
 @pytest.mark.parametrize("masters", [2, 4])
-@settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@settings(max_examples=12, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
 @given(
     run=SETTINGS,
     nodes=st.integers(1, 3),

@@ -44,7 +44,7 @@ def test_a_few_times_the_usual_is_let_through_and_so_is_nothing_at_all():
 
 
 @given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_norms_that_wander_are_followed_wherever_they_go(factors, seed):
     random, gate, level = np.random.default_rng(seed), NormGate(10.0), 1.0
     for factor in factors:

@@ -248,7 +248,7 @@ class Tally(Line):
 tally_stepper = cache(lambda partitions: stepper(f"timed:seconds=1,partitions={partitions}", Tally(optax.sgd(1.0))))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(costs=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=6), partitions=st.sampled_from([1, 4]))
 def test_every_sample_is_used_once_and_in_order_whatever_the_parts_cost(costs, partitions):
     step, clock = tally_stepper(partitions)

@@ -67,7 +67,7 @@ def test_when_all_places_are_taken_by_who_was_heard_the_new_one_goes() -> None:
     assert summary(table.accepted(12, "c", 12, now=0.0)) == [(12, "full")]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from("apc"), st.integers(0, 30), st.sampled_from("xyz"), st.floats(0, 3)), max_size=120

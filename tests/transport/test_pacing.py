@@ -210,7 +210,7 @@ class CreditsMachine(RuleBasedStateMachine):
 
 
 TestCredits = CreditsMachine.TestCase
-TestCredits.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCredits.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @given(counts=st.lists(st.integers(1, 12), min_size=2, max_size=6), size=st.integers(1, 12))

@@ -123,6 +123,7 @@ class Engine:
     def wait(self, variable: Variable, timeout_seconds: float | None = None) -> Any:
         """Wait until all that was pushed so far and changes this variable is done; return its value.
 
+        What is pushed meanwhile, by another thread or an operation, is not waited for: it may be changing that value.
         Raise the exception of the operation that kept it from being changed (each time, until it is given a value),
         EngineTimeout, or EngineError: inside an operation, for a variable of another engine, or if the engine was
         closed before that operation ran.

@@ -224,7 +224,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11)), max_s
 
 
 @pytest.mark.parametrize("masters", [2, 4])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(events=EVENTS, delay=st.sampled_from([0, 1, 3]))
 def test_anchors_are_equal_bit_for_bit_and_nothing_is_lost_whatever_each_master_does(masters, events, delay):
     world = Federation(masters, 2 if masters == 2 else 1, 2, delay=delay)

@@ -114,7 +114,7 @@ def test_a_fragment_that_waited_for_twice_as_many_offers_as_there_are_fragments_
     assert offers.next_fragment(run, True) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(2, 5), st.lists(st.integers(1, 6), min_size=40, max_size=40))
 def test_no_rhythm_of_versions_starves_a_fragment(fragments, leaps):
     offers, run, version, said = Offers(), run_of(fragments), 0, []

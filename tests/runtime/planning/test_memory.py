@@ -71,7 +71,7 @@ def test_a_codec_on_the_host_needs_the_fragments_there_too():
     assert host.host_bytes > device.host_bytes
 
 
-@checks(max_examples=40, deadline=None)
+@checks(max_examples=40)
 @given(
     st.integers(1, 10**8),
     st.integers(0, 3),

@@ -47,7 +47,7 @@ loads = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads)
 def test_k_is_the_smallest_that_leaves_every_stage_and_the_training_thread_room(load):
     every = fit(load).every
@@ -62,7 +62,7 @@ def test_k_is_the_smallest_that_leaves_every_stage_and_the_training_thread_room(
     assert every == 1 or not has_room((every - 1) * (1 - 2e-6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads)
 def test_what_fits_is_not_put_off_and_comes_by_its_delay(load):
     schedule = fit(load)
@@ -74,7 +74,7 @@ def test_what_fits_is_not_put_off_and_comes_by_its_delay(load):
     assert max(predicted.port_up, predicted.port_down, predicted.node_port) <= BUSIEST + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads)
 def test_a_faster_hub_or_more_masters_never_need_a_larger_k_or_d(load):
     before = fit(load)
