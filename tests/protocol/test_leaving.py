@@ -5,9 +5,9 @@ import pytest
 from tests.protocol.hubs import MODEL, OTHER, attend, contribute, hub_of, in_state, join, live_hub, of, sent
 from zmqtrain.protocol.effects import Broadcast, Disconnect, Reduce
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.leaving import OVERDUE_SECONDS, look_over, lose
+from zmqtrain.protocol.leaving import LAST_WORDS_SECONDS, OVERDUE_SECONDS, look_over, lose
 from zmqtrain.protocol.members import MemberState
-from zmqtrain.protocol.messages import Heartbeat, Hello, Roster
+from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Roster
 
 CODES = {
     MemberState.OBSERVER: "observer",
@@ -50,6 +50,30 @@ def test_a_process_is_given_the_time_for_which_nobody_listened():
     hub.members["y"].last_seen = -1.0
     silent = [effect.peer for effect in of(Disconnect, look_over(hub, 5.0, SILENCE_SECONDS + 4.5))]
     assert silent == ["y"], "x was silent for less than that, besides the 5 s"
+
+
+@pytest.mark.parametrize("state", MemberState)
+def test_who_cannot_be_reached_is_lost_a_moment_later_and_may_have_said_goodbye(state):
+    silent, polite, again = in_state(state), in_state(state), in_state(state)
+    for hub in (silent, polite, again):
+        hub.unreachable("x", 0.1)
+        hub.unreachable("x", 0.1 + LAST_WORDS_SECONDS / 2)
+        assert of(Disconnect, look_over(hub, 0.0, 0.09 + LAST_WORDS_SECONDS)) == []
+    polite.receive("x", Goodbye("done"), 0.15)
+    again.receive("x", Hello("x", "process"), 0.15)
+    lost = of(Disconnect, look_over(silent, 0.0, 0.11 + LAST_WORDS_SECONDS))
+    assert lost[0] == Disconnect("x", CODES.get(state, "lost"), "its connection is gone")
+    assert of(Disconnect, look_over(again, 0.0, 1.0)) == [] and "x" in again.members
+    assert "x" not in polite.members
+    for hub in (silent, polite):
+        hub.unreachable("x", 1.0)
+
+
+def test_who_cannot_be_reached_is_given_the_time_for_which_nobody_listened():
+    hub = live_hub("a")
+    hub.unreachable("a", 0.0)
+    assert of(Disconnect, look_over(hub, 5.0, 5.0)) == []
+    assert of(Disconnect, look_over(hub, 0.0, 5.01 + LAST_WORDS_SECONDS)) != []
 
 
 def test_of_many_that_fall_silent_at_once_one_that_the_loss_of_another_sends_away_is_not_lost_again():

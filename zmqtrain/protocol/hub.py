@@ -185,8 +185,14 @@ class Hub(HubBook):
         return [refuse(self, member, announcement, reason, text), *offended(self, member, reason, text, now)]
 
     def gone(self, peer: PeerId, why: str, now: float) -> list[HubEffect]:
-        """The connection to a peer is gone."""
+        """A peer is gone, and nothing that it may have said counts any more."""
         return lose(self, self.members[peer], why, now) if peer in self.members else []
+
+    def unreachable(self, peer: PeerId, now: float) -> None:
+        """The connection to a peer is gone, and what it said before may wait to be heard: it is lost a moment later."""
+        member = self.members.get(peer)
+        if member is not None and member.unreachable_since is None:
+            member.unreachable_since = now
 
     def tick(self, now: float) -> list[HubEffect]:
         """Let time pass: silent peers are lost, rounds fall due, the roster goes out."""

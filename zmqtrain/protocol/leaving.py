@@ -4,7 +4,7 @@ Rule 1: whoever goes is waited for no longer: its data units are dealt anew, a r
 by another, its group ends, and a round that only it held up is released.
 Rule 2: what has come of a node that goes is in the run; only in lockstep, where all end with the same, it is dropped.
 Rule 3: processes of a group are missed sooner than nodes.  All are given the time for which this hub did not listen:
-what they said then waits to be heard.
+what they said then waits to be heard; and so may what one said whose connection is gone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.members import Member, MemberState, training
 from zmqtrain.protocol.publishing import release
 
-__all__ = ["OVERDUE_SECONDS", "look_over", "lose"]
+__all__ = ["LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
+
+LAST_WORDS_SECONDS = 0.1
+"""For so long a peer whose connection is gone is heard: it may have said goodbye."""
 
 OVERDUE_SECONDS = 0.1
 """A node whose heartbeat is late by so much is sent something, to learn whether its connection is gone."""
 
 
 def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
-    """Lose who has been silent for too long, ask who is overdue, and let out who has been quarantined long enough.
+    """Lose who has been silent for too long or cannot be reached, ask who is overdue, and end quarantines.
 
     late: for so many seconds nobody listened here.
     """
@@ -34,9 +37,14 @@ def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
         process = member.state is MemberState.PROCESS
         if late:
             member.last_seen = min(now, member.last_seen + late)
+        if late and member.unreachable_since is not None:
+            member.unreachable_since = min(now, member.unreachable_since + late)
         silent = now - member.last_seen
         if silent > (SILENCE_SECONDS if process else book.settings.lost_seconds):
             effects += lose(book, member, f"silent for {silent:.1f} s", now)
+        elif member.unreachable_since is not None:
+            if now - member.unreachable_since >= LAST_WORDS_SECONDS:
+                effects += lose(book, member, "its connection is gone", now)
         elif member.is_node and now - max(member.last_seen, member.asked_at) > overdue:
             member.asked_at = now  # if its connection is gone, sending says so
             effects.append(SendTo(member.peer, book.roster(now)))

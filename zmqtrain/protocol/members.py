@@ -88,6 +88,7 @@ class Member:
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
     quarantined: none of its deltas is taken, and none awaited.  digest, held: as in its last Fetch.
     asked_at: when it was last sent something because nothing was heard of it.
+    unreachable_since: when its connection was first found gone; None: it was not.
     """
 
     peer: PeerId
@@ -118,6 +119,7 @@ class Member:
     digest: str = ""
     held: int = 0
     asked_at: float = 0.0
+    unreachable_since: float | None = None
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property

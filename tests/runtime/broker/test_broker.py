@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.runtime.broker.wires import LEAVES, MODEL, lived
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, PeerLost
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Snapshot, WorkRequest, model_to_wire
+from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Refused, Snapshot, WorkRequest, model_to_wire
 from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.types import Lane
 
@@ -181,3 +181,34 @@ def test_a_founder_that_claims_what_no_memory_holds_is_refused_before_anything_i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zmqtrain.runtime.broker.capacity.os.sysconf", lambda name: 1 << 12)
         lived(story)
+
+
+def test_what_a_peer_said_before_its_connection_was_gone_is_heard_though_it_cannot_be_answered(caplog):
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        send = peers.wire.send
+
+        def send_to_the_living(peer, lane, frames):
+            if peer != "b#1":
+                return send(peer, lane, frames)
+            raise PeerLost(peer)
+
+        peers.wire.send = send_to_the_living
+        peers.wire.say("b#1", Heartbeat(1.0))  # its answer finds nobody
+        peers.wire.say("b#1", Goodbye("that was all"))
+        await peers.until(lambda: "b#1" not in peers.broker.hub.members)
+
+    caplog.set_level("INFO", "zmqtrain")
+    lived(story)
+    assert "that was all" in caplog.text and "its connection is gone" not in caplog.text
+
+
+def test_whose_connection_is_gone_is_lost_if_it_has_said_nothing(caplog):
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        peers.broker.traffic._unreachable("b#1")
+        await peers.until(lambda: "b#1" not in peers.broker.hub.members)
+
+    caplog.set_level("INFO", "zmqtrain")
+    lived(story)
+    assert "b left: its connection is gone" in caplog.text

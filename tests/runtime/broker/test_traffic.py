@@ -35,7 +35,7 @@ class Peers:
     address = "tcp://127.0.0.1:1"
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.traffic = seconds, Traffic(self, lambda: 0, self.lost)
+        self.seconds, self.traffic = seconds, Traffic(self, lambda: 0, self.lost, self.unreachable)
         self.sent: list[tuple[float, PeerId, Message, int]] = []
         self.came: list[tuple[float, PeerId, int]] = []
         self.waiting: dict[tuple[PeerId, int], list[tuple[bytes, Buffer]]] = {}
@@ -43,6 +43,9 @@ class Peers:
 
     def lost(self, peer: PeerId, why: str) -> None:
         raise AssertionError(f"{peer}: {why}")
+
+    def unreachable(self, peer: PeerId) -> None:
+        raise AssertionError(peer)
 
     def send(self, peer: PeerId, lane: Lane, frames: Any) -> None:
         loop, message = asyncio.get_running_loop(), decode_message(frames[0])

@@ -150,7 +150,7 @@ class Broker:
                 f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
                 "all masters without"
             )
-        self.traffic = Traffic(channel, self._queue_bytes, self._lost, self.hub.stamp)
+        self.traffic = Traffic(channel, self._queue_bytes, self._lost, self._unreachable, self.hub.stamp)
         self._loads = Loads(self.hub, self.traffic, self._jobs, self.share)
         self._arrivals = Arrivals(self.hub, self.traffic, self._jobs, self.aggregator, self._telling, self._carry_out)
         self._replicas = Replicas(self.hub, self._send_to_come_again, self._carry_out, open_line)
@@ -348,6 +348,9 @@ class Broker:
 
     def _lost(self, peer: PeerId, why: str) -> None:
         self._carry_out(self.hub.gone(peer, why, time.monotonic()))
+
+    def _unreachable(self, peer: PeerId) -> None:
+        self.hub.unreachable(peer, time.monotonic())
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
         self._telling.left(peer, reason, text)

@@ -2,8 +2,8 @@
 
 Rule 1: knows transfers and windows; what is sent, and to whom, is for others to decide.  Rule 2: nobody waits here:
 what a window, a socket or a reserved share has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to
-is told of through `lost`, and stays until `forget`.  Rule 4: both ways keep to the share of the hub's port and of each
-node's; what only a share keeps back is looked at again when its time has come.
+is told of through `lost` or `unreachable`, and stays until `forget`.  Rule 4: both ways keep to the share of the hub's
+port and of each node's; what only a share keeps back is looked at again when its time has come.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Traffic:
     """The bytes that go and come on `channel`; used by the broker's loop alone. intake: those that come.
 
     queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
-    lost: told of a peer that cannot be sent to, and why; it may have left already.
+    lost: told of a peer that cannot be sent to, and why.  unreachable: of one whose connection is gone; what it had
+    said may wait to be received.  Both may have left already.
     stamp: gives the stamp of what a peer is sent next, on the lane of control or not.
     bytes_sent: payload and heads.  dropped: aggregates that did not go, as a snapshot went instead or will.
     """
@@ -68,10 +69,11 @@ class Traffic:
         channel: HubChannel,
         queue_bytes: Callable[[], int],
         lost: Callable[[PeerId, str], None],
+        unreachable: Callable[[PeerId], None],
         stamp: Callable[[PeerId, bool], Stamp] = lambda peer, counted: UNSTAMPED,
     ) -> None:
         self._stamp = stamp
-        self._channel, self._queue_bytes, self._lost = channel, queue_bytes, lost
+        self._channel, self._queue_bytes, self._lost, self._unreachable = channel, queue_bytes, lost, unreachable
         self.bytes_sent = self.dropped = 0
         self.intake = Intake(self._most_bytes, self.send)
         self._sending: Reservation[PeerId] = Reservation()
@@ -113,9 +115,10 @@ class Traffic:
             self._channel.send(peer, Lane.CONTROL, [head])
             self.bytes_sent += len(head)
             self._sending.pay(len(head), time.monotonic())
-        except (PeerLost, ChannelFull) as error:
-            why = "its connection is gone" if isinstance(error, PeerLost) else "it does not read what it is sent"
-            self._lost(peer, why)
+        except PeerLost:
+            self._unreachable(peer)
+        except ChannelFull:
+            self._lost(peer, "it does not read what it is sent")
         except LocalProtocolError as error:  # what it asked for makes an answer that no message holds
             self._lost(peer, str(error))
         except ChannelClosed:
@@ -138,7 +141,7 @@ class Traffic:
     def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
         """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
 
-        One to a peer that is gone is dropped: `lost` is told when that is sent something else.
+        One to a peer that is gone is dropped: `unreachable` is told when that is sent something else.
         """
         try:
             self._channel.send(peer, Lane.BULK, frames)
@@ -293,7 +296,7 @@ class Traffic:
             return False
         except PeerLost:
             self._sending.leave(peer)
-            self._lost(peer, "its connection is gone")
+            self._unreachable(peer)
             return False
         except ChannelClosed:
             self._sending.leave(peer)
