@@ -42,6 +42,25 @@ def test_two_arrays_become_numpys_result_in_either_of_them(op: str, name: str) -
         assert arrays[place].tobytes() == wanted.tobytes()
 
 
+@pytest.mark.parametrize("name", [name for name in DTYPES if name[0] in "fcb"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_pieces_of_two_arrays_give_the_bits_of_the_whole(op: str, name: str) -> None:
+    if not is_for(op, name):
+        return
+    reduction, random = find_reduction(op, dtype_of(name)), np.random.default_rng(2)
+    for values in [*range(1, 40), *[37] * 200]:
+        scale = 10.0 ** random.integers(-4, 5, (2, values))
+        parts = scale * random.standard_normal((2, 2, values))
+        first, second = (parts[0] + 1j * parts[1] if name[0] == "c" else parts[0]).astype(dtype_of(name))
+        whole, pieces, cut = first.copy(), first.copy(), int(random.integers(values + 1))
+        reduction.combine(whole, second, whole)
+        for piece in (slice(0, cut), slice(cut, None)):
+            reduction.combine(pieces[piece], second[piece], pieces[piece])
+        for array in (whole, pieces[:cut], pieces[cut:]):
+            reduction.finish(array, 3)
+        assert pieces.tobytes() == whole.tobytes()
+
+
 @given(
     npst.arrays(np.float32, 8, elements=st.floats(width=32)),
     npst.arrays(np.float32, 8, elements=st.floats(width=32)),

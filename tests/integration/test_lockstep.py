@@ -131,6 +131,20 @@ def test_through_a_server_all_end_with_its_weights_and_the_run_with_them(exchang
     assert all((one != leaf).any() for one, leaf in zip(final, beginning(), strict=True))
 
 
+@pytest.mark.parametrize("exchange", ["server:bsp", "server:async", "server:bounded:s=1"])
+@pytest.mark.parametrize("masters", [1, 2])
+def test_who_gets_no_data_ends_with_the_servers_weights_as_all_do(exchange, masters):
+    with masters_of(run_of(1, 3, masters=masters)) as running:
+        nodes = Nodes(running[0].address, [f"{exchange},masters={masters},optimizer=adam:rate=0.02"] * 3)
+        results = nodes.finish()
+        assert not nodes.failures
+        assert sorted(result.samples for result in results) == [0, 0, BATCHES_OF_A_UNIT * SAMPLES]
+        final = same_bits([parameters(result) for result in results])
+        if masters == 1:
+            close(final, in_the_broker(running[0]))
+    assert all((one != leaf).any() for one, leaf in zip(final, beginning(), strict=True))
+
+
 def test_bulk_synchronous_steps_of_a_server_are_those_of_the_mean_gradient():
     units = 6
     with broker(run_of(units, 2, mode="strict", release="all")) as running:

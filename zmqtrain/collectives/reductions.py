@@ -1,9 +1,11 @@
 """Make one array of two, value by value: sum, mean, max, min, prod, or a function of the caller's.
 
-Rule 1: a reduction writes where it is told and keeps nothing: no array is made but what a caller's function returns.
+Rule 1: a reduction writes where it is told and keeps nothing: no array is made but what a caller's function returns,
+and the parts of complex products.
 Rule 2: it is done in the arrays' own dtype, as numpy does it, at every single step: integers wrap round, floats
 overflow to infinity (without a warning), max and min pass NaN on, and float16 and bfloat16 round after each pair. Who
-needs the digits casts to float32 before, for what travels is the dtype that is reduced.
+needs the digits casts to float32 before, for what travels is the dtype that is reduced.  What becomes of a value does
+not depend on its place in an array: arrays are cut into pieces, which together give the bits of the whole.
 Rule 3: which two arrays meet, and in which order, is the algorithm's to say; each says it.
 """
 
@@ -77,11 +79,11 @@ def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Redu
         raise ConfigError(
             f"op={op!r} is not for arrays of {dtype}: it is for {', '.join(OPERATIONS[op])}{_advice(op, kind)}"
         )
-    ufunc = _UFUNCS[op]
+    function = _multiply_complex if op == "prod" and kind == "complex" else _UFUNCS[op]
 
     def combine(first: Values, second: Values, out: Values) -> None:
         with np.errstate(all="ignore"):
-            ufunc(first, second, out=out)
+            function(first, second, out=out)
 
     return Reduction(op, combine, _divide if op == "mean" else _leave)
 
@@ -103,6 +105,17 @@ def _of_function(function: Function) -> Reduction:
         out[:] = result
 
     return Reduction(name, combine, _leave)
+
+
+def _multiply_complex(first: Values, second: Values, *, out: Values) -> None:
+    """Write the products, of products that are rounded each.
+
+    numpy's own multiply fuses some, by where a value lies in the array: its last bits differ from piece to piece.
+    """
+    real, imaginary = first.real * second.real, first.real * second.imag
+    real -= first.imag * second.imag
+    imaginary += first.imag * second.real
+    out.real, out.imag = real, imaginary
 
 
 def _divide(values: Values, size: int) -> None:

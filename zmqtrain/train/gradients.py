@@ -129,7 +129,7 @@ class GradientLoop:
             # through a server nobody knows whether the others were asked to stop as well
             seconds = ALONE_SECONDS if gradients.gives_weights and self.stop() else FLUSH_SECONDS
             before = sync.version
-            params = sync.finish(params, seconds)
+            params = sync.finish(params, seconds, moved=lockstep.moved)
             if lockstep.steps and sync.version == before:
                 logger.warning(
                     "%s: the run has not taken the parameters of these %d steps: its broker was not there, or not all "
@@ -212,7 +212,10 @@ _functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
 
 
 class _Lockstep:
-    """What one process holds while it trains in lockstep. difference: found between the processes' parameters."""
+    """What one process holds while it trains in lockstep.
+
+    difference: found between the processes' parameters.  moved: it has taken over parameters that others have made.
+    """
 
     def __init__(
         self, loop: GradientLoop, sync: DelayedSync, gradients: GradientExchange, state: TrainState, coming: _Coming
@@ -220,6 +223,7 @@ class _Lockstep:
         self.loop, self.sync, self.gradients, self.state = loop, sync, gradients, state
         self.steps = self.samples = 0
         self.difference: ReplicasDiffer | None = None
+        self.moved = False
         self._coming, self._clock = coming, loop.exchange.clock
         self._model = describe_model(state.params)
         self._functions = _functions(self._model, loop.bucket_bytes, loop.program.optimizer)
@@ -395,5 +399,7 @@ class _Lockstep:
         return self.state.params if self.gradients.gives_weights else self.state
 
     def _adopt(self, arrays: Sequence[Array]) -> None:
+        before = host_state(self._shared())
+        self.moved = self.moved or any((one != leaf).any() for one, leaf in zip(arrays, before, strict=True))
         adopted = placed_like(self._shared(), arrays)
         self.state = self.state._replace(params=adopted) if self.gradients.gives_weights else adopted

@@ -243,18 +243,19 @@ class DelayedSync:
         """Take note of steps that were made without an exchange: what they have moved is pending."""
         self._account.note(steps, samples)
 
-    def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS) -> Params:
+    def finish(self, params: Params, timeout_seconds: float = FLUSH_SECONDS, *, moved: bool = False) -> Params:
         """Drain what is pending: wait for what is on its way, then send the rest uncompressed, and wait for that.
 
         Returns the parameters, which are then the anchor but for rounding; at the end of a run, the same on all nodes.
         What is refused or lost is sent again. Gives up, without error, after the time, or when the run cannot be
         reached for `lost_seconds`: what has not landed by then stays in the returned parameters alone.
+        moved: without a step of this node its parameters have come to be others', and not by this exchange.
         """
         until = self._clock.monotonic() + timeout_seconds
         leaves = self._flatten(params)
-        # who never made a step has nothing to drain, unless it has kept parameters of its own; and an empty round would
-        # only move the outer momentum on
-        begun = self.exchange.founded and (self.steps or self._own is not None)
+        # who never made a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
+        # the beginning; and an empty round would only move the outer momentum on
+        begun = self.exchange.founded and (self.steps or moved or self._own is not None)
         each, masters = self.settings.fragments if begun else 0, range(self.settings.masters)
         leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
         while not all([self.exchange.everyone_drained(m) for m in masters]) and self._clock.monotonic() < until:
