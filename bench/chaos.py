@@ -161,6 +161,7 @@ def loss_rows(star: Star, folder: Path, case: Case, repeats: int) -> list[dict[s
     line = case.broker_line(0)
     with StarRun(star, folder, line, lambda number: case.node_line(folder, number), say=_say) as run:
         run.wait_training()
+        run.player.wait(2 * QUIET_SECONDS)  # the first scores are computed, and what computes them is compiled
         to_wall = time.time() - time.monotonic()
         for repeat in range(repeats):
             victim = name_of_node(repeat % case.nodes)
