@@ -95,9 +95,8 @@ class Messenger:
         self._group: Group = self._endpoint.start()
         self._next: Messenger | None = None  # what has come of it by `shrink`
         self._closed = self._shrunk = False
-        self._process = os.getpid()
+        self._process, self._closing = os.getpid(), threading.Lock()  # held until a request is noted
         self._requests: WeakSet[Request] = WeakSet()
-        self._closing = threading.Lock()  # from looking whether it is closed until a request is noted
 
     # ------------------------------------------------------------------ who and where
 
@@ -186,8 +185,7 @@ class Messenger:
         else:
             self._endpoint.port.call(self._group.leave)
             self._endpoint.port.close(linger_seconds)
-            error = PeerLost(self.names[self.rank], "its communicator is closed", self.rank)
-            self._group.abandon(error)
+            self._group.abandon(error := PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
             for request in list(self._requests):
                 request.complete(error)
 

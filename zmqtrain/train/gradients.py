@@ -212,10 +212,7 @@ _functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
 
 
 class _Lockstep:
-    """What one process holds while it trains in lockstep.
-
-    difference: found between the processes' parameters.  moved: it has taken over parameters that others have made.
-    """
+    """What one process holds in lockstep. difference: found between processes' parameters; moved: took over others'."""
 
     def __init__(
         self, loop: GradientLoop, sync: DelayedSync, gradients: GradientExchange, state: TrainState, coming: _Coming
@@ -223,14 +220,13 @@ class _Lockstep:
         self.loop, self.sync, self.gradients, self.state = loop, sync, gradients, state
         self.steps = self.samples = 0
         self.difference: ReplicasDiffer | None = None
-        self.moved = False
         self._coming, self._clock = coming, loop.exchange.clock
         self._model = describe_model(state.params)
         self._functions = _functions(self._model, loop.bucket_bytes, loop.program.optimizer)
         self._work: Gradient | None = None  # drawn, and not in a completed step
         self._late: Gradient | None = None  # of the last micro-batch, where that counts in the next step
         self._loss: Any = float("nan")
-        self._in_step = False
+        self._in_step = self.moved = False
         self._held_seconds = 0.0
         self._asked_at: float | None = None
         self._evaluated = -1.0
@@ -399,7 +395,6 @@ class _Lockstep:
         return self.state.params if self.gradients.gives_weights else self.state
 
     def _adopt(self, arrays: Sequence[Array]) -> None:
-        before = host_state(self._shared())
-        self.moved = self.moved or any((one != leaf).any() for one, leaf in zip(arrays, before, strict=True))
+        self.moved |= any((new != old).any() for new, old in zip(arrays, host_state(self._shared()), strict=True))
         adopted = placed_like(self._shared(), arrays)
         self.state = self.state._replace(params=adopted) if self.gradients.gives_weights else adopted

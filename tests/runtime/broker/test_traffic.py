@@ -200,15 +200,21 @@ def test_without_a_limit_all_that_the_windows_let_through_goes_at_once_and_the_l
     run(main())
 
 
-def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_which_nobody_listened(run: Run) -> None:
+def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_which_nobody_listened(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(intake_module, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def main() -> None:
+        nonlocal now
         peers, patience = Peers(seconds=1000.0), 2.0 + len(FRAME) / 1e6
         peers.publish(A, 1)
         assert not list(peers.traffic.intake.idle_holders())
-        await asyncio.sleep(60.0)  # this hub was stopped: what came meanwhile is not heard yet
+        now += 60.0  # this hub was stopped: what came meanwhile is not heard yet
         waited = LATE_SECONDS
         while not (named := list(peers.traffic.intake.idle_holders())):
-            await asyncio.sleep(0.05)
+            now += 0.05
             waited += 0.05
         assert named == [A] and waited == pytest.approx(patience, abs=0.1)
 
