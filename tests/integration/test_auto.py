@@ -56,6 +56,7 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
             of_three = caplog.text[: caplog.text.index(said)].rpartition("from version ")[2]
             begins = int(of_three.partition(":")[0])
             trainer.wait_until(lambda t=trainer, v=begins: t.sync is not None and t.sync.version > v)
+        trainers[0].wait_until(lambda: hub.roster is not None)  # it is told once a second
         roster = hub.roster
         for trainer in trainers:
             trainer.stop.set()
