@@ -38,8 +38,10 @@ class Child:
         package = str(Path(__file__).resolve().parents[1])  # of this checkout, installed or not
         environment = {**os.environ, "PYTHONPATH": package, "JAX_PLATFORMS": "cpu"}  # its device is these cores
         self._process: subprocess.Popen[Any] = star.popen(
-            host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
+        self._heard = b""
+        """What it has said and nobody has asked for yet."""
 
     def close(self) -> None:
         """Close the pipes; whoever reads ours then ends."""
@@ -51,18 +53,25 @@ class Child:
     def tell(self, command: str, *facts: Any) -> None:
         """Send one line."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, *facts]) + "\n")
+        self._process.stdin.write(json.dumps([command, *facts]).encode() + b"\n")
         self._process.stdin.flush()
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         """Wait for one line; raise RuntimeError if the process ends, or says nothing."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise RuntimeError(f"the {self.name} has said nothing for {seconds:g} s")
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"the {self.name} ended with {self._process.wait()}")
+        while b"\n" not in self._heard:
+            if not select.select([self._process.stdout], [], [], seconds)[0]:
+                raise RuntimeError(f"the {self.name} has said nothing for {seconds:g} s")
+            if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
+                raise RuntimeError(f"the {self.name} ended with {self._process.wait()}")
+            self._heard += piece
+        line, _, self._heard = self._heard.partition(b"\n")
         result: dict[str, Any] = json.loads(line)
         return result
+
+    def wait(self) -> None:
+        """Wait until it has ended: what it held, such as a port, is free then."""
+        self._process.wait()
 
 
 def ask_all(children: Sequence[Child], command: str, *facts: Any) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ def measure_restarts(nodes: int, kills: int, down_seconds: float, chance: random
             time.sleep(chance.uniform(*BEFORE_SECONDS))
             broker.tell("die")
             broker.answer()
+            broker.wait()
             time.sleep(down_seconds)
             broker = child("hub", "broker", folder)
             begun = broker.answer()

@@ -6,7 +6,9 @@ Rule 2: what is measured begins once every function is compiled and aggregates h
 
 from __future__ import annotations
 
+import statistics
 import time
+from itertools import pairwise
 from typing import Any, Protocol
 
 from children import commands, difference, resident_bytes, say, thread_seconds
@@ -75,17 +77,19 @@ class EmulatedNode:
         self.params = self.sync.step(self.params, score=self.loss)
 
     def baseline(self, start: float) -> dict[str, float]:
-        """Measure the seconds of a step that only sleeps, and the CPU seconds of a whole one."""
+        """Measure the seconds of a step that only sleeps (median), and the CPU seconds of a whole one (mean)."""
         steps = min(BASELINE_STEPS, self.case.steps)
         time.sleep(max(0.0, start - time.monotonic()))
-        began = time.perf_counter()
+        marks = [time.perf_counter()]
         for _ in range(steps):
             time.sleep(self.seconds)
-        slept, used = time.perf_counter() - began, time.process_time()
+            marks.append(time.perf_counter())
+        used = time.process_time()
         for _ in range(steps):
             self.step_alone()
         step_cpu = (time.process_time() - used) / steps
-        return {"params": self.count, "sleep_seconds": slept / steps, "step_cpu_seconds": step_cpu}
+        slept = statistics.median(after - before for before, after in pairwise(marks))
+        return {"params": self.count, "sleep_seconds": slept, "step_cpu_seconds": step_cpu}
 
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""

@@ -46,6 +46,7 @@ class Task:
             units=nodes * self.steps // self.batches_per_unit,
             start_nodes=nodes,
             evaluate_seconds=0.0,
+            lost_seconds=60.0,  # who is lost for a moment would train on other data
             initial="founder",
             local_updates="fixed",
         )

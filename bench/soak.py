@@ -198,7 +198,7 @@ def _run(case: Case, here: Here, folder: Path) -> list[dict[str, Any]]:
 def _sample(case: Case, processes: dict[str, subprocess.Popen[Any]]) -> dict[str, list[Vitals]]:
     samples: dict[str, list[Vitals]] = {name: [] for name in processes}
     end = time.monotonic() + 60 * case.minutes
-    while time.monotonic() < end:
+    while time.monotonic() < end or not all(samples.values()):
         for name, process in processes.items():
             if process.poll() is not None:
                 raise RuntimeError(f"the {name} ended with {process.returncode}")
@@ -265,18 +265,16 @@ def _be_node(case: Case, address: str, number: str) -> None:
     pattern = jax.numpy.asarray(random.standard_normal(case.params, dtype="float32"))
     move = jax.jit(lambda tree, size: {"w": tree["w"] + size * pattern, "b": tree["b"] - size})
     steps = aggregates = 0
-    answered = False
     while told.empty():
         with connect(address, f"pc-{number}", timeout_seconds=END_SECONDS) as node:
             sync = DelayedSync(node, params)
             params, leave_at = sync.params, time.monotonic() + case.stay_seconds * (1 + random.random())
-            if not answered:
-                answered = True
-                say({"joined": True})
-            while told.empty() and time.monotonic() < leave_at:
+            while told.empty() and (not steps or time.monotonic() < leave_at):
                 time.sleep(case.step_seconds)
                 params = sync.step(move(params, 1e-3 * random.standard_normal()), samples=1)
                 steps += 1
+                if steps == 1:
+                    say({"joined": True})
             aggregates += sync.statistics().aggregates_applied
     say({"steps": steps, "aggregates": aggregates, "noted": noted()})
 

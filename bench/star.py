@@ -350,7 +350,7 @@ def _start_ticks(pid: int) -> int | None:
     """Return when a process was started, in ticks since boot; None if there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[22 - 3])
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter of one that ends while it is read
         return None
 
 

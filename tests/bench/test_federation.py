@@ -282,6 +282,7 @@ def test_the_product_in_strict_mode_ends_with_the_same_loss() -> None:
         units=2 * STEPS // 4,
         start_nodes=2,
         evaluate_seconds=0.0,
+        lost_seconds=60.0,  # who is lost meanwhile trains on other data
     )
     losses = train_with_the_product(run, 4e-3)
     federation = federate(exchange, adam=True, nodes=2)

@@ -29,7 +29,7 @@ for line in sys.stdin:
 TELLER = """
 import sys, time
 for line in sys.stdin:
-    print("year", time.localtime(time.time()).tm_year - time.gmtime(time.monotonic()).tm_year, flush=True)
+    print("days", (time.time() - time.monotonic()) / 86_400, flush=True)
 """
 BOUND_SECONDS = 60.0
 
@@ -134,10 +134,10 @@ def test_a_wall_clock_jumps_in_one_process_and_its_monotonic_clock_does_not(tmp_
 
     with Service("teller", start, tmp_path / "log", clock_file=clock) as service:
         tell(service, "")
-        before = int(answer(service, 1).split()[1])
+        before = float(answer(service, 1).split()[1])
         service.jump_clock(36_525.0)
         tell(service, "")
-        assert int(answer(service, 2).split()[1]) - before in (99, 100, 101)
+        assert round(float(answer(service, 2).split()[1]) - before) == 36_525
         service.jump_clock(-36_525.0)
         tell(service, "")
-        assert int(answer(service, 3).split()[1]) == before
+        assert round(float(answer(service, 3).split()[1]) - before) == 0

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -276,8 +277,7 @@ def test_no_two_steps_begin_within_the_pace(monkeypatch: pytest.MonkeyPatch) -> 
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr("zmqtrain.cli.node.time.monotonic", lambda: now)
-    monkeypatch.setattr("zmqtrain.cli.node.time.sleep", sleep)
+    monkeypatch.setattr("zmqtrain.cli.node.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     began = []
     for number in paced(range(4), 2.0):
         began.append(now)
@@ -286,7 +286,8 @@ def test_no_two_steps_begin_within_the_pace(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_that_there_is_no_batch_now_is_passed_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is to be slowed down"))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: pytest.fail("nothing is to be slowed down"))
+    monkeypatch.setattr("zmqtrain.cli.node.time", clock)
     assert list(paced([1, None, None], 1.0)) == [1, None, None]
 
 

@@ -132,6 +132,14 @@ def listener():
         yield server
 
 
+@pytest.fixture
+def closed_port():
+    """A port on which nobody listens: it is taken, so that nobody else comes to listen there meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
 def test_a_name_that_nobody_has_is_said_to_be_one():
     with pytest.raises(
         HubUnreachable, match=r"this PC knows no host named 'nobody\.invalid'.*: give the hub's address"
@@ -139,11 +147,9 @@ def test_a_name_that_nobody_has_is_said_to_be_one():
         find_way("tcp://nobody.invalid:5555", 1.0)
 
 
-def test_a_closed_port_says_how_to_start_a_broker(listener):
-    port = listener.getsockname()[1]
-    listener.close()
-    with pytest.raises(HubUnreachable, match=rf"nothing listens on port {port}: start the broker"):
-        find_way(f"tcp://127.0.0.1:{port}", 1.0)
+def test_a_closed_port_says_how_to_start_a_broker(closed_port):
+    with pytest.raises(HubUnreachable, match=rf"nothing listens on port {closed_port}: start the broker"):
+        find_way(f"tcp://127.0.0.1:{closed_port}", 60.0)
 
 
 def test_another_program_on_the_port_is_told_from_a_broker(listener):
@@ -164,11 +170,9 @@ def test_who_listens_and_says_nothing_is_no_broker(listener):
         find_way(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1.0)
 
 
-def test_a_hub_that_is_not_there_is_one_finding_and_the_rest_of_the_pc_is_looked_at(listener, monkeypatch, capsys):
+def test_a_hub_that_is_not_there_is_one_finding_and_the_rest_of_the_pc_is_looked_at(closed_port, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "look_at_machine", lambda folder: MACHINE)
-    port = listener.getsockname()[1]
-    listener.close()
-    assert main(["doctor", f"tcp://127.0.0.1:{port}"]) == 1
+    assert main(["doctor", f"tcp://127.0.0.1:{closed_port}"]) == 1
     out = capsys.readouterr().out
     assert "start the broker" in out and "RTX 3060" in out and "1 thing to fix" in out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -130,12 +131,17 @@ class Pair(NamedTuple):
 
 
 def test_trees_numbers_and_jax_arrays_come_back_as_what_they_were(ranks: Make) -> None:
-    def part(comm: Any) -> Any:
-        tree = {
-            "layers": [Pair(jnp.full((2, 3), comm.rank, jnp.float32), np.full(3, comm.rank)), Pair(None, 1.5)],
+    trees = [  # made before: a rank would compile for longer than the other one waits
+        {
+            "layers": [Pair(jnp.full((2, 3), rank, jnp.float32), np.full(3, rank)), Pair(None, 1.5)],
             "half": jnp.ones(5, jnp.bfloat16),
-            "count": comm.rank,
+            "count": rank,
         }
+        for rank in range(2)
+    ]
+
+    def part(comm: Any) -> Any:
+        tree = trees[comm.rank]
         return comm.allreduce(tree), comm.broadcast(tree, 1), comm.allreduce(np.float32(comm.rank))
 
     for total, spread, scalar in good(ranks(2).play(part)):
@@ -328,6 +334,30 @@ def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(
 
     for result in group.play(part):
         assert isinstance(result, CollectiveMismatch), result  # naive and ring: it is that, and no hang
+
+
+def test_an_answer_to_an_earlier_question_says_nothing_of_what_a_rank_does_now(ranks: Make) -> None:
+    group, told = ranks(3), queue.Queue[CollectiveTimeout]()
+    good(group.play(lambda comm: comm.barrier()))
+    group.ports.hold(2, 0)
+    request = group.communicators[0].iallreduce(np.ones(3), algorithm="ring")
+    mine = group.communicators[0]._group
+
+    def do(rank: int, what: Callable[[], object]) -> None:
+        """Have a rank do something after all that has come to it, and wait for that."""
+        done = threading.Event()
+        for each in (what, done.set):
+            group.communicators[rank]._endpoint.port.call(each)
+        assert done.wait(20)
+
+    do(0, lambda: (mine.calls.ask(None), mine.settle()))
+    do(2, lambda: None)  # it has said that it did a barrier last
+    group.communicators[2].iallreduce(np.ones(3), algorithm="ring")
+    do(0, lambda: mine.explain(request, 0.1, told.put))
+    for rank in (1, 2, 0):
+        do(rank, lambda: None)
+    group.ports.release(2, 0)
+    assert told.get(timeout=20).waiting_for == (1,)
 
 
 def test_bad_arguments_are_said_before_anything_is_sent(ranks: Make) -> None:

@@ -171,6 +171,46 @@ def test_shrinking_waits_for_all_who_live_and_says_for_whom(ranks: Make) -> None
     assert group.play(lambda comm: comm.shrink().allreduce(1), group.communicators[1:]) == [2, 2]
 
 
+def test_who_has_agreed_when_its_time_is_up_goes_on_with_the_others(ranks: Make) -> None:
+    group, others = ranks(3), list[Any]()
+    group.ports.kill(0)
+    for comm in group.communicators[1:]:
+        with pytest.raises(PeerLost):
+            comm.barrier()
+    call = comm._endpoint.port.call
+
+    def late(what: Callable[[], object]) -> None:
+        if calls.pop():  # the time is up: now the other one comes
+            others.append(group.communicators[1].shrink())
+        call(what)
+
+    calls = [True, False]
+    comm._endpoint.port.call = late
+    smaller = comm.shrink(timeout_seconds=0.1)
+    comm._endpoint.port.call = call
+    requests = [each.iallreduce(1) for each in (*others, smaller)]
+    with pytest.raises(LocalProtocolError, match="was shrunk before"):  # nor does it take the place of that
+        comm.shrink()
+    assert [request.wait() for request in requests] == [2, 2]
+
+
+def test_a_probe_whose_time_is_up_when_its_rank_is_lost_says_so(ranks: Make) -> None:
+    group = ranks(2)
+    comm = group.communicators[0]
+    cancel = comm.cancel
+
+    def late(request: Any) -> bool:
+        lost = comm.irecv(source=LOST)
+        group.ports.kill(LOST)
+        with pytest.raises(PeerLost):
+            lost.wait()
+        return cancel(request)
+
+    comm.cancel = late
+    with pytest.raises(PeerLost):
+        comm.probe(source=LOST, timeout_seconds=0.05)
+
+
 def test_who_leaves_is_missed_only_by_those_who_need_it(ranks: Make) -> None:
     group, heard = ranks(3), threading.Barrier(2)
 

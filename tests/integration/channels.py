@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-from collections.abc import Callable, Coroutine
+import socket
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import zmq
@@ -29,6 +31,18 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     asyncio.run(bounded())
     assert problems == []
+
+
+@contextlib.contextmanager
+def kept_address() -> Iterator[str]:
+    """Give an address at which one can listen again and again: in the meantime nobody else is given its port.
+
+    A socket that is bound there and does not listen keeps it; libzmq binds beside it (both say SO_REUSEADDR).
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{keeper.getsockname()[1]}"
 
 
 async def meet(hub: RouterChannel, node: DealerChannel) -> None:

@@ -65,14 +65,14 @@ def open_all(
 ) -> list[MeshPort]:
     """Open the ports of a group in this process, one thread each; the options are those of `open_port`.
 
+    However slow the machine is, they are reached directly, if that is not asked otherwise.
     here: how many of the group are in this process, the first ranks; None: all.  addresses: by rank what it says.
     """
 
     def open_one(rank: int) -> MeshPort:
         said = (addresses or {}).get(rank, "")
-        return open_port(
-            hub, size, rank, **{"name": f"pc-{rank}", "timeout_seconds": WAIT_SECONDS, **options}, address=said
-        )
+        usual = {"name": f"pc-{rank}", "timeout_seconds": WAIT_SECONDS, "direct_seconds": WAIT_SECONDS}
+        return open_port(hub, size, rank, **usual | options, address=said)
 
     ranks = range(size if here is None else here)
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -109,7 +109,8 @@ class Echo:
     def on_message(self, source, frames): port.send(source, frames)
     def on_lost(self, rank, why): print("lost", rank, why, flush=True)
     def on_tick(self, now): pass
-port = open_port(hub, size, rank, name=f"pc-{rank}", server_key=key.encode() or None, timeout_seconds=60)
+key = key.encode() or None
+port = open_port(hub, size, rank, name=f"pc-{rank}", server_key=key, timeout_seconds=60, direct_seconds=60)
 print("ready", flush=True)  # before whatever it is told
 port.start(Echo())
 while sys.stdin.readline() == "hold\\n":  # the interpreter's lock, for 2 s

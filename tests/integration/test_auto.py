@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from runs import Trainer, batches, broker, loss, parameters
 
+from zmqtrain.codecs import fast
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
+from zmqtrain.runtime.broker.loads import Loads
+from zmqtrain.runtime.node.codec_jobs import CodecJobs
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.planning import auto
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
@@ -43,6 +46,8 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
 ) -> None:
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.setattr(auto, "_step_seconds", lambda member: 1e-3)  # of slow steps k is 1, for 2 nodes and for 3
+    monkeypatch.setattr(CodecJobs, "exchange_seconds", 0.0)  # the port alone decides, not how busy this machine is
+    monkeypatch.setattr(Loads, "contribution_seconds", lambda self: 0.0)
     recorder = BrokerRecorder(tmp_path / "broker.jsonl")
     with broker(AUTO, share=SLOW_PORT, events=recorder) as hub:
         trainers = [Watched(hub.address, name) for name in ("pc-1", "pc-2")]
@@ -94,6 +99,7 @@ def test_a_node_that_gives_half_its_link_says_so_and_its_rate_is_in_its_figures(
 
 def test_a_link_that_was_not_told_is_measured_by_what_crosses_it_and_the_node_learns_it() -> None:
     large = {"w": np.zeros((40, 8), np.float32), "b": np.zeros(8, np.float32), "x": np.zeros(600_000, np.float32)}
+    fast.kernels(fast.LARGE_SLAB)  # compiled now, once on a machine, and not while the trainer is waited for
     with broker(RunSettings(every=2, delay=1, evaluate_seconds=0.0, codec="float32")) as hub:
         trainer = Trainer(hub.address, "pc-1", params=large)
         # of a loopback; the fastest that it was ever seen, once nobody has stood in the way

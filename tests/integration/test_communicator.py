@@ -14,6 +14,9 @@ import pytest
 
 import zmqtrain as zt
 from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
+from zmqtrain.protocol.group_messages import Forming
+from zmqtrain.protocol.messages import Message
+from zmqtrain.runtime.groups.hub_line import HubLine
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 from meshes import broker
@@ -133,9 +136,20 @@ def test_who_waits_for_a_hub_that_is_gone_is_told() -> None:
         comm.close()
 
 
-def test_who_is_missing_is_said(hub: str) -> None:
-    with pytest.raises(CollectiveTimeout, match="alone"):
-        zt.Communicator.create(hub, 2, group="missing", name="alone", timeout_seconds=2)
+def test_who_is_missing_is_said(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hear = HubLine._next
+
+    async def hear_until_told(line: HubLine) -> Message | None:
+        if isinstance(said := await hear(line), Forming):  # now the time is up, however long that took
+            monkeypatch.setattr(HubLine, "_next", time_is_up)
+        return said
+
+    async def time_is_up(line: HubLine) -> Message | None:
+        raise TimeoutError
+
+    monkeypatch.setattr(HubLine, "_next", hear_until_told)
+    with pytest.raises(CollectiveTimeout, match="alone is here, 1 missing"):
+        zt.Communicator.create(hub, 2, group="missing", name="alone", timeout_seconds=WAIT_SECONDS)
 
 
 RANK = """

@@ -11,7 +11,7 @@ from runs import Trainer, broker
 from zmqtrain.cli import doctor, main
 from zmqtrain.cli.machine import Machine
 from zmqtrain.errors import HubUnreachable
-from zmqtrain.protocol.probes import PROBE_BYTES
+from zmqtrain.protocol import probes
 from zmqtrain.runtime.planning import probe
 from zmqtrain.runtime.planning.probe import measure_link
 from zmqtrain.settings import RunSettings
@@ -41,7 +41,8 @@ def test_a_broker_without_a_run_is_measured_both_ways():
 
 
 def test_who_asks_too_much_is_refused_and_still_has_its_pings_and_the_time(monkeypatch):
-    monkeypatch.setattr(probe, "RATE_BYTES", PROBE_BYTES)
+    monkeypatch.setattr(probes, "PROBE_BYTES", probes.PROBE_FRAME_BYTES)  # for one probe, however long they take
+    monkeypatch.setattr(probes, "PROBE_SECONDS", 3600.0)
     with broker(SETTINGS) as hub:
         figures = measure_link(hub.address)
         assert "too many probes" in figures.refused and figures.down is None
@@ -78,8 +79,8 @@ def test_a_broker_with_keys_answers_only_who_gives_its_own(monkeypatch, capsys):
     with KeyedBroker(keys) as address:
         assert measure_link(address, keys.public).up > 0
         with pytest.raises(HubUnreachable, match="has not answered for"):
-            measure_link(address, wait_seconds=2)
-        assert main(["doctor", address, "--wait-seconds", "2"]) == 1
+            measure_link(address, wait_seconds=0.2)
+        assert main(["doctor", address, "--wait-seconds", "6"]) == 1  # so long the obstacle may take to be known
     assert "--keys FILE" in " ".join(capsys.readouterr().out.split())
 
 

@@ -17,6 +17,8 @@ from zmqtrain.train.loop import TrainingLoop
 
 HELD_OUT, VALIDATION = 10**6, 10**6 + 1
 NAMES = ("pc-1", "pc-2", "pc-3")
+ALL = {"start_nodes": 3, "lost_seconds": 60.0}
+"""Three nodes, none of which is lost because a thread stands still for a while."""
 
 
 class Program:
@@ -79,7 +81,7 @@ def assert_equal_ends(ends):
 
 def test_the_best_of_three_seeds_founds_the_run_and_all_end_with_its_descendants(caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
-    settings = RunSettings(every=4, delay=2, units=24, initial="best", apart_steps=12, start_nodes=3)
+    settings = RunSettings(every=4, delay=2, units=24, initial="best", apart_steps=12, **ALL)
     with broker(settings) as hub:
         nodes = Nodes(hub.address)
         ends = nodes.join()
@@ -92,7 +94,7 @@ def test_the_best_of_three_seeds_founds_the_run_and_all_end_with_its_descendants
 
 
 def test_strict_runs_that_begin_with_the_best_end_with_the_same_bits():
-    beginning = {"initial": "best", "apart_steps": 8, "fresh_moments": False, "start_nodes": 3}
+    beginning = {"initial": "best", "apart_steps": 8, "fresh_moments": False, **ALL}
     settings = RunSettings(mode="strict", release="all", every=4, delay=2, units=6, **beginning)
     bits = []
     for _ in range(2):
@@ -106,7 +108,7 @@ def test_strict_runs_that_begin_with_the_best_end_with_the_same_bits():
 def test_a_population_trains_on_until_all_descend_from_the_best_and_ends_with_equal_parameters(caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     beginning = {"initial": "own", "apart_steps": 8, "preemption": "score:patience=2,margin=0", "fresh_moments": False}
-    settings = RunSettings(every=4, delay=2, units=24, start_nodes=3, **beginning)
+    settings = RunSettings(every=4, delay=2, units=24, **beginning, **ALL)
     with broker(settings) as hub:
         nodes = Nodes(hub.address)
         ends = nodes.join()
@@ -118,13 +120,13 @@ def test_a_population_trains_on_until_all_descend_from_the_best_and_ends_with_eq
 
 
 def test_elastic_nodes_keep_their_own_parameters_and_are_drained_to_equal_ones():
-    settings = RunSettings(every=4, delay=2, units=24, initial="own", elastic=0.5, start_nodes=3)
+    settings = RunSettings(every=4, delay=2, units=24, initial="own", elastic=0.5, **ALL)
     with broker(settings) as hub:
         assert_equal_ends(Nodes(hub.address).join())
 
 
 def test_unrelated_parameters_are_not_averaged_and_the_broker_goes_on_with_those_that_are(caplog):
-    with broker(RunSettings(every=4, delay=2, units=6, initial="mean", start_nodes=3)) as hub:
+    with broker(RunSettings(every=4, delay=2, units=6, initial="mean", **ALL)) as hub:
         unrelated = Nodes(hub.address)
         with pytest.raises(JoinRefused, match="unrelated"):
             unrelated.join()

@@ -10,6 +10,7 @@ import random
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
 
 PROGRAM = Path(__file__).with_name("kept_node.py")
+PLAIN = RunSettings(every=4, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1", lost_seconds=60.0)
+"""What is offered lands as it is; and nobody is lost because a thread stands still for a while."""
 
 
 @contextlib.contextmanager
@@ -79,10 +82,7 @@ def test_a_node_that_is_killed_goes_on_from_its_checkpoint_as_the_node_that_it_w
 
 @pytest.mark.parametrize("saved_when", ["it is on its way", "it has landed and is applied"])
 def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_path):
-    settings, kept = (
-        RunSettings(every=4, delay=2, codec="int4", broadcast_codec="float32", outer="sgd:rate=1"),
-        tmp_path / "kept",
-    )
+    settings, kept = replace(PLAIN, delay=2, codec="int4"), tmp_path / "kept"
     lives, books = NodeRecorder(tmp_path / "pc-1.jsonl"), BrokerRecorder(tmp_path / "hub.jsonl")
     with books, broker(settings, events=books) as hub:
         with lives, connect(hub.address, "pc-1", checkpoint=kept, checkpoint_every="1000", events=lives) as node:
@@ -116,8 +116,7 @@ def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_pa
 
 
 def test_what_was_pending_at_the_checkpoint_and_offered_after_it_counts_once(tmp_path):
-    settings = RunSettings(every=4, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
-    with broker(settings) as hub:
+    with broker(PLAIN) as hub:
         with connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_every="1000") as node:
             params = parameters()
             sync = DelayedSync(node, params)
@@ -141,8 +140,7 @@ def test_what_was_pending_at_the_checkpoint_and_offered_after_it_counts_once(tmp
 
 
 def test_what_was_on_its_way_at_the_checkpoint_and_never_came_is_offered_again(tmp_path):
-    settings = RunSettings(every=2, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
-    with broker(settings) as hub:
+    with broker(replace(PLAIN, every=2)) as hub:
         with connect(hub.address, "pc-1", checkpoint=tmp_path, checkpoint_every="1000") as node:
             node.message_delay = lambda: 3600.0
             params = parameters()
@@ -247,6 +245,7 @@ STRICT = RunSettings(
     codec="randomk:density=0.5+int8",
     broadcast_codec="lowrank:rank=2",
     outer="nesterov:rate=0.8,momentum=0.5",
+    lost_seconds=60.0,
 )
 """Codecs that keep a state on both sides, momentum at the hub, AdamW at the nodes; two offers of each are in flight."""
 

@@ -30,6 +30,7 @@ HERE = Path(__file__)
 def run_of(units, nodes, **settings):
     return RunSettings(
         **{"units": units, "start_nodes": nodes, "initial": "founder", "evaluate_seconds": 0.0, "mode": "default"}
+        | {"lost_seconds": 10.0}  # whoever stands still for a moment is not lost
         | settings
     )
 
@@ -134,7 +135,9 @@ def test_through_a_server_all_end_with_its_weights_and_the_run_with_them(exchang
 
 def test_bulk_synchronous_steps_of_a_server_are_those_of_the_mean_gradient():
     units = 6
-    with broker(run_of(units, 2, mode="strict", release="all")) as running:
+    # in strict mode a node waits so long for a data unit
+    settings = run_of(units, 2, mode="strict", release="all", heartbeat_seconds=0.1, lost_seconds=2.5)
+    with broker(settings) as running:
         results = Nodes(running.address, ["server:bsp,optimizer=sgd:rate=0.1"] * 2).finish()
         final = same_bits([parameters(result) for result in results])
     params = REGRESSION.init(0)
@@ -206,7 +209,7 @@ def test_a_worker_of_an_asynchronous_server_may_come_later():
 
 
 def test_a_broker_that_is_restarted_in_mid_run_is_found_again_and_the_nodes_go_on_meanwhile(tmp_path):
-    settings = run_of(40, 2, heartbeat_seconds=0.1, lost_seconds=10.0)
+    settings = run_of(40, 2, heartbeat_seconds=0.1)
     made, killed = Count(), threading.Event()
     with BrokerProcess(settings, tmp_path) as hub:
         options = {"before_step": made.held(10, killed), "watch": watch_steps(made)}
@@ -219,7 +222,7 @@ def test_a_broker_that_is_restarted_in_mid_run_is_found_again_and_the_nodes_go_o
             results = nodes.finish()
             assert not nodes.failures, nodes.failures
             same_bits([parameters(result) for result in results])
-            assert again.interrupt() == 0
+            assert again.process.wait(SECONDS) == 0, "the run is over"
 
 
 class Count:

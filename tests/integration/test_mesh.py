@@ -9,6 +9,7 @@ import pytest
 from runs import BrokerProcess
 
 from zmqtrain.errors import HubUnreachable, LocalProtocolError, ZmqTrainError
+from zmqtrain.protocol import vigil
 from zmqtrain.runtime.groups.presence import LEFT
 from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.settings import RunSettings
@@ -48,7 +49,7 @@ def test_what_came_before_the_listener_is_told_first_and_calls_keep_their_order(
     second.start(listener)
     listener.wait(lambda one: len(one.messages) == 50 and one.ticks)
     assert [frames for _, frames in listener.messages] == [[b"%d" % number] for number in range(50)] and done == [0]
-    first.close()
+    first.close(WAIT_SECONDS)
     listener.wait(lambda one: one.lost == {0: LEFT})
     second.close()
     second.close()
@@ -94,11 +95,12 @@ def test_a_listener_that_fails_is_said_and_told_further(hub, caplog):
 # ---------------------------------------------------------------------- through the hub, encrypted, and strangers
 
 
-def test_who_cannot_be_reached_is_sent_to_through_the_hub_and_it_is_said(hub, caplog):
+def test_who_cannot_be_reached_is_sent_to_through_the_hub_and_it_is_said(hub, caplog, monkeypatch):
+    monkeypatch.setattr(vigil, "UNREACHABLE_SECONDS", WAIT_SECONDS)  # the hub says that one has left, however late
     sizes = [0, 3, 70_000, 4 << 20, 1 << 20, 5]
     with (
         caplog.at_level("INFO"),
-        ports(hub, 3, group="relay", addresses={2: NOWHERE}, direct_seconds=2.0) as (opened, listeners),
+        ports(hub, 3, group="relay", addresses={2: NOWHERE}, direct_seconds=6.0) as (opened, listeners),
     ):
         assert [port.statistics().relayed for port in opened] == [(2,), (2,), ()]
         assert f"does not reach pc-2 (rank 2) at {NOWHERE}" in caplog.text
@@ -110,7 +112,7 @@ def test_who_cannot_be_reached_is_sent_to_through_the_hub_and_it_is_said(hub, ca
         for rank in (0, 1):
             came = [frames for source, frames in listeners[2].messages if source == rank]
             assert came == [[b"%d" % index, bytes(size)] for index, size in enumerate(sizes)]
-        opened[0].close()
+        opened[0].close(3.0)  # all of it, for what nobody takes is still to be sent to pc-2
         for listener in listeners[1:]:
             listener.wait(lambda one: one.lost)
             assert listener.lost == {0: LEFT}
@@ -143,7 +145,7 @@ def test_with_keys_all_is_encrypted_and_who_lacks_them_reaches_nobody():
             listeners[1].wait(lambda one: one.messages == [(0, [b"secret", bytes(1 << 20)])])
             assert opened[0].statistics().relayed == ()
         with pytest.raises(HubUnreachable, match=r"wants? keys"):
-            open_port(hub, 1, timeout_seconds=2)
+            open_port(hub, 1, timeout_seconds=6)
 
 
 def test_a_group_lets_in_nobody_whose_key_the_hub_has_not_told_it():

@@ -10,17 +10,19 @@ from runs import BrokerProcess
 
 from zmqtrain.protocol import leaving, vigil
 from zmqtrain.protocol.group_messages import GroupLost
+from zmqtrain.runtime.groups import presence
 from zmqtrain.runtime.groups.presence import LEFT
 from zmqtrain.settings import RunSettings
 
-from meshes import echoing, ports, send
+from meshes import WAIT_SECONDS, echoing, ports, send
 
 
-def test_who_leaves_is_lost_to_all_after_all_it_has_sent(hub):
+def test_who_leaves_is_lost_to_all_after_all_it_has_sent(hub, monkeypatch):
+    monkeypatch.setattr(presence, "LEAVE_SECONDS", WAIT_SECONDS)  # what has been sent may be slow
     with ports(hub, 3, group="leaver") as (opened, listeners):
         for rank in (1, 2):
             send(opened[0], rank, *([bytes(1 << 20)] for _ in range(8)))
-        opened[0].close(5.0)
+        opened[0].close(WAIT_SECONDS)
         for listener in listeners[1:]:
             listener.wait(lambda one: one.lost)
             assert listener.lost == {0: LEFT} and len(listener.messages) == 8
@@ -79,7 +81,9 @@ def test_a_group_lives_on_without_its_hub_and_all_are_told_of_the_same_loss():
         assert processes[2].stdout.readline().startswith("lost 3 ")
 
 
-def test_who_hears_nobody_any_more_is_told_that_it_is_cut_off():
+def test_who_hears_nobody_any_more_is_told_that_it_is_cut_off(monkeypatch):
+    # they do not all stop at one moment: none is silent for long while another was heard a moment ago
+    monkeypatch.setattr(vigil, "SILENCE_SECONDS", 2 * vigil.SILENCE_SECONDS)
     with (
         BrokerProcess(RunSettings(), None) as hub,
         echoing(hub.address, 3, range(1, 3)) as processes,

@@ -13,12 +13,12 @@ from zmqtrain.runtime.groups import hub_line
 from zmqtrain.runtime.groups.presence import LEFT
 from zmqtrain.runtime.groups.rendezvous import open_port
 
-from meshes import echoing, ports, send
+from meshes import WAIT_SECONDS, echoing, ports, send
 
 
 def test_a_group_that_is_not_complete_in_time_says_who_is_here(hub):
     with pytest.raises(CollectiveTimeout, match=r"'few' of 3 processes alone is here, 2 missing"):
-        open_port(hub, 3, group="few", name="alone", timeout_seconds=2)
+        open_port(hub, 3, group="few", name="alone", timeout_seconds=6)
 
 
 class Said(logging.Handler):
@@ -70,21 +70,22 @@ def wait_until_it_waits(hub, name, **arguments):
 
 
 def test_who_asks_for_something_else_than_those_who_wait_is_refused_once_it_is_sure_that_they_live(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", 20.0)  # who gives up before is refused then
+    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # who gives up before is refused then
     with ThreadPoolExecutor(3) as pool:
-        waiting = pool.submit(open_port, hub, 3, 0, group="few", name="first", timeout_seconds=20)
+        waiting = pool.submit(open_port, hub, 3, 0, group="few", name="first", timeout_seconds=WAIT_SECONDS)
         wait_until_it_waits(hub, "first", group="few")
         with pytest.raises(JoinRefused, match=r"rank 0 .* is taken, by first"):
-            open_port(hub, 3, 0, group="few", name="other", timeout_seconds=2)
+            open_port(hub, 3, 0, group="few", name="other", timeout_seconds=6)
         monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", 0.5)
         with pytest.raises(JoinRefused, match="first forms the group 'few' for 3 processes, other wants one of 2"):
             open_port(hub, 2, group="few", name="other", timeout_seconds=20)
-        others = [pool.submit(open_port, hub, 3, group="few", timeout_seconds=20) for _ in range(2)]
+        others = [pool.submit(open_port, hub, 3, group="few", timeout_seconds=WAIT_SECONDS) for _ in range(2)]
         for port in (waiting, *others):
             port.result().close()
 
 
-def test_the_place_of_a_process_that_was_killed_while_it_waited_is_taken_by_who_comes_instead(hub):
+def test_the_place_of_a_process_that_was_killed_while_it_waited_is_taken_by_who_comes_instead(hub, monkeypatch):
+    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # however late the hub notices it
     with echoing(hub, 3, range(1)) as processes:
         wait_until_it_waits(hub, "pc-0")
         processes[0].kill()
@@ -92,7 +93,8 @@ def test_the_place_of_a_process_that_was_killed_while_it_waited_is_taken_by_who_
             assert opened[0].names == ("pc-0", "pc-1")
 
 
-def test_a_group_whose_processes_were_just_killed_meets_again_at_once(hub):
+def test_a_group_whose_processes_were_just_killed_meets_again_at_once(hub, monkeypatch):
+    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # however late the hub notices it
     with echoing(hub, 2, range(2)) as processes:
         for process in processes.values():
             assert process.stdout.readline() == "ready\n"
@@ -120,7 +122,7 @@ def test_wrong_arguments_are_refused_before_anybody_is_asked(arguments, words):
 
 def test_after_a_loss_the_survivors_meet_again_under_the_same_name(hub):
     with ports(hub, 3, group="again") as (opened, listeners):
-        opened[2].close()
+        opened[2].close(WAIT_SECONDS)
         for listener in listeners[:2]:
             listener.wait(lambda one: one.lost == {2: LEFT})
         with ports(hub, 2, group="again") as (anew, told):

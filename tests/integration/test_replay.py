@@ -27,10 +27,10 @@ NODES = ("pc-1", "pc-2", "pc-3")
 class RecordedNode:
     """A node that trains the toy program in a thread of its own, and records it.
 
-    after: waits before it joins.  on_step: told the number of each step; it may hold still.
+    after: waits before it joins.  on_step: told the node and the number of each step; it may hold still.
     """
 
-    def __init__(self, address, folder, name, program, after=lambda: None, on_step=lambda number: None):
+    def __init__(self, address, folder, name, program, after=lambda: None, on_step=lambda node, number: None):
         self.on_step = on_step
         self.address, self.path, self.name, self.program, self.after = (
             address,
@@ -62,7 +62,11 @@ class RecordedNode:
         with self.stepped:
             self.steps = number
             self.stepped.notify_all()
-        self.on_step(number)
+        self.on_step(self, number)
+
+    def wait_update(self):
+        """Wait, in the node's own thread, until something is there that its next steps apply."""
+        assert self.node._waiting.wait(lambda: self.node.peek() is not None, 60)
 
     def wait_steps(self, steps):
         with self.stepped:
@@ -75,27 +79,42 @@ class RecordedNode:
             raise self.failure
 
 
+class EndedRecorder(BrokerRecorder):
+    """Tells when the broker has ended: who is told to stop hears nobody say goodbye any more."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.over = threading.Event()
+
+    def ended(self, figures, leaves):
+        super().ended(figures, leaves)
+        self.over.set()
+
+
 def recorded_run(folder: Path, program, **settings) -> tuple[list[Record], list[list[Record]]]:
     """Two nodes begin a run, a third joins it later; return what the broker and the nodes have recorded."""
     given = {"program": "text", "program_arguments": PROGRAM_ARGUMENTS, "start_nodes": 2, "initial": "founder"}
-    run = RunSettings(**given | {"local_updates": "fixed"} | settings)
+    run = RunSettings(**given | {"local_updates": "fixed", "lost_seconds": 10.0} | settings)
     with contextlib.ExitStack() as stack:
-        recorder = stack.enter_context(BrokerRecorder(folder / "broker.jsonl"))
+        recorder = stack.enter_context(EndedRecorder(folder / "broker.jsonl"))
         hub = stack.enter_context(broker(run, events=recorder))
         trains = threading.Event()  # the third: until then there are units left for it
 
-        def hold(number):
-            if number == 24:
+        def hold(node, number):
+            if number in (8, 12, 16, 20):
+                node.wait_update()  # however fast training is, it is not over before the first versions
+            if number == 20:
                 trains.wait(60)
 
         def both():
             for node in (first, second):
-                node.wait_steps(24)
+                node.wait_steps(20)
 
         first, second = (RecordedNode(hub.address, folder, name, program, on_step=hold) for name in NODES[:2])
-        third = RecordedNode(hub.address, folder, NODES[2], program, after=both, on_step=lambda number: trains.set())
+        third = RecordedNode(hub.address, folder, NODES[2], program, after=both, on_step=lambda *_: trains.set())
         for node in (first, second, third):
             node.join()
+        assert recorder.over.wait(60), "the run is over when all have left"
     return read_records(folder / "broker.jsonl"), [read_records(folder / f"{name}.jsonl") for name in NODES]
 
 

@@ -13,6 +13,7 @@ SETTINGS = RunSettings(
     every=2, delay=1, release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1",
     heartbeat_seconds=0.1, lost_seconds=10.0,
 )  # fmt: skip
+WAIT_SECONDS = 60.0
 
 
 def in_step(trainer):
@@ -21,7 +22,14 @@ def in_step(trainer):
 
 
 def version(trainer):
-    return trainer.sync.statistics().version
+    return trainer.sync.statistics().version if trainer.sync is not None else -1
+
+
+def follow(trainer):
+    """Wait until the standby knows that it is in step, as what nodes hear from then on shows; and for some training."""
+    trainer.wait_until(lambda: in_step(trainer))
+    seen = version(trainer)
+    trainer.wait_until(lambda: version(trainer) > seen + 5 and trainer.steps > 100)
 
 
 def test_nodes_go_on_with_the_standby_when_the_first_is_killed_and_nothing_lands_twice():
@@ -30,7 +38,7 @@ def test_nodes_go_on_with_the_standby_when_the_first_is_killed_and_nothing_lands
         with BrokerProcess(None, None, standby=place) as standby:
             trainers = [Trainer(first.address, f"pc-{number}", endless=True) for number in (1, 2)]
             for trainer in trainers:
-                trainer.wait_until(lambda trainer=trainer: in_step(trainer) and version(trainer) > 5)
+                follow(trainer)
             first.kill()
             seen = max(version(trainer) for trainer in trainers)
             for trainer in trainers:
@@ -49,7 +57,7 @@ def test_a_standby_that_is_told_to_takes_over_and_the_first_steps_down_by_itself
         with BrokerProcess(None, None, standby=place) as standby:
             trainer = Trainer(first.address, "pc-1", endless=True)
             trainer.wait_until(lambda: in_step(trainer))
-            _, at, term = promote(standby.address)
+            _, at, term = promote(standby.address, timeout_seconds=WAIT_SECONDS)
             assert term == 1
             assert first.process.wait(30) != 0, "it has stepped down"
             trainer.wait_until(lambda: trainer.node.term == 1 and version(trainer) > at)
@@ -80,8 +88,8 @@ def test_nodes_that_are_started_after_a_takeover_find_the_hub_by_their_checkpoin
 
             peer, _ = train(first.address, tmp_path, stands_by)
             first.kill()
-            promote(standby.address)
+            promote(standby.address, timeout_seconds=WAIT_SECONDS)
             again, began = train(first.address, tmp_path, lambda node, sync: node.term == 1 and sync.statistics().peers)
             assert again == peer and began > 5
-            with connect(f"{first.address},{standby.address}", "pc-2") as node:
+            with connect(f"{first.address},{standby.address}", "pc-2", timeout_seconds=WAIT_SECONDS) as node:
                 assert (node.address, node.term) == (standby.address, 1)

@@ -8,6 +8,9 @@ import pytest
 
 from zmqtrain.protocol import leaving
 
+WAIT = 90.0
+"""How long a story may take, in seconds, where others keep the machine busy."""
+
 
 def lived_through(make, story):
     """Run the broker that `make()` gives while `story(broker)` happens; return it when it has ended.
@@ -20,7 +23,7 @@ def lived_through(make, story):
         running = asyncio.create_task(broker.run())
         told = asyncio.create_task(story(broker))
         try:
-            await asyncio.wait({running, told}, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({running, told}, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 assert told.done(), f"the story does not end; the broker said {broker.channel.sent}"
                 told.result()
@@ -31,5 +34,5 @@ def lived_through(make, story):
         return broker
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaving, "SILENCE_SECONDS", 60.0)
+        patch.setattr(leaving, "SILENCE_SECONDS", 10 * WAIT)
         return asyncio.run(live())

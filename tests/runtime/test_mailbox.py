@@ -9,6 +9,9 @@ import pytest
 from zmqtrain.errors import ChannelClosed
 from zmqtrain.runtime.mailbox import Mailbox, Worker
 
+WAIT = 60.0
+"""Seconds: longer than a loaded machine needs for what is waited for here."""
+
 
 def in_thread(work):
     """Run `work` in a thread that says when it has begun; return (thread, results)."""
@@ -23,7 +26,7 @@ def in_thread(work):
 
     thread = threading.Thread(target=body)
     thread.start()
-    assert begun.wait(10.0)
+    assert begun.wait(WAIT)
     return thread, results
 
 
@@ -37,18 +40,18 @@ def test_what_goes_in_comes_out_in_order_and_no_more_than_it_holds():
 
 def test_who_waits_is_woken_by_an_item():
     mailbox = Mailbox(1)
-    thread, results = in_thread(lambda: mailbox.get(10.0))
+    thread, results = in_thread(lambda: mailbox.get(WAIT))
     mailbox.put_nowait("a")
-    thread.join(10.0)
+    thread.join(WAIT)
     assert results == ["a"]
 
 
 def test_who_waits_is_woken_by_the_end():
     mailbox = Mailbox(1)
-    waiting = [in_thread(mailbox.get), in_thread(lambda: mailbox.wait(10.0))]
+    waiting = [in_thread(mailbox.get), in_thread(lambda: mailbox.wait(WAIT))]
     mailbox.close()
     for thread, _ in waiting:
-        thread.join(10.0)
+        thread.join(WAIT)
     assert isinstance(waiting[0][1][0], ChannelClosed) and waiting[1][1] == [False]
 
 
@@ -72,7 +75,7 @@ def test_many_threads_lose_nothing_and_double_nothing():
     mailbox, taken = Mailbox(8), []
 
     def take():
-        while (item := mailbox.get(10.0)) is not None and item >= 0:
+        while (item := mailbox.get(WAIT)) is not None and item >= 0:
             taken.append(item)
 
     def put(numbers):
@@ -85,10 +88,10 @@ def test_many_threads_lose_nothing_and_double_nothing():
     for thread in takers + putters:
         thread.start()
     for thread in putters:
-        thread.join(10.0)
+        thread.join(WAIT)
     put([-1, -1, -1])
     for thread in takers:
-        thread.join(10.0)
+        thread.join(WAIT)
     assert sorted(taken) == list(range(300))
 
 
@@ -97,7 +100,7 @@ def test_a_worker_does_its_jobs_in_order_in_one_thread():
     worker = Worker("jobs", 100, failed=lambda error: None)
     for number in range(50):
         assert worker.submit(lambda number=number: done.append((number, threading.current_thread().name)))
-    worker.close(60.0)
+    worker.close(WAIT)
     assert done == [(number, "jobs") for number in range(50)]
     assert worker.submit(lambda: None) is False
 
@@ -112,15 +115,15 @@ def test_a_job_that_fails_is_told_and_the_next_is_done():
 
     worker.submit(fail)
     worker.submit(lambda: done.append(True))
-    worker.close(60.0)
+    worker.close(WAIT)
     assert failures == [error] and done == [True]
 
 
 def test_a_worker_with_its_hands_full_refuses():
     held, begun = threading.Event(), threading.Event()
     worker = Worker("jobs", 1, failed=lambda error: None)
-    worker.submit(lambda: (begun.set(), held.wait(10.0)))
-    assert begun.wait(10.0)
+    worker.submit(lambda: (begun.set(), held.wait(WAIT)))
+    assert begun.wait(WAIT)
     assert [worker.submit(lambda: None), worker.submit(lambda: None)] == [True, False]
     held.set()
     worker.close()
@@ -130,5 +133,5 @@ def test_a_worker_may_be_closed_by_its_own_job():
     closed = threading.Event()
     worker = Worker("jobs", 2, failed=lambda error: None)
     worker.submit(lambda: (worker.close(), closed.set()))
-    assert closed.wait(10.0)
+    assert closed.wait(WAIT)
     worker.close()

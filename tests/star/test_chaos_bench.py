@@ -25,7 +25,7 @@ def test_what_was_acknowledged_is_in_the_parameters_once_whatever_befalls_node_w
         Fault(2.5, "drop", "pc-1"),
     )
     with Star(2, 1e9) as star:
-        outcome = chaos.play(star, tmp_path, case, units=48, schedule=schedule, seconds=4.0)
+        outcome = chaos.play(star, tmp_path, case, units=48, schedule=schedule, seconds=120.0)
     assert outcome.ended and outcome.faults == ()
     assert [deed.trouble for deed in outcome.deeds] == [""] * 4
     assert outcome.audit.acknowledged > 8 and outcome.history.first == 0

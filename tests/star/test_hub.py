@@ -18,7 +18,7 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = tmp_path / "rows.json"
-    small = ["--nodes", "2", "--params", "4e4", "--fragments", "2", "--in-flight", "1", "--seconds", "2"]
+    small = ["--nodes", "2", "--params", "4e4", "--fragments", "2", "--in-flight", "1", "--seconds", "4"]
     monkeypatch.setattr(sys, "argv", ["hub.py", *small, "--json", str(written)])
     main()
     printed = capsys.readouterr().out

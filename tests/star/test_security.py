@@ -20,9 +20,12 @@ from zmqtrain.transport.zmq_keys import CurveKeys
 from star import Star
 
 PARAMETERS = np.random.default_rng(7).standard_normal(50_000, np.float32).tobytes()
-WORDS = [b"capture-me", b"attention/kernel", b"float32", b"broadcast_codec", b"Hello", b"Welcome", b"pc-0"]
+NODE = "captured-node"
+WORDS = [b"capture-me", b"attention/kernel", b"float32", b"broadcast_codec", b"\xa5Hello", b"Welcome", NODE.encode()]
 WORDS += [PARAMETERS[at : at + 16] for at in range(0, 4096, 512)]
-"""What must not be seen: program, leaf paths, settings, the messages' names, a node's name, and parameters."""
+"""What must not be seen: program, leaf paths, settings, the messages' names, a node's name, and parameters.
+
+None is so short that it is found by chance where tens of megabytes look like noise."""
 
 INTRUDERS = """
 import asyncio, json, sys, zmq
@@ -54,7 +57,8 @@ async def refusal_of(channel):
 def plain():
     context = zmq.Context()
     one = context.socket(zmq.DEALER)
-    one.routing_id, one.linger, one.plain_username, one.plain_password = b"Cpc-0#1", 0, b"pc-0", b"secret"
+    one.routing_id, one.linger = b"Ccaptured-node#1", 0
+    one.plain_username, one.plain_password = b"captured-node", b"secret"
     monitor = one.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
     one.connect(address)
     one.send(b"let me in")
@@ -85,7 +89,7 @@ def test_the_wire_shows_all_without_keys_and_nothing_with_them_and_who_has_none_
     tmp_path: Path,
 ) -> None:
     keys = KeyFolder(tmp_path / "keys")
-    (file,) = keys.new(["pc-0"])
+    (file,) = keys.new([NODE])
     with Star(nodes=2, bits_per_second=1e9) as star:
         address = f"tcp://{star.hub_address}:5555"
 
@@ -93,7 +97,7 @@ def test_the_wire_shows_all_without_keys_and_nothing_with_them_and_who_has_none_
             """Have a node exchange with a broker while all is recorded; return what of the run could be read."""
             with capture:
                 broker, run_id = security.start(star, "hub", security.BROKER, folder)
-                node, _ = security.start(star, 0, security.NODE, "pc-0", address, node_keys)
+                node, _ = security.start(star, 0, security.NODE, NODE, address, node_keys)
                 assert run_id.startswith("run-")
                 if folder:
                     intrude()

@@ -76,8 +76,8 @@ class Table:
     def lose(self, rank):
         with self.changed:
             if self.lost is None:
-                self.lost = rank
                 self.after = Table([name for one, name in enumerate(self.names) if one != rank])
+                self.lost = rank  # the last: who sees it, without waiting, goes on with what is after
                 self.changed.notify_all()
 
 

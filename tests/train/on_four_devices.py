@@ -163,7 +163,8 @@ def largest_share(arrays):
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_no_device_ever_holds_a_whole_leaf(monkeypatch, fragments, anchor):
     homes = {"wide": FSDP["wide"], "tall": FSDP["tall"]}
-    known = {id(array) for array in jax.live_arrays()}
+    held = jax.live_arrays()  # held, so that no other array comes to have the id of one of them
+    known = {id(array) for array in held}
     seen = []
     run = SpreadLeaves._run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -29,10 +28,22 @@ class Offered:
     dense: bool
 
 
+class Clock:
+    """A clock that only `sleep` moves."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
 class ScriptedExchange:
     """An Exchange whose hub is the test: `land` makes an aggregate of offers, and others' progress."""
 
-    clock = time
     name = "pc-1"
     is_evaluator = False
     unreachable = ()
@@ -40,7 +51,7 @@ class ScriptedExchange:
 
     def __init__(self, anchor=None, **settings):
         settings = {"every": 2, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | settings
-        self.settings = RunSettings(**settings)
+        self.settings, self.clock = RunSettings(**settings), Clock()
         self.anchor, self.version = anchor, 0
         self.offers, self.landing, self.reports, self.scores = {}, deque(), [], []
         self.on_the_way = set()

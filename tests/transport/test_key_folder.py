@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from zmqtrain.transport.zmq_keys import CurveKeys, fingerprint, load_public_key,
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    """What was warned of here: threads that an earlier test has left may still say something of theirs."""
+    here = threading.get_ident()
+    records = [record for record in caplog.records if record.levelno == logging.WARNING and record.thread == here]
+    return [record.getMessage() for record in records]
 
 
 def test_a_new_key_is_one_private_file_for_its_pc_and_a_public_one_that_is_authorised(tmp_path: Path) -> None:

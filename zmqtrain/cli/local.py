@@ -154,7 +154,7 @@ class Federation:
                 self._children.append(self._start_node(index))
         except BaseException:
             self.kill()
-            self._stop_brokers()
+            self.stop_brokers()
             raise
         return self
 
@@ -163,7 +163,7 @@ class Federation:
             self.stop_nodes()
         finally:
             self.kill()
-            self._stop_brokers()
+            self.stop_brokers()
 
     def _checkpoint_of(self, shard: int) -> Path | None:
         """Return the folder of one master: each has one in that of the run."""
@@ -181,7 +181,8 @@ class Federation:
             place=MasterPlace(shard=shard, masters=self.settings.masters, first=self.broker.address),
         )
 
-    def _stop_brokers(self) -> None:
+    def stop_brokers(self) -> None:
+        """Have the brokers save and end, the first last; raise what ended one that failed. Safe to call twice."""
         with contextlib.ExitStack() as stack:
             for broker in (self.broker, *self._others):  # the first last
                 stack.callback(broker.stop)
@@ -311,6 +312,7 @@ def _run(config: LocalConfig) -> int:
                         display.say(str(gone))
                 time.sleep(LOOK_SECONDS)
             lost += [gone for gone in federation.stop_nodes() if gone.code != 0]
+            federation.stop_brokers()  # the display ends with what is true then
     if len(lost) == config.nodes and not interrupted():
         raise ZmqTrainError(f"no node could train; {lost[0]}")
     roster = federation.roster

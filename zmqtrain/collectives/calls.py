@@ -92,6 +92,10 @@ class Calls:
         """Of this rank's last call; the first one is 1."""
         self.others: dict[int, tuple[int, str]] = {}
         """By rank the number of its last call, and what it did last, as far as it was asked."""
+        self.asked = 0
+        """How often all others were asked; each answers each time, in order."""
+        self.answered: dict[int, int] = {}
+        """By rank, how often it has."""
         self._name, self._doing = name, doing
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, str] = {}
@@ -147,6 +151,7 @@ class Calls:
         """Ask all others what they do; say that this call waits, where it is one."""
         place = min(call.waits_for, default=-1) if call else -1
         head = Head(Kind.WAITING, number=call.number if call else 0, place=place, text=call.text if call else "")
+        self.asked += 1
         for to in range(self.size):
             if to != self.rank:
                 self.outgoing.append((to, head, None))
@@ -171,6 +176,7 @@ class Calls:
                 self._look_whether_ended(call)
         elif kind == Kind.DOING:
             self.others[source] = (number, head.text)
+            self.answered[source] = self.answered.get(source, 0) + 1
         elif kind == Kind.CALLED:
             self._compare(number, source, head.text)
         elif kind == Kind.WAITING:

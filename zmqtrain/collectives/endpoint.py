@@ -16,7 +16,7 @@ from typing import cast
 from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.wire import Head, Kind, digest, pack, unpack
-from zmqtrain.errors import FramingError
+from zmqtrain.errors import CollectiveTimeout, FramingError
 from zmqtrain.interfaces import HubPort, Port
 from zmqtrain.types import HUB, Buffer, HubChunk
 
@@ -135,10 +135,17 @@ class Endpoint:
         self._shrinking.append(done)
         self._look_who_survives(say=True)
 
-    def stop_shrinking(self, done: Callable[[Group | None], object]) -> None:
-        """Wait for that no more."""
+    def stop_shrinking(self, done: Callable[[Group | None], object], stopped: Callable[[], object]) -> None:
+        """Wait for that no more: once `stopped` is called, `done` was, or never will be."""
         if done in self._shrinking:
             self._shrinking.remove(done)
+        stopped()
+
+    def waited_in_vain(self, seconds: float) -> CollectiveTimeout:
+        """Return the error of who has waited so long for the others to agree."""
+        missing = self.unheard()
+        whom = ", ".join(f"{self.port.names[rank]} (rank {rank} at first)" for rank in missing)
+        return CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing)
 
     def unheard(self) -> tuple[int, ...]:
         """Return the port's ranks that live and have not said the same as this one."""

@@ -86,6 +86,7 @@ class _Question:
     unanswered: set[int]
     until: float | None
     answer: Callable[[CollectiveTimeout | None], object]
+    asked: int = 0  # which time of asking is for it: answers to earlier ones say nothing of now
 
 
 class Group:
@@ -297,11 +298,13 @@ class Group:
             return
         doing = request.doing
         self.calls.ask(doing if isinstance(doing, Call) else None)
+        question.asked = self.calls.asked
         self.settle()
 
     def _hear_answer(self, source: int) -> None:
         for question in list(self._questions):
-            question.unanswered.discard(source)
+            if self.calls.answered[source] >= question.asked:
+                question.unanswered.discard(source)
             if not question.unanswered:
                 self._answer(question)
 

@@ -136,20 +136,20 @@ class Messenger:
     def shrink(self: Self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
-        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises
-        LocalProtocolError if nothing is wrong, CollectiveTimeout if somebody who lives does not call it, PeerLost if it
-        is this process that was lost.
+        Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises PeerLost if it is
+        this process that was lost, CollectiveTimeout if somebody who lives does not call it, LocalProtocolError if
+        nothing is wrong or this was done before.
         """
         self.check_may_wait()
         error = self._group.broken
-        if self._closed or error is None:
-            state = "is closed" if self._closed else "has lost nobody"
+        if self._closed or error is None or self._next is not None:
+            state = "is closed" if self._closed else "has lost nobody" if error is None else "was shrunk before"
             raise LocalProtocolError(f"this communicator {state}: shrink is for after PeerLost or CollectiveMismatch")
         cut_off = PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
         if isinstance(error, PeerLost) and error.rank == self.rank:  # its port may have ended
             raise cut_off
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        agreed, found = threading.Event(), list[Group | None]()
+        agreed, stopped, found = threading.Event(), threading.Event(), list[Group | None]()
 
         def done(group: Group | None) -> None:
             found.append(group)
@@ -157,11 +157,10 @@ class Messenger:
 
         self._endpoint.port.call(lambda: self._endpoint.shrink(done))
         if not agreed.wait(seconds):
-            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(done))
-            names = self._endpoint.port.names
-            missing = self._endpoint.unheard()
-            whom = ", ".join(f"{names[rank]} (rank {rank} at first)" for rank in missing)
-            raise CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing)
+            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(done, stopped.set))
+            stopped.wait(_GRACE_SECONDS)
+        if not found:  # not even meanwhile: who has agreed goes on, as the others do by then
+            raise self._endpoint.waited_in_vain(seconds)
         if found[0] is None:
             raise cut_off
         smaller = object.__new__(type(self))
@@ -326,6 +325,7 @@ class Messenger:
         except CollectiveTimeout:
             if self.cancel(request):
                 raise
+            request.wait(seconds)  # it has ended since, well or not
         return finding.envelope
 
     def _checked(self, source: int, tag: int) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, PeerBook, PeerState
 from zmqtrain.protocol.schedules import Timetable
+from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 
@@ -235,7 +236,9 @@ class Peer(PeerBook):
         self._search.began(now)
         self.incarnation += bool(self.incarnation)
         self._connection = Connection(self.incarnation)
-        return [Send(replace(self._greeting(), incarnation=self.incarnation, term=self.term))]
+        hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term)
+        # with each: of what was said to one that did not answer in time nothing is said again
+        return [Send(hello), Send(Promote())] if self.promotes else [Send(hello)]
 
     def _greeting(self) -> Hello:
         if (claim := self.claim) is not None:

@@ -60,6 +60,7 @@ class PeerBook:
 
     peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share, exchange: as in
     Hello.
+    promotes: tell whoever hears its Hello to take over its run, if it is a standby.
     claim: be the master of a shard, who registers with the first and then watches.  founding: the number with which a
     node founds the shards of several masters: as the first said it, and, at the others, as it is said to them.
     over: the first has said so to a master.
@@ -84,6 +85,7 @@ class PeerBook:
         exchange: str = "",
         incarnation: int = 0,
         addresses: Sequence[str] = (),
+        promotes: bool = False,
     ) -> None:
         self.term = 0
         self._search, self._following = Search(peer, addresses), Following()
@@ -91,7 +93,7 @@ class PeerBook:
         self._connection = Connection(0)
         self.heard = -1
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
-        self.exchange = exchange
+        self.exchange, self.promotes = exchange, promotes
         self.observer, self.claim = observer or claim is not None, claim
         self.timetable: Timetable | None = None
         self.state = PeerState.CONNECTING

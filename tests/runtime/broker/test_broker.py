@@ -88,6 +88,7 @@ def test_a_broker_that_cannot_save_still_closes_its_channel(tmp_path, monkeypatc
     async def story(peers):
         made.append(peers.broker)
         await peers.join("a#1")
+        await peers.until(lambda: peers.broker.traffic.follows("a#1"))  # what it begins with is saved
         monkeypatch.setattr(RunFolder, "save", full)
 
     with pytest.raises(CheckpointError, match="the disk is full"):

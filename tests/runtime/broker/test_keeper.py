@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol.effects import Contribution, Reduce
@@ -32,14 +33,14 @@ class Run:
         self.aggregator = Aggregator(SETTINGS)
         self.errors = []
         self.keeper = Keeper(folder, self.errors.append, every)
-        self.keeper.resume(self.hub, self.aggregator)
+        self.resumed = self.keeper.resume(self.hub, self.aggregator)
 
-    def found(self):
+    def found(self, moments=()):
         self.hub.founding.resume(MODEL)
         self.hub.version = 0
         self.aggregator.plan(MODEL)
         self.aggregator.found(encode_snapshot(self.aggregator.layout, [np.zeros(10, np.float32)]))
-        self.keeper.save(self.hub.state(), self.aggregator, wait=True)
+        self.keeper.save(self.hub.state(), self.aggregator, wait=True, moments=moments)
 
     def release(self):
         self.hub.version += 1
@@ -89,6 +90,23 @@ def test_a_broker_that_ends_does_not_wait_for_room(run, monkeypatch):
         run.keeper.end()
         with pytest.raises(CheckpointError, match="No space left"):
             run.release()
+
+
+def test_the_founders_optimizer_state_is_in_every_checkpoint_of_version_0_and_in_no_later_one(tmp_path):
+    run = Run(tmp_path)
+    run.found(moments=[b"a state", b"of two frames"])
+    run.keeper.save(run.hub.state(), run.aggregator)  # a tick that finds version 0 due: the broker had waited for long
+    run.keeper._writer.join()
+    for _ in range(2):  # stopped before anybody trains, and again
+        run.keeper.close(run.hub.state(), run.aggregator)
+        run = Run(tmp_path)
+        assert run.resumed == (b"a state", b"of two frames")
+    run.release()
+    run.keeper.close(run.hub.state(), run.aggregator)
+    again = Run(tmp_path)
+    assert again.hub.version == 1 and again.resumed == ()
+    again.keeper.close(again.hub.state(), again.aggregator)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"w"}
 
 
 def test_a_checkpoint_for_which_there_is_no_room_is_a_warning_and_is_tried_again(tmp_path, monkeypatch, caplog):

@@ -7,7 +7,7 @@ from math import nan
 
 import numpy as np
 
-from tests.runtime.stories import lived_through
+from tests.runtime.stories import WAIT, lived_through
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.group_messages import Group, JoinGroup
 from zmqtrain.protocol.messages import Fetch, Hello, Publish, Snapshot, model_to_wire
@@ -96,5 +96,5 @@ class Peers:
 
 def lived(story, folder=None, **settings):
     """Run a broker while `story(peers)` happens; return the broker when it has ended."""
-    settings = {"release": "immediately", "outer": "sgd:rate=1", "lost_seconds": 60.0, **settings}
+    settings = {"release": "immediately", "outer": "sgd:rate=1", "lost_seconds": 10 * WAIT, **settings}
     return lived_through(lambda: Broker(Wire(), RunSettings(**settings), folder), lambda broker: story(Peers(broker)))

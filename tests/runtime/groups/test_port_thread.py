@@ -10,6 +10,8 @@ import pytest
 from zmqtrain.errors import HubUnreachable, LocalProtocolError
 from zmqtrain.runtime.groups.port_thread import PortThread
 
+WAIT = 60.0
+
 
 class Life:
     """A main that is ready at once (or fails), and ends when it is told to."""
@@ -29,7 +31,7 @@ class Life:
 
     def end(self):
         self.thread.call(lambda: self.stop.set())
-        self.thread.join(10.0)
+        self.thread.join(WAIT)
 
 
 class Told(list):
@@ -81,7 +83,7 @@ def test_a_listener_is_told_what_came_before_it_and_nothing_after_silence(caplog
     life.thread.call(lambda: life.thread.tell(message(3)))
     life.thread.call(lambda: [life.stop.set(), life.thread.silence()])  # in one: the thread may end after the first
     life.thread.call(lambda: told.append("never"))
-    life.thread.join(10.0)
+    life.thread.join(WAIT)
     life.thread.tell(message(4))
     assert told == [(0, ["x"]), (1, ["fail"]), (2, ["x"]), (3, [])] and "a mistake of the listener" in caplog.text
 

@@ -90,6 +90,6 @@ def test_a_failure_says_what_to_do_where_that_is_known(caplog):
     assert "pc-1 cannot read what the broker sent: 3 bytes too many. Start this node again." in str(unreadable)
     for error in (NonFiniteDelta("nan"), ZmqTrainError("another")):
         assert say_codec_failure("pc-1", error) is error
-    assert not caplog.records
+    assert CodecJobs.__module__ not in [record.name for record in caplog.records]
     assert "the codec thread of pc-1 failed: KeyError" in str(say_codec_failure("pc-1", KeyError("x")))
     assert "the codec thread of pc-1 failed" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from itertools import count
 
@@ -65,10 +64,23 @@ class Hub:
         return Update(len(self.published) - 1, {}, {}, anchor=anchor)
 
 
+class Time:
+    """A clock that goes on only while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
 class FakeLine:
     """A `Line` at one such master, with a real node's book of offers."""
 
-    clock, name, is_evaluator, message_delay, waiting_for = time, "pc", False, None, ""
+    clock, name, is_evaluator, message_delay, waiting_for = Time(), "pc", False, None, ""
     closings = count()
 
     def __init__(self, hub, first, at):

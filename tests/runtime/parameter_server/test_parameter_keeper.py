@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,8 @@ from zmqtrain.parameter_server.machine import KeyServer
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.rules import Rules
 from zmqtrain.parameter_server.store import Store, cut_frames
+from zmqtrain.runtime.checkpoints.files import write_arrays
+from zmqtrain.runtime.parameter_server import parameter_keeper
 from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.types import LeafSpec
 
@@ -81,3 +85,22 @@ def test_a_disk_that_is_full_is_told(tmp_path):
     keeper = ParameterKeeper(tmp_path / "folder", errors.append)
     keeper.save({"machine": machine.state(), "directory": directory.state()}, store, wait=True)
     assert isinstance(errors[0], CheckpointError)
+
+
+def test_what_changes_while_a_file_is_written_is_said_to_be_unwritten_and_is_in_the_next_one(tmp_path, monkeypatch):
+    machine, directory, store = served()
+    state = {"machine": machine.state(), "directory": directory.state()}
+    keeper, writing = ParameterKeeper(tmp_path, failed), threading.Event()
+
+    def slowly(*arguments):
+        assert writing.wait(60)
+        write_arrays(*arguments)
+
+    monkeypatch.setattr(parameter_keeper, "write_arrays", slowly)
+    keeper.save(state, store)
+    store.apply("w", [cut_frames(VALUES)])
+    keeper.save(state, store)
+    assert keeper.unwritten
+    writing.set()
+    keeper.save(state, store, wait=True)
+    assert ParameterKeeper(tmp_path, failed).resume(KeyServer("m", 1 << 30))[1].entries["w"].version == 2

@@ -55,6 +55,8 @@ class Keeper:
         self._ending = threading.Event()
         self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
         self._kept_version = -1
+        self._moments: tuple[Buffer, ...] = ()
+        """The founder's optimizer state: in every checkpoint of version 0."""
         self.waits_for_room = False
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
@@ -138,7 +140,8 @@ class Keeper:
             hub.version - saved,
             hub.samples,
         )
-        return _moments(arrays) if hub.version == 0 else ()
+        self._moments = _moments(arrays) if hub.version == 0 else ()
+        return self._moments
 
     def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
         """Go back to a checkpoint, and forget what came after it; return the hub's state there, and what `resume` does.
@@ -151,7 +154,8 @@ class Keeper:
         aggregator.restore(version, arrays)
         self._folder.begin_journal(version)
         self._saved_version = self._kept_version = version
-        return state, _moments(arrays) if version == 0 else ()
+        self._moments = _moments(arrays) if version == 0 else ()
+        return state, self._moments
 
     def released(self, released: Released, reduce: Reduce) -> None:
         """Write a release to the journal; call it before anybody hears of the release.
@@ -201,7 +205,7 @@ class Keeper:
 
         state: of the hub, at the aggregator's version.  wait: until it is written; else nothing happens while the last
         one is still being written (where all save at the same versions, that is waited for), and what cannot be written
-        is a warning, and is tried again.  moments: the founder's optimizer state, to be kept with its parameters.
+        is a warning, and is tried again.  moments: the founder's optimizer state, kept with its parameters from now on.
         Raises CheckpointError if it waits, and it cannot be written.
         """
         if self._folder is None:
@@ -210,8 +214,9 @@ class Keeper:
             if not self._every.together:
                 return
             self._writer.join()
-        folder, version, arrays = self._folder, aggregator.version, aggregator.arrays()
-        arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in enumerate(moments)}
+        if moments:
+            self._moments = tuple(moments)
+        folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
         if wait:
             folder.begin_journal(version)
             folder.save(version, state, arrays)
@@ -252,13 +257,20 @@ class Keeper:
                 text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
                 logger.warning(text, state["version"], self._kept_version)
             elif aggregator.version >= 0:
-                arrays = aggregator.arrays()
+                arrays = self._arrays(aggregator)
                 path = self._folder.save(aggregator.version, state, arrays)
                 layout, version = aggregator.layout, aggregator.version
                 model = export_part(self._folder.folder, arrays, layout, state["run"], version)
                 logger.info("saved %s, and the model alone as %s", path, model)
         finally:
             self._folder.close()
+
+    def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
+        arrays = aggregator.arrays()
+        if aggregator.version == 0:  # nobody has trained yet: whoever comes after a restart still begins as the founder
+            frames = enumerate(self._moments)
+            arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in frames}
+        return arrays
 
 
 def _moments(arrays: Mapping[str, NDArray[Any]]) -> tuple[Buffer, ...]:

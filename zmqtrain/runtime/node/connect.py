@@ -17,7 +17,6 @@ from typing import get_args
 from zmqtrain.errors import ConfigError
 from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.fencing import begin_incarnation
-from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.events import NodeEvents
@@ -208,9 +207,9 @@ def promote(
         "promote",
         address,
         observer=True,
+        promotes=True,
     )
     try:
-        told.say(Promote())
         told.wait_welcome(timeout_seconds)
         return told.run, told.run_version, told.term
     finally:

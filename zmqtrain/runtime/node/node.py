@@ -25,7 +25,7 @@ from zmqtrain.errors import (
     ZmqTrainError,
 )
 from zmqtrain.interfaces import Channel, Clock
-from zmqtrain.protocol.messages import Message, Report, Roster
+from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
@@ -59,6 +59,7 @@ class Node(PeerExchange):
     of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
     incarnation: above which this process begins (`new_incarnation`); 0: the node is not fenced.
     keep: the folder for its checkpoints, how often to save, and what it goes on from, None for nothing.
+    promotes: tell a standby at the address to take over.
     """
 
     _link: HubLink
@@ -77,11 +78,12 @@ class Node(PeerExchange):
         exchange: str = "",
         incarnation: int = 0,
         keep: tuple[CheckpointFolder, str, SavedNode | None] | None = None,
+        promotes: bool = False,
     ) -> None:
         share, addresses = share or LinkShare(), address.split(",")
         machine = Peer(
             peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation,
-            addresses=addresses,
+            addresses=addresses, promotes=promotes,
         )  # fmt: skip
         super().__init__(name, machine, threading.Condition, events)
         self._is_first = first is None
@@ -123,10 +125,6 @@ class Node(PeerExchange):
     def run_version(self) -> Version:
         """The version that the run had when this node was last welcomed."""
         return self._peer.run_version
-
-    def say(self, message: Message) -> None:
-        """Say something to the broker besides what a node has to."""
-        self._link.call(lambda: self._link.send(message))
 
     def move(self, address: str) -> None:
         """Look for the broker at this address from now on, unless it is heard where it was."""

@@ -40,7 +40,7 @@ class ParameterKeeper:
         self._failed = failed
         self._writer: threading.Thread | None = None
         self.unwritten = False
-        """Whether the last file could not be written; whoever tries again takes it back."""
+        """Whether what was to be saved last is not in the file; whoever tries again takes it back."""
 
     def resume(self, machine: KeyServer) -> tuple[Directory, Store] | None:
         """Bring a fresh machine to where that of the file was; return its directory and store. None: there is none.
@@ -65,11 +65,15 @@ class ParameterKeeper:
     def save(self, state: dict[str, Any], store: Store, wait: bool = False) -> None:
         """Copy the store, and write the copy in the background; wait: until it is written.
 
-        state: of machine and directory, after the same jobs.  Nothing happens while the last one is being written.
+        state: of machine and directory, after the same jobs.  While the last one is still being written, this one is
+        `unwritten`.
         """
-        if self._path is None or not (wait or self._writer is None or not self._writer.is_alive()):
+        if self._path is None:
             return
         if self._writer is not None:
+            if not wait and self._writer.is_alive():
+                self.unwritten = True
+                return
             self._writer.join()
         path, arrays = self._path, store.arrays()
         versions = {key: entry.version for key, entry in store.entries.items()}

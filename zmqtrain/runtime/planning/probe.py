@@ -153,11 +153,12 @@ class _Talk:
         )
 
     async def _ask_the_time(self) -> None:
-        sent, began = time.time(), time.monotonic()
+        began = time.monotonic()
+        sent = time.time()  # after it, so that what comes between the two is in the error
         await self._probe(0, 0)
         probed = await self._answer(Probed)
-        self._software = probed.software[:80]
         error = (time.monotonic() - began) / 2
+        self._software = probed.software[:80]
         if self._clock is None or error < self._clock[0]:
             self._clock = error, probed.seconds - (sent + error)
 
@@ -165,8 +166,12 @@ class _Talk:
         """Return the bytes per second of probes with this padding, the first answer not counted: it fills the pipe."""
         began = time.monotonic()
         most, asked, arrived = RATE_BYTES // (size + answer), 0, list[float]()
+
+        def goes_on() -> bool:
+            return asked < most and (not asked or time.monotonic() - began < RATE_SECONDS)
+
         while len(arrived) < asked or not asked:
-            while asked - len(arrived) < IN_FLIGHT and asked < most and time.monotonic() - began < RATE_SECONDS:
+            while asked - len(arrived) < IN_FLIGHT and goes_on():
                 await self._probe(size, answer)
                 asked += 1
             if not self._pinging:
