@@ -70,8 +70,11 @@ class Child:
         return result
 
     def wait(self) -> None:
-        """Wait until it has ended: what it held, such as a port, is free then."""
-        self._process.wait()
+        """Wait until it has ended: what it held, such as a port, is free then. Raises RuntimeError if it does not."""
+        try:
+            self._process.wait(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the {self.name} does not end") from error
 
 
 def ask_all(children: Sequence[Child], command: str, *facts: Any) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from zmqtrain.runtime.planning.schedule import payload_rate
@@ -178,10 +179,11 @@ class _Node:
 
     def window(self, steps: int) -> dict[str, Any]:
         """Take so many steps; return what they took."""
-        began = time.perf_counter()
+        marks = [time.perf_counter()]
         for _ in range(steps):
             time.sleep(STEP_SECONDS)
-        slept = (time.perf_counter() - began) / steps
+            marks.append(time.perf_counter())
+        slept = statistics.median(after - before for before, after in pairwise(marks))
         for _ in range(WARM_STEPS):
             self.step()
         (sent, _), used, began = self.gradients.traffic(), time.process_time(), time.perf_counter()

@@ -198,7 +198,7 @@ def _run(case: Case, here: Here, folder: Path) -> list[dict[str, Any]]:
 def _sample(case: Case, processes: dict[str, subprocess.Popen[Any]]) -> dict[str, list[Vitals]]:
     samples: dict[str, list[Vitals]] = {name: [] for name in processes}
     end = time.monotonic() + 60 * case.minutes
-    while time.monotonic() < end or not all(samples.values()):
+    while time.monotonic() < end or not all(samples.values()):  # at least once, whoever was held up before
         for name, process in processes.items():
             if process.poll() is not None:
                 raise RuntimeError(f"the {name} ended with {process.returncode}")

@@ -336,7 +336,10 @@ def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(
         assert isinstance(result, CollectiveMismatch), result  # naive and ring: it is that, and no hang
 
 
-def test_an_answer_to_an_earlier_question_says_nothing_of_what_a_rank_does_now(ranks: Make) -> None:
+def test_an_answer_to_an_earlier_question_says_nothing_of_what_a_rank_does_now(
+    ranks: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
     group, told = ranks(3), queue.Queue[CollectiveTimeout]()
     good(group.play(lambda comm: comm.barrier()))
     group.ports.hold(2, 0)

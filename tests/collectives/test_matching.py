@@ -194,6 +194,7 @@ def test_a_lost_rank_ends_what_needs_it_and_leaves_what_has_come() -> None:
         (Head(Kind.OFFER, number=1, size=1 << 60, text="int8[1152921504606846976]"), None),
         (Head(Kind.OFFER, number=1, size=0, text="[" * 2000), None),
         (Head(Kind.OFFER, number=1, size=0, text="{[]: 0}"), None),
+        (Head(Kind.OFFER, number=1, size=0, text="[" + 400 * "9" + "+1j]"), None),
         (Head(Kind.PIECE, number=5), bytes(8)),
         (Head(Kind.TAKE, number=5), None),
         (Head(Kind.TAKEN, number=5), None),

@@ -144,6 +144,7 @@ def test_a_tree_comes_back_from_its_description_and_its_bytes(tree: Any) -> None
 @settings(max_examples=200)
 @given(st.one_of(st.text(max_size=40), st.text("[](){}'\"float32:,0None", max_size=40)))
 @example("{[]: 0}")
+@example("[" + 400 * "9" + "+1j]")
 def test_any_text_describes_a_tree_or_is_refused(text: str) -> None:
     try:
         read_tree(text)

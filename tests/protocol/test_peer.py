@@ -6,8 +6,21 @@ import pytest
 
 from tests.protocol.peers import IN_STATE, ROSTER, aggregate, snapshot, welcome
 from tests.protocol.said import ONE_EACH
-from zmqtrain.protocol.messages import MESSAGES, Aggregate, Fetch, Goodbye, Refused, Roster, Schedule, Snapshot, Welcome
-from zmqtrain.protocol.peer import PEER_TRANSITIONS, PeerState
+from zmqtrain.protocol.effects import Send
+from zmqtrain.protocol.messages import (
+    MESSAGES,
+    Aggregate,
+    Fetch,
+    Goodbye,
+    Hello,
+    Refused,
+    Roster,
+    Schedule,
+    Snapshot,
+    Welcome,
+)
+from zmqtrain.protocol.peer import PEER_TRANSITIONS, Peer, PeerState
+from zmqtrain.protocol.standby_messages import Promote
 
 SAMPLES = ONE_EACH | {
     Welcome: welcome(),
@@ -35,3 +48,13 @@ def test_a_message_moves_the_state_as_the_table_says_and_else_it_is_ignored(stat
     assert peer.state is expected
     if (state, kind) not in PEER_TRANSITIONS and kind not in (Refused, Goodbye):
         assert effects == []
+
+
+@pytest.mark.parametrize("promotes", [False, True])
+def test_who_promotes_a_standby_says_so_with_each_hello(promotes):
+    peer = Peer("a#1", "a", observer=True, promotes=promotes)
+    said = [type(effect.message) for effect in peer.start(0.0)]
+    assert said == ([Hello, Promote] if promotes else [Hello])
+    peer.receive(Refused("standby", "not the hub"), 0.1)
+    again = [effect for now in range(1, 20) for effect in peer.tick(float(now)) if isinstance(effect, Send)]
+    assert len(again) > len(said) and [type(effect.message) for effect in again[: len(said)]] == said

@@ -135,19 +135,15 @@ class Endpoint:
         self._shrinking.append(done)
         self._look_who_survives(say=True)
 
-    def stop_shrinking(self, done: Callable[[Group | None], object], stopped: Callable[[], object]) -> None:
-        """Wait for that no more: once `stopped` is called, `done` was, or never will be."""
+    def stop_shrinking(self, done: Callable[[Group | CollectiveTimeout | None], object], seconds: float) -> None:
+        """Wait no more: unless `done` was called, call it with the error of who has waited so long for the others."""
         if done in self._shrinking:
             self._shrinking.remove(done)
-        stopped()
+            missing = self._unheard()
+            whom = ", ".join(f"{self.port.names[rank]} (rank {rank} at first)" for rank in missing)
+            done(CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing))
 
-    def waited_in_vain(self, seconds: float) -> CollectiveTimeout:
-        """Return the error of who has waited so long for the others to agree."""
-        missing = self.unheard()
-        whom = ", ".join(f"{self.port.names[rank]} (rank {rank} at first)" for rank in missing)
-        return CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing)
-
-    def unheard(self) -> tuple[int, ...]:
+    def _unheard(self) -> tuple[int, ...]:
         """Return the port's ranks that live and have not said the same as this one."""
         own = self._last_words()
         return tuple(r for r in self._living() if r != self.port.rank and self._said.get(r) != own)
@@ -187,7 +183,7 @@ class Endpoint:
             for rank in self._living():
                 if rank != self.port.rank:
                     self.send(rank, 0, Head(Kind.SURVIVORS, text=words), None)
-        if self.unheard():
+        if self._unheard():
             return
         for group in list(self._groups.values()):
             if group.broken is not None:

@@ -8,6 +8,7 @@ Rule 3: any thread may call; ranks that call from several threads agree themselv
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,28 +145,31 @@ class Messenger:
         error = self._group.broken
         if self._closed or error is None or self._next is not None:
             state = "is closed" if self._closed else "has lost nobody" if error is None else "was shrunk before"
-            raise LocalProtocolError(f"this communicator {state}: shrink is for after PeerLost or CollectiveMismatch")
+            raise LocalProtocolError(
+                f"this communicator {state}: shrink is for once, after PeerLost or differing calls"
+            )
         cut_off = PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
         if isinstance(error, PeerLost) and error.rank == self.rank:  # its port may have ended
             raise cut_off
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        agreed, stopped, found = threading.Event(), threading.Event(), list[Group | None]()
-
-        def done(group: Group | None) -> None:
-            found.append(group)
-            agreed.set()
-
+        answers = queue.SimpleQueue[Group | CollectiveTimeout | None]()
+        done = answers.put
         self._endpoint.port.call(lambda: self._endpoint.shrink(done))
-        if not agreed.wait(seconds):
-            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(done, stopped.set))
-            stopped.wait(_GRACE_SECONDS)
-        if not found:  # not even meanwhile: who has agreed goes on, as the others do by then
-            raise self._endpoint.waited_in_vain(seconds)
-        if found[0] is None:
+        try:
+            answer = answers.get(timeout=seconds)
+        except queue.Empty:  # who has agreed just now goes on, as the others do
+            self._endpoint.port.call(lambda: self._endpoint.stop_shrinking(done, seconds))
+            try:
+                answer = answers.get(timeout=_GRACE_SECONDS)
+            except queue.Empty:
+                answer = CollectiveTimeout(f"shrink has waited {seconds:.3g} s, and the port does not answer")
+        if isinstance(answer, CollectiveTimeout):
+            raise answer
+        if answer is None:
             raise cut_off
         smaller = object.__new__(type(self))
         smaller.__dict__.update(self.__dict__)
-        smaller._group, smaller._shrunk = found[0], True
+        smaller._group, smaller._shrunk, smaller._next = answer, True, None
         self._next = smaller
         return smaller
 
@@ -348,16 +352,12 @@ class Messenger:
 
     def explain(self, request: Request, waited_seconds: float) -> CollectiveTimeout | None:
         """Ask the others, and say in an error why a request is not over; None: it is, by now."""
-        answered, found = threading.Event(), list[CollectiveTimeout | None]()
-
-        def answer(error: CollectiveTimeout | None) -> None:
-            found.append(error)
-            answered.set()
-
-        self._endpoint.port.call(lambda: self._group.explain(request, waited_seconds, answer))
-        if not answered.wait(_GRACE_SECONDS):
+        answers = queue.SimpleQueue[CollectiveTimeout | None]()
+        self._endpoint.port.call(lambda: self._group.explain(request, waited_seconds, answers.put))
+        try:
+            return answers.get(timeout=_GRACE_SECONDS)
+        except queue.Empty:
             return CollectiveTimeout(f"{request.what} has waited {waited_seconds:.3g} s, and the port does not answer")
-        return found[0]
 
     def cancel(self, request: Request) -> bool:
         """Take a request back; True if that came in time."""

@@ -188,5 +188,5 @@ def _literal(text: str) -> Any:
         if deepest > 2 * _DEEPEST:
             raise ValueError("too deep")
         return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:  # TypeError: {[]: 0}
+    except (ValueError, TypeError, OverflowError, SyntaxError, MemoryError, RecursionError) as error:
         raise FramingError(f"{text[:80]!r} describes no tree of arrays") from error

@@ -97,11 +97,15 @@ def test_the_founders_optimizer_state_is_in_every_checkpoint_of_version_0_and_in
     run.found(moments=[b"a state", b"of two frames"])
     run.keeper.save(run.hub.state(), run.aggregator)  # a tick that finds version 0 due: the broker had waited for long
     run.keeper._writer.join()
-    for _ in range(2):  # stopped before anybody trains, and again
-        run.keeper.close(run.hub.state(), run.aggregator)
+    for killed in (False, True, True, False):  # before anybody trains, and again
+        if killed:
+            run.keeper._folder.close()
+        else:
+            run.keeper.close(run.hub.state(), run.aggregator)
         run = Run(tmp_path)
         assert run.resumed == (b"a state", b"of two frames")
     run.release()
+    assert not run.keeper._moments  # nor is it held any longer
     run.keeper.close(run.hub.state(), run.aggregator)
     again = Run(tmp_path)
     assert again.hub.version == 1 and again.resumed == ()

@@ -56,7 +56,7 @@ class Keeper:
         self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
         self._kept_version = -1
         self._moments: tuple[Buffer, ...] = ()
-        """The founder's optimizer state: in every checkpoint of version 0."""
+        """The founder's optimizer state: it is in every checkpoint of version 0."""
         self.waits_for_room = False
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
@@ -127,10 +127,11 @@ class Keeper:
         if folder.skipped > hub.version:
             text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
             logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
+        self._moments = _moments(arrays) if hub.version == 0 else ()
         if self._every.together:  # what the journal holds is not exact: it is no version to go back to
             hub.await_all(folder.good_versions())
         else:
-            folder.save(hub.version, hub.state(), aggregator.arrays())
+            folder.save(hub.version, hub.state(), self._arrays(aggregator))
         folder.begin_journal(hub.version)
         self._saved_version = self._kept_version = hub.version
         logger.info(
@@ -140,7 +141,6 @@ class Keeper:
             hub.version - saved,
             hub.samples,
         )
-        self._moments = _moments(arrays) if hub.version == 0 else ()
         return self._moments
 
     def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
@@ -175,7 +175,7 @@ class Keeper:
                 self.waits_for_room = True
                 if self._ending.wait(AGAIN_SECONDS):
                     raise
-        self._kept_version = released.version
+        self._kept_version, self._moments = released.version, ()
         if self.waits_for_room:
             self.waits_for_room = False
             logger.warning("the journal has room again: releases go on, from version %d", released.version)
@@ -199,7 +199,7 @@ class Keeper:
         return True
 
     def save(
-        self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False, moments: Sequence[Buffer] = ()
+        self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False, moments: Sequence[Buffer] | None = None
     ) -> None:
         """Copy the run as it stands, begin a new journal, and write the copy in the background.
 
@@ -214,7 +214,7 @@ class Keeper:
             if not self._every.together:
                 return
             self._writer.join()
-        if moments:
+        if moments is not None:
             self._moments = tuple(moments)
         folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
         if wait:
@@ -267,7 +267,9 @@ class Keeper:
 
     def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
         arrays = aggregator.arrays()
-        if aggregator.version == 0:  # nobody has trained yet: whoever comes after a restart still begins as the founder
+        if (
+            aggregator.version == 0
+        ):  # nobody has trained yet: all that come after a restart in strict mode begin with it
             frames = enumerate(self._moments)
             arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in frames}
         return arrays
