@@ -8,16 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROJECT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(300)
 def test_the_table_compares_a_run_with_synchronous_training_and_with_one_node(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("to be, or not to be, that is the question\n" * 100)
     output = tmp_path / "learning.json"
     command = [sys.executable, str(PROJECT / "bench" / "learning.py"), "--quick", "--nodes", "2", "--seeds", "1"]
     command += ["--task", "text", "--text", str(tmp_path / "text"), "--mode", "strict", "--json", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}  # where zmqtrain is not installed
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     document = json.loads(output.read_text())
     rows = {row["method"]: row for row in document["rows"]}

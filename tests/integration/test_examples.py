@@ -69,6 +69,7 @@ def accuracy(printed: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> None:
     with BrokerThread(HERE, two_nodes()) as broker:
@@ -100,6 +101,7 @@ def test_joining_costs_four_lines_and_without_them_an_ordinary_script_is_left(na
         assert accuracy(outcome(process)) < 100
 
 
+@pytest.mark.timeout(300)
 def test_a_pc_with_four_devices_and_one_with_one_train_one_model() -> None:
     with BrokerThread(HERE, two_nodes()) as broker:
         four = (EXAMPLES / FSDP, broker.address, "--steps", "200", "--name", "four")
