@@ -25,7 +25,7 @@ from zmqtrain.settings import RunSettings
 
 QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "masters": 2}
 CALM = QUICK | {"lost_seconds": 10.0}
-"""Where nobody is to be lost who stands still for a moment."""
+"""Where nobody is to be lost who stands still for a moment; of who is killed the connection is gone at once."""
 
 
 def place_of(first, shard, masters, **facts):
@@ -63,10 +63,20 @@ def version_at(trainer, shard):
 
 def all_applied(trainer, shard):
     """Wait until all is applied that has come from a master which is gone."""
-    line, decoded = trainer.node._lines[shard], threading.Event()
-    line._worker.submit(decoded.set)
-    assert decoded.wait(60.0)
+    line = trainer.node._lines[shard]
+    jobs_are_done(line)  # all that has come is in the inbox: of much, more is decoded each time that some is applied
+    trainer.wait_until(lambda: not line._inbox._arrived)
+    jobs_are_done(line)
     trainer.wait_until(lambda: line.peek() is None)
+    steps = trainer.steps
+    trainer.wait_until(lambda: trainer.steps > steps)  # what was taken last is applied
+
+
+def jobs_are_done(line):
+    """Wait until the codec thread has done what it was given."""
+    done = threading.Event()
+    line._worker.submit(done.set)
+    assert done.wait(60.0)
 
 
 class Places:
@@ -84,7 +94,8 @@ class Places:
     def wait_until_free(self, times):
         """Wait until a master has come and gone for so many times."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.said.count("") > times, 60.0), self.said
+            free = self.changed.wait_for(lambda: not self.said[-1] and self.said.count("") > times, 60.0)
+        assert free, self.said
 
 
 def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_address(tmp_path):
@@ -102,6 +113,9 @@ def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_ad
             trainer.wait_until(lambda t=trainer: t.steps >= 40)
         trainers.append(Trainer(first.address, "pc-3", params=wide(1), on_step=lambda _: joined.set()))
         params = [trainer.join() for trainer in trainers]
+        for one in (first, second):
+            one._thread.join(60.0)
+            assert not one.running, "the end of the run is theirs too"
     for one in params[1:]:
         for name in one:
             np.testing.assert_allclose(one[name], params[0][name], atol=1e-6)
@@ -110,7 +124,6 @@ def test_nodes_of_two_masters_learn_one_model_and_a_late_one_joins_by_the_one_ad
     assert not np.any(trainers[2].began_with["wide"])  # the run's, of both masters; its own were ones
     for one in (first, second):
         assert one.broker.statistics().contributions > 3 and one.broker.statistics().refused == 0
-        assert not one.running  # the end of the run is theirs too
     merge_parts([tmp_path / "1", tmp_path / "0"], tmp_path / "model.safetensors")
     model = load_file(tmp_path / "model.safetensors")
     for name in params[0]:
@@ -150,7 +163,7 @@ def test_under_rules_that_wait_a_run_of_several_masters_comes_to_its_end(release
 
 def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
-    with broker(RunSettings(**QUICK)) as first, contextlib.ExitStack() as stack:
+    with broker(RunSettings(**CALM)) as first, contextlib.ExitStack() as stack:
         place = place_of(first.address, 1, 2)
         second = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
         trainers = [Trainer(first.address, name, params=wide()) for name in ("pc-1", "pc-2")]
@@ -180,7 +193,7 @@ def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, c
 def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(broker(RunSettings(**QUICK)))
+        first = stack.enter_context(broker(RunSettings(**CALM)))
         place = place_of(first.address, 1, 2)
         second = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
         trainer = Trainer(first.address, "pc-1", params=wide())
@@ -323,7 +336,7 @@ def test_a_checkpoint_of_another_shard_is_not_resumed(tmp_path):
 
 def test_a_master_serves_on_while_the_first_is_away_and_registers_again(tmp_path, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
-    settings = RunSettings(**QUICK)
+    settings = RunSettings(**CALM)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(BrokerProcess(settings, tmp_path))
         stack.enter_context(other(first.address, 1, 2))
