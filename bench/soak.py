@@ -288,7 +288,7 @@ def _be_visitor(case: Case, address: str) -> None:
         say({"visited": True})
         rounds, wrong = 0, []
         while told.empty():
-            wrong += visits.visit_all(address, hosts)
+            wrong += [f"in round {rounds}, {what}" for what in visits.visit_all(address, hosts)]
             rounds += 1
             time.sleep(0.2)
     say({"steps": rounds, "noted": [*noted(), *wrong]})

@@ -12,6 +12,7 @@ Source: Linux proc(5); Sen 1968, Estimates of the regression coefficient based o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sys
@@ -61,19 +62,20 @@ def slope(points: Sequence[tuple[float, float]], most: int = 300) -> float:
 class Left:
     """What is alive in this process. threads: their names.  tasks: the loop and the name of each asyncio task that is
     not done, of the loops made since this module is here; what goes on in a loop that was there before is its own
-    affair.  descriptors: how many of files."""
+    affair.  descriptors: what each one of a file is of."""
 
     threads: tuple[str, ...]
     tasks: tuple[tuple[int, str], ...]
-    descriptors: int
+    descriptors: tuple[str, ...]
 
     def beyond(self, before: Left) -> list[str]:
         """Say what is here and was not before; nothing: all was given back."""
         said = [f"thread {name}" for name in _more(self.threads, before.threads)]
         loops = {loop for loop, _ in before.tasks}
         said += [f"task {name}" for loop, name in self.tasks if loop not in loops]
-        if self.descriptors > before.descriptors:
-            said.append(f"{self.descriptors - before.descriptors} file descriptors")
+        if (more := len(self.descriptors) - len(before.descriptors)) > 0:
+            named = [_of_socket(name) for name in _more(self.descriptors, before.descriptors)]
+            said.append(f"{more} file descriptors, of {', '.join(named)}")
         return said
 
 
@@ -110,7 +112,24 @@ def _alive() -> Left:
     threads = tuple(sorted(thread.name for thread in threading.enumerate()))
     tasks = [one for loop in _loops() for one in asyncio.all_tasks(loop) if not one.done()]
     named = tuple((id(one.get_loop()), getattr(one.get_coro(), "__qualname__", one.get_name())) for one in tasks)
-    return Left(threads, named, vitals_of().descriptors)
+    return Left(threads, named, _descriptors())
+
+
+def _descriptors() -> tuple[str, ...]:
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself; or it is closed meanwhile
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return tuple(sorted(names))
+
+
+def _of_socket(name: str) -> str:
+    """Return the ports (here and there, in hexadecimal) and the state of a TCP socket; of what is none, the name."""
+    inode = name.removeprefix("socket:[").removesuffix("]")
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        if (words := line.split())[9] == inode:
+            return f"TCP {words[1]} to {words[2]}, state {words[3]}"
+    return name
 
 
 def count_left(before: Left | None = None, seconds: float = SETTLE_SECONDS) -> Left:

@@ -26,7 +26,7 @@ def train(hub, name, exchange, **options):
     """Train to the end of the run; return the result."""
     choice = read_exchange(exchange)
     assert choice is not None
-    with connect(hub, name, exchange=choice.name) as node:
+    with connect(hub, name, exchange=choice.name, timeout_seconds=60.0) as node:
         batches = node.batches_as_they_come(REGRESSION, unit_wait_seconds(node.settings))
         gradients = partial(open_gradients, choice, node, None)
         return GradientLoop(REGRESSION, node, gradients, **{"bucket_bytes": 100} | options).run(batches)

@@ -23,7 +23,7 @@ from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
 
 BATCHES_OF_A_UNIT = 2
-SECONDS = 120.0
+SECONDS = 100.0
 HERE = Path(__file__)
 
 
@@ -288,7 +288,13 @@ def kill_in_mid_run(exchange, folder):
     with broker(run_of(units, 3), watch=watch) as running:
         processes = {name: start(running.address, name, exchange, folder) for name in ("pc-1", "pc-2", "pc-3")}
         try:
-            watch.wait(lambda roster: any(m["name"] == "pc-2" and m.get("step", 0) > 5 for m in roster.members))
+            try:
+                watch.wait(lambda roster: any(m["name"] == "pc-2" and m.get("step", 0) > 5 for m in roster.members))
+            except AssertionError as error:
+                for process in processes.values():
+                    process.kill()
+                words = {name: process.communicate()[1] for name, process in processes.items()}
+                raise AssertionError(f"they do not come to step 6; they said {words}") from error
             killed = processes.pop("pc-2")
             for process in processes.values():
                 process.stdin.write("go on\n")
