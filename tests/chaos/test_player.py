@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.clocks import VirtualClock
 from zmqtrain.chaos import player as module
 from zmqtrain.chaos.player import Player
 from zmqtrain.chaos.schedule import BROKER, Fault
@@ -26,21 +27,9 @@ class Target:
         return lambda *arguments: self.done.append(" ".join([name, *map(str, arguments)]))
 
 
-class Time:
-    """A clock that goes on while somebody sleeps."""
-
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def time(monkeypatch):
-    clock = Time()
+    clock = VirtualClock()
     monkeypatch.setattr(module, "time", clock)
     return clock
 

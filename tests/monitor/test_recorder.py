@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from tests.clocks import VirtualClock
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.ledger import lives_of
@@ -12,18 +13,6 @@ from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Update
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now = 10.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 class Loss:
@@ -38,7 +27,7 @@ class Loss:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return VirtualClock(10.0)
 
 
 @pytest.fixture

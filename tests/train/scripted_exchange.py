@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.clocks import VirtualClock
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import AggregateTimeout
 from zmqtrain.settings import RunSettings
@@ -28,19 +29,6 @@ class Offered:
     dense: bool
 
 
-class Clock:
-    """A clock that only `sleep` moves."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 class ScriptedExchange:
     """An Exchange whose hub is the test: `land` makes an aggregate of offers, and others' progress."""
 
@@ -51,7 +39,7 @@ class ScriptedExchange:
 
     def __init__(self, anchor=None, **settings):
         settings = {"every": 2, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | settings
-        self.settings, self.clock = RunSettings(**settings), Clock()
+        self.settings, self.clock = RunSettings(**settings), VirtualClock()
         self.anchor, self.version = anchor, 0
         self.offers, self.landing, self.reports, self.scores = {}, deque(), [], []
         self.on_the_way = set()

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.clocks import VirtualClock
 from zmqtrain.errors import ConfigError
 from zmqtrain.train.minibatch import (
     IMPROBABLE,
@@ -26,19 +27,6 @@ from zmqtrain.train.minibatch import (
     minibatch_from_spec,
 )
 from zmqtrain.train.step import LocalStep, MinibatchStep, TrainState
-
-
-class VirtualClock:
-    """A clock that only `sleep` moves."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 class Line:

@@ -145,9 +145,7 @@ class Messenger:
         error = self._group.broken
         if self._closed or error is None or self._next is not None:
             state = "is closed" if self._closed else "has lost nobody" if error is None else "was shrunk before"
-            raise LocalProtocolError(
-                f"this communicator {state}: shrink is for once, after PeerLost or differing calls"
-            )
+            raise LocalProtocolError(f"this communicator {state}: shrink once, after PeerLost or CollectiveMismatch")
         cut_off = PeerLost(self.names[self.rank], "it is cut off from the others, who go on without it", self.rank)
         if isinstance(error, PeerLost) and error.rank == self.rank:  # its port may have ended
             raise cut_off

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clocks import VirtualClock
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import AggregateTimeout, JoinRefused
 from zmqtrain.runtime.node.masters import MastersNode
@@ -64,23 +65,10 @@ class Hub:
         return Update(len(self.published) - 1, {}, {}, anchor=anchor)
 
 
-class Time:
-    """A clock that goes on only while somebody sleeps."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 class FakeLine:
     """A `Line` at one such master, with a real node's book of offers."""
 
-    clock, name, is_evaluator, message_delay, waiting_for = Time(), "pc", False, None, ""
+    clock, name, is_evaluator, message_delay, waiting_for = VirtualClock(), "pc", False, None, ""
     closings = count()
 
     def __init__(self, hub, first, at):

@@ -267,9 +267,7 @@ class Keeper:
 
     def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
         arrays = aggregator.arrays()
-        if (
-            aggregator.version == 0
-        ):  # nobody has trained yet: all that come after a restart in strict mode begin with it
+        if aggregator.version == 0:  # who comes after a restart in strict mode begins with them
             frames = enumerate(self._moments)
             arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in frames}
         return arrays
