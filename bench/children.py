@@ -13,16 +13,19 @@ import json
 import os
 import queue
 import select
+import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from star import Host, Star
 
-__all__ = ["Child", "ask_all", "commands", "difference", "resident_bytes", "say", "thread_seconds"]
+__all__ = ["Child", "ask_all", "commands", "difference", "median_sleep", "resident_bytes", "say", "thread_seconds"]
 
 ANSWER_SECONDS = 300.0
 SOCKETS = "ZMQbg"
@@ -108,6 +111,15 @@ def commands() -> queue.SimpleQueue[list[Any]]:
 
     threading.Thread(target=read, name="commands", daemon=True).start()
     return told
+
+
+def median_sleep(seconds: float, times: int) -> float:
+    """Sleep so many times; return how long a sleep took, the median: one in which it was held up changes nothing."""
+    marks = [time.perf_counter()]
+    for _ in range(times):
+        time.sleep(seconds)
+        marks.append(time.perf_counter())
+    return statistics.median(after - before for before, after in pairwise(marks))
 
 
 def thread_seconds() -> dict[str, float]:

@@ -6,12 +6,10 @@ Rule 2: what is measured begins once every function is compiled and aggregates h
 
 from __future__ import annotations
 
-import statistics
 import time
-from itertools import pairwise
 from typing import Any, Protocol
 
-from children import commands, difference, resident_bytes, say, thread_seconds
+from children import commands, difference, median_sleep, resident_bytes, say, thread_seconds
 from shapes import model_shapes
 
 __all__ = ["Measured", "EmulatedNode", "be_node"]
@@ -80,15 +78,10 @@ class EmulatedNode:
         """Measure the seconds of a step that only sleeps (median), and the CPU seconds of a whole one (mean)."""
         steps = min(BASELINE_STEPS, self.case.steps)
         time.sleep(max(0.0, start - time.monotonic()))
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            time.sleep(self.seconds)
-            marks.append(time.perf_counter())
-        used = time.process_time()
+        slept, used = median_sleep(self.seconds, steps), time.process_time()
         for _ in range(steps):
             self.step_alone()
         step_cpu = (time.process_time() - used) / steps
-        slept = statistics.median(after - before for before, after in pairwise(marks))
         return {"params": self.count, "sleep_seconds": slept, "step_cpu_seconds": step_cpu}
 
     def join(self, address: str, number: int) -> None:

@@ -24,12 +24,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from zmqtrain.runtime.planning.schedule import payload_rate
 
-from children import Child, ask_all, commands, say
+from children import Child, ask_all, commands, median_sleep, say
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from shapes import model_shapes
 from star import Star
@@ -179,11 +178,7 @@ class _Node:
 
     def window(self, steps: int) -> dict[str, Any]:
         """Take so many steps; return what they took."""
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            time.sleep(STEP_SECONDS)
-            marks.append(time.perf_counter())
-        slept = statistics.median(after - before for before, after in pairwise(marks))
+        slept = median_sleep(STEP_SECONDS, steps)
         for _ in range(WARM_STEPS):
             self.step()
         (sent, _), used, began = self.gradients.traffic(), time.process_time(), time.perf_counter()
