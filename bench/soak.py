@@ -7,7 +7,8 @@ could catch, there or at its end, is counted, and must be nothing.
 Rule 2: nodes come and go: each leaves now and then and joins again, in its process, so that what a node holds after
 `close` would add up. A visitor opens and closes one public thing after another (a node, an observer, a node of several
 masters, a communicator, a client of keys, an engine, a training loop, a broker) and counts what is left of each:
-threads, asyncio tasks, file descriptors.
+threads, asyncio tasks, file descriptors. The masters that it visits are a process like the others: their line to each
+other, which is made anew when it is lost, is none of the visitor's descriptors.
 Rule 3: what a process holds is read from outside, by the kernel's figures. Growth is the Theil-Sen slope over the
 second half of the run times its length; the bar is GROWTH_BYTES, and no file descriptor or thread more than in the
 first half: neither at the fewest nor in the median, as what is left behind adds to both, and who comes and goes to one.
@@ -53,7 +54,7 @@ ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """What one run is made of. step_seconds: of an emulated step.  stay_seconds: after which a node leaves and joins
-    again.  sample_seconds: between two looks.  visits: whether there is a visitor."""
+    again.  sample_seconds: between two looks.  visits: whether there is a visitor, and two masters for it."""
 
     minutes: float = 120.0
     nodes: int = 3
@@ -162,37 +163,33 @@ def main() -> None:
 def _run(case: Case, here: Here, folder: Path) -> list[dict[str, Any]]:
     said = json.dumps(asdict(case))
     with contextlib.ExitStack() as stack:
+        children: dict[str, Child] = {}
 
-        def start(role: str, *arguments: str) -> Child:
-            child = Child(here, "-".join((role, *arguments[1:])), __file__, role, said, *arguments)  # type: ignore[arg-type]
+        def start(name: str, role: str, *arguments: str) -> Child:
+            children[name] = child = Child(here, name, __file__, role, said, *arguments)  # type: ignore[arg-type]
             stack.callback(child.close)
             return child
 
-        broker = start("broker", str(folder / "checkpoint"))
-        address = broker.answer()["address"]
-        children = {"broker": broker}
-        children |= {f"node {number}": start("node", address, str(number)) for number in range(case.nodes)}
+        servers = {"broker": start("broker", "broker", str(folder / "checkpoint"))}
         if case.visits:
-            children["visitor"] = start("visitor", address)
+            servers["masters"] = start("masters", "masters")
+        addresses = [server.answer()["address"] for server in servers.values()]
+        guests = [start(f"node {number}", "node", addresses[0], str(number)) for number in range(case.nodes)]
+        if case.visits:
+            guests.append(start("visitor", "visitor", *addresses))
         processes = dict(zip(children, here.processes, strict=True))
         try:
-            for child in list(children.values())[1:]:
+            for child in guests:
                 child.answer()
             samples = _sample(case, processes)
         except RuntimeError as error:
-            said = {name: here.stderr(name.replace(" ", "-")).read_text()[-2000:] for name in processes}
-            words = [f"{name} said: {text}" for name, text in said.items() if text]
+            heard = {name: here.stderr(name).read_text()[-2000:] for name in processes}
+            words = [f"{name} said: {text}" for name, text in heard.items() if text]
             raise RuntimeError("\n".join([str(error), *words])) from error
-        last = [children[name] for name in [*children][1:]] + [broker]  # the broker goes last
-        answers = [answer for child in last for answer in ask_all([child], "end")]
-        answers = [answers[-1], *answers[:-1]]
+        answers = {name: ask_all([child], "end")[0] for name, child in reversed(children.items())}  # servers go last
         for process in here.processes:
             process.wait(END_SECONDS)
-    files = sorted(folder.glob("*.stderr"))
-    return [
-        _row(name, samples[name], answer, _noted_in(folder, files, name))
-        for name, answer in zip(children, answers, strict=True)
-    ]
+    return [_row(name, samples[name], answers[name], _noted_in(here.stderr(name))) for name in children]
 
 
 def _sample(case: Case, processes: dict[str, subprocess.Popen[Any]]) -> dict[str, list[Vitals]]:
@@ -207,12 +204,10 @@ def _sample(case: Case, processes: dict[str, subprocess.Popen[Any]]) -> dict[str
     return samples
 
 
-def _noted_in(folder: Path, files: Sequence[Path], name: str) -> list[str]:
+def _noted_in(stderr: Path) -> list[str]:
     """Return what a process said on stderr that no process should."""
-    path = folder / f"{name.replace(' ', '-')}.stderr"
     marks = ("ResourceWarning", "Exception ignored", "Traceback", "was never awaited", "was destroyed but")
-    assert path in files, f"{path} of {files}"
-    return [line for line in path.read_text(errors="replace").splitlines() if any(mark in line for mark in marks)]
+    return [line for line in stderr.read_text(errors="replace").splitlines() if any(mark in line for mark in marks)]
 
 
 def _rise(first: Sequence[int], second: Sequence[int]) -> int:
@@ -279,22 +274,31 @@ def _be_node(case: Case, address: str, number: str) -> None:
     say({"steps": steps, "aggregates": aggregates, "noted": noted()})
 
 
-def _be_visitor(case: Case, address: str) -> None:
+def _be_masters(case: Case) -> None:
     import visits
 
     noted, told = watch_unraisable(), commands()
-    with visits.Hosts() as hosts:
-        wrong = visits.visit_all(address, hosts)  # what is made once in a process is made now
-        say({"visited": True})
-        rounds, wrong = 0, []
-        while told.empty():
-            wrong += [f"in round {rounds}, {what}" for what in visits.visit_all(address, hosts)]
-            rounds += 1
-            time.sleep(0.2)
+    with visits.Masters() as masters:
+        say({"address": masters.first})
+        told.get()
+    say({"noted": noted()})
+
+
+def _be_visitor(case: Case, address: str, masters: str) -> None:
+    import visits
+
+    noted, told = watch_unraisable(), commands()
+    visits.visit_all(address, masters)  # what is made once in a process is made now
+    say({"visited": True})
+    rounds, wrong = 0, []
+    while told.empty():
+        wrong += [f"in round {rounds}, {what}" for what in visits.visit_all(address, masters)]
+        rounds += 1
+        time.sleep(0.2)
     say({"steps": rounds, "noted": [*noted(), *wrong]})
 
 
-_ROLES = {"broker": _be_broker, "node": _be_node, "visitor": _be_visitor}
+_ROLES = {"broker": _be_broker, "node": _be_node, "masters": _be_masters, "visitor": _be_visitor}
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,8 @@
 """Open, use and close each public thing of the package, and say what was left of it.
 
 Rule 1: each visit is a function that gives back all it takes; `visit_all` counts threads, tasks and file descriptors
-around it.  Rule 2: what a visit connects to lives in `Hosts`, or is the broker whose address is given.
+around it.  Rule 2: what a visit connects to and does not open itself is at the two addresses that it is given: of a
+broker, and of the first of the two masters of a run (`Masters`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from zmqtrain.settings import RunSettings
 
 from vitals import count_left
 
-__all__ = ["VISITS", "Hosts", "visit_all"]
+__all__ = ["VISITS", "Masters", "visit_all"]
 
 ANYWHERE = "tcp://127.0.0.1:0"
 SETTINGS = {"every": 1, "delay": 1, "evaluate_seconds": 0.0, "initial": "founder"}
 WAIT_SECONDS = 30.0
 
 
-class Hosts:
-    """The brokers that visits need besides the one that is given: a run of two masters."""
+class Masters:
+    """The two masters of a run.  They are connected with each other, anew whenever that line is lost: who counts
+    strictly what a visit leaves has them in another process."""
 
     def __init__(self) -> None:
         first = BrokerThread(ANYWHERE, RunSettings.from_dict(SETTINGS | {"masters": 2}))
@@ -48,7 +50,7 @@ class Hosts:
         """The address of the first of the masters."""
         return self._brokers[0].address
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Masters:
         return self
 
     def __exit__(
@@ -94,7 +96,7 @@ def _broker(**settings: Any) -> Iterator[str]:
         yield broker.address
 
 
-def _broker_alone(address: str, hosts: Hosts) -> None:
+def _broker_alone(address: str, masters: str) -> None:
     with _broker():
         pass
 
@@ -107,26 +109,26 @@ def _train(address: str) -> None:
             params = sync.step(jax.tree.map(lambda leaf: leaf + 0.01, params), samples=1)
 
 
-def _node(address: str, hosts: Hosts) -> None:
+def _node(address: str, masters: str) -> None:
     with _broker() as own:
         _train(own)
 
 
-def _masters_node(address: str, hosts: Hosts) -> None:
-    _train(hosts.first)
+def _masters_node(address: str, masters: str) -> None:
+    _train(masters)
 
 
-def _observer(address: str, hosts: Hosts) -> None:
+def _observer(address: str, masters: str) -> None:
     with zt.connect(address, "visitor", observer=True):
         pass
 
 
-def _training_loop(address: str, hosts: Hosts) -> None:
+def _training_loop(address: str, masters: str) -> None:
     with _broker(units=2) as own, zt.connect(own, "visitor") as node:
         zt.TrainingLoop(REGRESSION, node).run(node.batches(REGRESSION))
 
 
-def _gradient_loop(address: str, hosts: Hosts) -> None:
+def _gradient_loop(address: str, masters: str) -> None:
     choice = read_exchange("allreduce:size=1")
     assert choice is not None
     with _broker(units=2) as own, zt.connect(own, "visitor", exchange=choice.name) as node:
@@ -134,7 +136,7 @@ def _gradient_loop(address: str, hosts: Hosts) -> None:
         zt.GradientLoop(REGRESSION, node, partial(open_gradients, choice, node, (None, None))).run(batches)
 
 
-def _communicator(address: str, hosts: Hosts) -> None:
+def _communicator(address: str, masters: str) -> None:
     def take_part(rank: int) -> None:
         with zt.Communicator.create(address, 2, rank, group="visit", name=f"visitor-{rank}") as group:
             group.allreduce(np.full(100_000, rank, np.float32))
@@ -145,21 +147,21 @@ def _communicator(address: str, hosts: Hosts) -> None:
             done.result(WAIT_SECONDS)
 
 
-def _parameter_client(address: str, hosts: Hosts) -> None:
+def _parameter_client(address: str, masters: str) -> None:
     with zt.ParameterClient.connect(address, name="visitor") as client:
         client.init("visited", np.zeros(1000, np.float32))
         client.push("visited", np.ones(1000, np.float32))
         client.pull("visited")
 
 
-def _engine(address: str, hosts: Hosts) -> None:
+def _engine(address: str, masters: str) -> None:
     with zt.Engine(workers=2) as engine:
         number = engine.variable(1)
         engine.push(lambda: None, read=[number])
         engine.wait_all()
 
 
-VISITS: dict[str, Callable[[str, Hosts], None]] = {
+VISITS: dict[str, Callable[[str, str], None]] = {
     "broker": _broker_alone,
     "node": _node,
     "node of two masters": _masters_node,
@@ -172,11 +174,11 @@ VISITS: dict[str, Callable[[str, Hosts], None]] = {
 }
 
 
-def visit_all(address: str, hosts: Hosts) -> list[str]:
-    """Make every visit; return what was left after each. address: of a broker."""
+def visit_all(address: str, masters: str) -> list[str]:
+    """Make every visit; return what was left after each. address: of a broker.  masters: of the first of two."""
     wrong = []
     for name, visit in VISITS.items():
         before = count_left()
-        visit(address, hosts)
+        visit(address, masters)
         wrong += [f"after a {name}: {what}" for what in count_left(before).beyond(before)]
     return wrong

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from meshes import broker
-from visits import VISITS, Hosts
+from visits import VISITS, Masters
 from vitals import count_left
 
 
 @pytest.fixture(scope="module")
 def places():
-    with broker() as address, Hosts() as hosts:
-        yield address, hosts
+    with broker() as address, Masters() as masters:
+        yield address, masters.first
 
 
 @pytest.mark.parametrize("name", list(VISITS))
