@@ -1,7 +1,8 @@
 """One process that trains the regression of tests/train/lockstep.py in a run, as `zmqtrain-node --exchange` would.
 
-python lockstep_node.py HUB NAME EXCHANGE OUTPUT: writes the steps, samples and parameters that it ends with. Before
-step HELD_BEFORE_STEP it waits for a line on its standard input.
+python lockstep_node.py HUB NAME EXCHANGE OUTPUT [held]: writes the steps, samples and parameters that it ends with. One
+that is held stands still before step HELD_BEFORE_STEP, and takes no turn without data before it: so the others, who
+wait for it in each of theirs, cannot come to the end without it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
 from functools import partial
 
 import jax
@@ -20,27 +22,32 @@ from zmqtrain.runtime.node.connect import connect
 from zmqtrain.train.gradients import GradientLoop
 
 HELD_BEFORE_STEP = 8
+DATA_SECONDS = 60.0
 
 
-def train(hub, name, exchange, **options):
-    """Train to the end of the run; return the result."""
+def train(hub, name, exchange, data_seconds=None, **options):
+    """Train to the end of the run; return the result. data_seconds: how long it waits for data before a turn without.
+
+    None: as long as a node waits.
+    """
     choice = read_exchange(exchange)
     assert choice is not None
     with connect(hub, name, exchange=choice.name, timeout_seconds=60.0) as node:
-        batches = node.batches_as_they_come(REGRESSION, unit_wait_seconds(node.settings))
+        batches = node.batches_as_they_come(REGRESSION, data_seconds or unit_wait_seconds(node.settings))
         gradients = partial(open_gradients, choice, node, None)
         return GradientLoop(REGRESSION, node, gradients, **{"bucket_bytes": 100} | options).run(batches)
 
 
 def hold():
-    """Return what waits for a line on the standard input when it is called for the HELD_BEFORE_STEP-th time."""
+    """Return what stands still for good when it is called for the HELD_BEFORE_STEP-th time."""
     calls = itertools.count(1)
-    return lambda: sys.stdin.readline() if next(calls) == HELD_BEFORE_STEP else None
+    return lambda: threading.Event().wait() if next(calls) == HELD_BEFORE_STEP else None
 
 
 if __name__ == "__main__":
-    hub, name, exchange, output = sys.argv[1:]
+    hub, name, exchange, output, *held = sys.argv[1:]
     logging.basicConfig(level=logging.INFO)
-    result = train(hub, name, exchange, before_step=hold())
+    options = {"before_step": hold(), "data_seconds": DATA_SECONDS} if held else {}
+    result = train(hub, name, exchange, **options)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(result.params)]
     np.savez(output, *leaves, steps=result.statistics.steps, samples=result.samples)

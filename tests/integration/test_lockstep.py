@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.integration.lockstep_node import train
+from tests.integration.lockstep_node import HELD_BEFORE_STEP, train
 from tests.integration.runs import BrokerProcess, broker
 from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
 from zmqtrain.errors import JoinRefused
@@ -249,10 +248,9 @@ def watch_steps(count):
     return lambda step, loss: count.add()
 
 
-def start(hub, name, exchange, folder):
-    command = [sys.executable, str(HERE.with_name("lockstep_node.py")), hub, name, exchange, str(folder / name)]
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, cwd=HERE.parents[2], **pipes)
+def start(hub, name, exchange, folder, *held):
+    command = [sys.executable, str(HERE.with_name("lockstep_node.py")), hub, name, exchange, str(folder / name), *held]
+    return subprocess.Popen(command, text=True, cwd=HERE.parents[2], stderr=subprocess.PIPE)
 
 
 class Watch:
@@ -284,22 +282,20 @@ def kill_in_mid_run(exchange, folder):
 
     Return the broker's parameters and what the others say.
     """
-    watch, units = Watch(), 90
+    watch, units, done = Watch(), 90, HELD_BEFORE_STEP - 1
     with broker(run_of(units, 3), watch=watch) as running:
-        processes = {name: start(running.address, name, exchange, folder) for name in ("pc-1", "pc-2", "pc-3")}
+        processes = {name: start(running.address, name, exchange, folder) for name in ("pc-1", "pc-3")}
+        processes["pc-2"] = killed = start(running.address, "pc-2", exchange, folder, "held")
         try:
             try:
-                watch.wait(lambda roster: any(m["name"] == "pc-2" and m.get("step", 0) > 5 for m in roster.members))
+                watch.wait(lambda roster: any(m["name"] == "pc-2" and m.get("step", 0) >= done for m in roster.members))
             except AssertionError as error:
                 for process in processes.values():
                     process.kill()
                 words = {name: process.communicate()[1] for name, process in processes.items()}
-                raise AssertionError(f"they do not come to step 6; they said {words}") from error
-            killed = processes.pop("pc-2")
-            for process in processes.values():
-                process.stdin.write("go on\n")
-                process.stdin.flush()
-            killed.send_signal(signal.SIGKILL)
+                raise AssertionError(f"pc-2 does not come to step {done}; they said {words}") from error
+            del processes["pc-2"]
+            killed.kill()
             killed.communicate()
             params, figures, words = ended(processes, folder)
         finally:
