@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ Values = NDArray[Any]
 _POISON = 0xA5  # what a rank was lent is filled with this byte at its next yield
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send these values (flat, contiguous) to a rank, or to HUB. It does not wait; nobody writes there before the
     receiver has them."""
 
@@ -44,8 +43,7 @@ class Send:
     values: Values
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(NamedTuple):
     """Wait for the next message of `source` (a rank, or HUB), which is so many values.
 
     into: flat, contiguous, `values` long: they are put there, and the generator is sent None.  None: the generator is

@@ -27,7 +27,6 @@ from zmqtrain.runtime.groups.port_thread import PortThread
 from zmqtrain.runtime.groups.presence import LEFT, Presence
 from zmqtrain.runtime.groups.reducer import check_chunk
 from zmqtrain.runtime.groups.way import Way, WayState
-from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import check_message
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -78,7 +77,6 @@ class MeshPort:
     def __init__(self, meet: Callable[[], Coroutine[None, None, Meeting]], direct_seconds: float) -> None:
         self._meet, self._direct_seconds = meet, direct_seconds
         self._thread = PortThread(self._main, self._failed)
-        self._closing = False
         self._linger_seconds = 0.0
         self._ways: dict[int, Way] = {}
         self._messages_sent = self._messages_received = self._bytes_sent = self._bytes_received = 0
@@ -187,9 +185,8 @@ class MeshPort:
                 self._presence.received(rank)
             else:
                 self._on_word(rank, frames[0])
-        except Exception as error:  # `_main` ends with it
-            if not self._failure.done():
-                self._failure.set_exception(error)
+        except Exception as error:
+            self._fail(error)
 
     def _hear_back(self) -> None:
         """Take the signs of life that have come back over the connections to the others: nobody is woken for them."""
@@ -219,7 +216,7 @@ class MeshPort:
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
-        self._waking, self._failure = Gate(), loop.create_future()
+        self._closing, self._failure = loop.create_future(), loop.create_future()
         self._meeting = asyncio.ensure_future(self._meet())
         meeting = await self._meeting
         self._line, self._group = meeting.line, meeting.group
@@ -236,16 +233,15 @@ class MeshPort:
             for rank in others:
                 self._ways[rank] = self._connect(rank, meeting)
             self._door.listen(self._hear)
-            while not self._closing:
-                self._tick(time.monotonic())
-                for task in tasks:
-                    if task.done():
-                        task.result()
-                loop.call_later(TICK_SECONDS, self._waking.open)
-                await self._waking.wait()
-            tasks.append(asyncio.create_task(self._tick_forever()))
+            self._tick()
+            pending = {self._closing, *tasks}
+            while not self._closing.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             await self._leave()
         finally:
+            self._next_tick.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -255,13 +251,24 @@ class MeshPort:
             await self._line.close(self._linger_seconds)
             await self._door.close(self._linger_seconds)
 
-    def _tick(self, now: float) -> None:
-        self._hear_back()
-        self._presence.tick(now)
-        if not any(way.state is WayState.OPENING for way in self._ways.values()):
-            self._thread.ready()
-        if self._thread.has_listener:
-            self._thread.tell(lambda listener: listener.on_tick(now))
+    def _tick(self) -> None:
+        """Let time pass, now and from now on until the sockets are closed: who leaves shows that it lives, too."""
+        self._next_tick = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+        try:
+            now = time.monotonic()
+            self._hear_back()
+            self._presence.tick(now)
+            if not any(way.state is WayState.OPENING for way in self._ways.values()):
+                self._thread.ready()
+            if self._thread.has_listener:
+                self._thread.tell(lambda listener: listener.on_tick(now))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Have `_main` end with this error."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     def _connect(self, rank: int, meeting: Meeting) -> Way:
         name, address, key, token = self._group.members[rank]
@@ -278,10 +285,11 @@ class MeshPort:
         self._presence.lose(self.rank, f"its port failed: {error!r}")
 
     def _begin_to_close(self, linger_seconds: float) -> None:
-        self._closing, self._linger_seconds = True, linger_seconds
+        self._linger_seconds = linger_seconds
         self._thread.silence()
         self._meeting.cancel()  # unless it has met
-        self._waking.open()
+        if not self._closing.done():
+            self._closing.set_result(None)
 
     async def _leave(self) -> None:
         """Send what is queued, then say goodbye to all."""
@@ -300,9 +308,3 @@ class MeshPort:
         self._line.say(Goodbye(LEFT))
         await in_time(*(way.all_sent() for way in self._ways.values()), self._line.all_sent())
         self._linger_seconds = max(0.0, until - loop.time())
-
-    async def _tick_forever(self) -> None:
-        """Show that this process lives, as long as it leaves."""
-        while True:
-            self._tick(time.monotonic())
-            await asyncio.sleep(TICK_SECONDS)
