@@ -229,11 +229,11 @@ class MeshPort:
         if meeting.keys is not None:
             meeting.router.admit({member[2]: member[0] for member in self._group.members})
         tasks: list[asyncio.Future[None]] = [self._failure, asyncio.create_task(self._line.run(self._presence))]
+        self._next_tick: asyncio.Handle = loop.call_soon(self._tick)  # once there are ways
         try:
             for rank in others:
                 self._ways[rank] = self._connect(rank, meeting)
             self._door.listen(self._hear)
-            self._tick()
             pending = {self._closing, *tasks}
             while not self._closing.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
