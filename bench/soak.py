@@ -8,7 +8,8 @@ Rule 2: nodes come and go: each leaves now and then and joins again, in its proc
 `close` would add up. A visitor opens and closes one public thing after another (a node, an observer, a node of several
 masters, a communicator, a client of keys, an engine, a training loop, a broker) and counts what is left of each:
 threads, asyncio tasks, file descriptors. The masters that it visits are a process like the others: their line to each
-other, which is made anew when it is lost, is none of the visitor's descriptors.
+other, which is made anew when it is lost, is none of the visitor's descriptors. They count what is left when all
+guests have gone.
 Rule 3: what a process holds is read from outside, by the kernel's figures. Growth is the Theil-Sen slope over the
 second half of the run times its length; the bar is GROWTH_BYTES, and no file descriptor or thread more than in the
 first half: neither at the fewest nor in the median, as what is left behind adds to both, and who comes and goes to one.
@@ -39,7 +40,7 @@ from typing import Any
 
 from children import Child, ask_all, commands, say
 from report import print_table, write_json
-from vitals import Vitals, slope, vitals_of, watch_unraisable
+from vitals import Vitals, count_left, slope, vitals_of, watch_unraisable
 
 __all__ = ["GROWTH_BYTES", "Case", "Here", "measure", "judge", "main"]
 
@@ -170,23 +171,23 @@ def _run(case: Case, here: Here, folder: Path) -> list[dict[str, Any]]:
             stack.callback(child.close)
             return child
 
-        servers = {"broker": start("broker", "broker", str(folder / "checkpoint"))}
-        if case.visits:
-            servers["masters"] = start("masters", "masters")
-        addresses = [server.answer()["address"] for server in servers.values()]
-        guests = [start(f"node {number}", "node", addresses[0], str(number)) for number in range(case.nodes)]
-        if case.visits:
-            guests.append(start("visitor", "visitor", *addresses))
-        processes = dict(zip(children, here.processes, strict=True))
         try:
+            servers = [start("broker", "broker", str(folder / "checkpoint"))]
+            if case.visits:
+                servers.append(start("masters", "masters"))
+            addresses = [server.answer()["address"] for server in servers]
+            guests = [start(f"node {number}", "node", addresses[0], str(number)) for number in range(case.nodes)]
+            if case.visits:
+                guests.append(start("visitor", "visitor", *addresses))
             for child in guests:
                 child.answer()
+            processes = dict(zip(children, here.processes, strict=True))
             samples = _sample(case, processes)
+            answers = {name: ask_all([child], "end")[0] for name, child in reversed(children.items())}  # servers last
         except RuntimeError as error:
-            heard = {name: here.stderr(name).read_text()[-2000:] for name in processes}
+            heard = {name: here.stderr(name).read_text()[-2000:] for name in children}
             words = [f"{name} said: {text}" for name, text in heard.items() if text]
             raise RuntimeError("\n".join([str(error), *words])) from error
-        answers = {name: ask_all([child], "end")[0] for name, child in reversed(children.items())}  # servers go last
         for process in here.processes:
             process.wait(END_SECONDS)
     return [_row(name, samples[name], answers[name], _noted_in(here.stderr(name))) for name in children]
@@ -279,9 +280,13 @@ def _be_masters(case: Case) -> None:
 
     noted, told = watch_unraisable(), commands()
     with visits.Masters() as masters:
+        first = count_left()
+        visits.VISITS["node of two masters"]("", masters.first)  # what is made once in a run is made now
+        before = count_left(first)
         say({"address": masters.first})
         told.get()
-    say({"noted": noted()})
+        left = count_left(before).beyond(before)
+    say({"noted": [*noted(), *left]})
 
 
 def _be_visitor(case: Case, address: str, masters: str) -> None:

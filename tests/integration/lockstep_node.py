@@ -1,8 +1,8 @@
 """One process that trains the regression of tests/train/lockstep.py in a run, as `zmqtrain-node --exchange` would.
 
 python lockstep_node.py HUB NAME EXCHANGE OUTPUT [held]: writes the steps, samples and parameters that it ends with. One
-that is held stands still before step HELD_BEFORE_STEP, and takes no turn without data before it: so the others, who
-wait for it in each of theirs, cannot come to the end without it.
+that is held stands still before step HELD_BEFORE_STEP, until whoever started it is gone, and takes no turn without data
+before it: so the others, who wait for it in each of theirs, cannot come to the end without it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import threading
 from functools import partial
 
 import jax
@@ -39,9 +38,9 @@ def train(hub, name, exchange, data_seconds=None, **options):
 
 
 def hold():
-    """Return what stands still for good when it is called for the HELD_BEFORE_STEP-th time."""
+    """Return what reads the standard input to its end when it is called for the HELD_BEFORE_STEP-th time."""
     calls = itertools.count(1)
-    return lambda: threading.Event().wait() if next(calls) == HELD_BEFORE_STEP else None
+    return lambda: sys.stdin.read() if next(calls) == HELD_BEFORE_STEP else None
 
 
 if __name__ == "__main__":

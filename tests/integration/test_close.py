@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
+import soak
 from meshes import broker
-from visits import VISITS, Masters
+from visits import VISITS
 from vitals import count_left
 
 
 @pytest.fixture(scope="module")
 def places():
-    with broker() as address, Masters() as masters:
-        yield address, masters.first
+    """The addresses of a broker here, and of the first of two masters in a process of their own."""
+    argv = [sys.executable, soak.__file__, "masters", "{}"]
+    with broker() as address, subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as masters:
+        yield address, json.loads(masters.stdout.readline())["address"]
 
 
 @pytest.mark.parametrize("name", list(VISITS))

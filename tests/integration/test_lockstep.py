@@ -250,7 +250,8 @@ def watch_steps(count):
 
 def start(hub, name, exchange, folder, *held):
     command = [sys.executable, str(HERE.with_name("lockstep_node.py")), hub, name, exchange, str(folder / name), *held]
-    return subprocess.Popen(command, text=True, cwd=HERE.parents[2], stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, cwd=HERE.parents[2], **pipes)
 
 
 class Watch:

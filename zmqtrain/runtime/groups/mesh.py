@@ -234,11 +234,11 @@ class MeshPort:
             for rank in others:
                 self._ways[rank] = self._connect(rank, meeting)
             self._door.listen(self._hear)
-            pending = {self._closing, *tasks}
-            while not self._closing.done():
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = set[asyncio.Future[None]](), {self._closing, *tasks}
+            while not self._closing.done():  # who closes leaves, whatever else has failed
                 for task in done:
                     task.result()
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             await self._leave()
         finally:
             self._next_tick.cancel()
@@ -253,7 +253,6 @@ class MeshPort:
 
     def _tick(self) -> None:
         """Let time pass, now and from now on until the sockets are closed: who leaves shows that it lives, too."""
-        self._next_tick = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
         try:
             now = time.monotonic()
             self._hear_back()
@@ -264,6 +263,8 @@ class MeshPort:
                 self._thread.tell(lambda listener: listener.on_tick(now))
         except Exception as error:
             self._fail(error)
+        finally:
+            self._next_tick = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def _fail(self, error: Exception) -> None:
         """Have `_main` end with this error."""
@@ -288,8 +289,7 @@ class MeshPort:
         self._linger_seconds = linger_seconds
         self._thread.silence()
         self._meeting.cancel()  # unless it has met
-        if not self._closing.done():
-            self._closing.set_result(None)
+        self._closing.set_result(None)
 
     async def _leave(self) -> None:
         """Send what is queued, then say goodbye to all."""
