@@ -59,6 +59,8 @@ class Case:
 # ---------------------------------------------------------------------- 1: the delay
 
 GRID_K = (2, 8, 32, 128)
+LONG_STEPS = {128: 2048}
+"""Steps of each node, so that a run has sixteen rounds at least, where the task's samples would make four or eight."""
 DELAY_RIVALS: dict[str, dict[str, Any]] = {
     "overwriting": {"sync": "overwrite"},
     "mixing 0.5": {"sync": "mix"},
@@ -75,7 +77,10 @@ def _delays(k: int) -> list[int]:
 
 
 def delay() -> list[Case]:
-    """The loss against d for each k: the default, and at k = 32 what else is done about late aggregates."""
+    """The loss against d for each k: the default, and at k = 32 what else is done about late aggregates.
+
+    All runs of one k and number of nodes are of equal samples.
+    """
     cases = []
     for task in TASKS:
         for start in ("scratch", "warm"):
@@ -84,6 +89,7 @@ def delay() -> list[Case]:
                     for d in _delays(k):
                         common: dict[str, Any] = {
                             "experiment": "delay", "task": task, "start": start, "nodes": nodes, "group": f"k={k}",
+                            "steps": LONG_STEPS.get(k, 0),
                         }  # fmt: skip
                         cases.append(Case(method="default", settings={"every": k, "delay": d}, **common))
                         if (start, nodes, k) != ("scratch", 4, 32) or d not in (0, k // 2, k):

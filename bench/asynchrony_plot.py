@@ -54,7 +54,7 @@ def draw_delays(summaries: Sequence[Summary], file: Path) -> None:
         axis.set_ylabel("held-out loss, % over the reference")
 
     edge = f"triangles: above {HIGHEST_PERCENT:.0f} %; crosses: diverged runs"
-    note = "short black lines: the most that the mean over k may be"
+    note = "short black lines: the most that any k may be"
     note = f"bars: one standard deviation over seeds; {note}; {edge}"
     _draw_panels(summaries, file, draw_panel, 5, _row_names(summaries), note)
 

@@ -8,9 +8,7 @@ Rule 3: of several runs with one name and seed the last line counts; where their
 from __future__ import annotations
 
 import json
-import math
 import re
-import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -59,16 +57,17 @@ ROBUST, SELECTION_PERCENT = "sign majority", {"all healthy": 1.0, "one corrupted
 
 
 def _summarise_delay(title: str, lines: Sequence[Line]) -> list[Summary]:
-    """Rows: k of the default; then a table of all methods for each k that has any other."""
-    runs: dict[tuple[str, int], dict[Fraction, list[Line]]] = {}
+    """Rows: k of the default, and the steps where they are not the task's; then a table of all methods for each k that
+    has any other."""
+    runs: dict[tuple[str, int, int], dict[Fraction, list[Line]]] = {}
     for line in lines:
         k, d = line["settings"]["every"], line["settings"]["delay"]
-        runs.setdefault((line["method"], k), {}).setdefault(Fraction(d, k), []).append(line)
+        runs.setdefault((line["method"], k, line["steps"]), {}).setdefault(Fraction(d, k), []).append(line)
     cells = {cell: {share: numbers(of_share) for share, of_share in row.items()} for cell, row in runs.items()}
-    ks = sorted({k for _, k in cells})
-    at_once = {k: cells.get(("default", k), {}).get(Fraction(0), {}) for k in ks}
+    ks = sorted({(k, steps) for _, k, steps in cells})
+    at_once = {(k, steps): cells.get(("default", k, steps), {}).get(Fraction(0), {}) for k, steps in ks}
 
-    def table(title: str, corner: str, chosen: Mapping[str, tuple[str, int]], from_zero: bool) -> Summary:
+    def table(title: str, corner: str, chosen: Mapping[str, tuple[str, int, int]], from_zero: bool) -> Summary:
         shares = sorted({share for cell in chosen.values() for share in cells[cell] if share or from_zero})
         columns = {share: Column(_share_name(share), "+.2f", float(share)) for share in shares}
         begin = Column("loss at d = 0", ".4f")
@@ -76,7 +75,7 @@ def _summarise_delay(title: str, lines: Sequence[Line]) -> list[Summary]:
             name: {
                 begin.name: plain(cells[cell].get(Fraction(0), {})),
                 **{
-                    column.name: pair(cells[cell].get(share, {}), at_once[cell[1]], percent_over)
+                    column.name: pair(cells[cell].get(share, {}), at_once[cell[1:]], percent_over)
                     for share, column in columns.items()
                 },
             }
@@ -85,26 +84,27 @@ def _summarise_delay(title: str, lines: Sequence[Line]) -> list[Summary]:
         return Summary(title, corner, (begin, *columns.values()), rows)
 
     made = []
-    of_default = {str(k): ("default", k) for k in ks if ("default", k) in cells}
+    of_default = {
+        f"{k}, {steps:,} steps" if steps else str(k): ("default", k, steps)
+        for k, steps in ks
+        if ("default", k, steps) in cells
+    }
     if of_default:
         grid = table(f"{title}: % over d = 0 of the same k", "k", of_default, False)
         made.append(replace(grid, bars=_delay_bars(grid, lines[0]["task"])))
-    for k in ks:
-        methods = {method: (method, k) for method, of_k in cells if of_k == k}
+    for k, steps in ks:
+        methods = {cell[0]: cell for cell in cells if cell[1:] == (k, steps)}
         if set(methods) - {"default"}:
             made.append(table(f"{title}, k = {k}: % over the default at d = 0", "method", methods, True))
     return made
 
 
 def _delay_bars(grid: Summary, task: str) -> tuple[Bar, ...]:
-    """Judge the mean over all k whose figure is there; one failed run is enough not to meet it."""
+    """Judge the k that costs the most; one failed run is enough not to meet it."""
     bars = []
     for share, most in DELAY_BARS.get(task, {}).items():
-        of_ks = {k: row.get(_share_name(share), Figure()).cost for k, row in grid.rows.items()}
-        costs = {k: cost for k, cost in of_ks.items() if cost is not None and cost > -math.inf}
-        mean = math.inf if math.inf in costs.values() else statistics.fmean(costs.values()) if costs else None
-        sentence = f"cost of d = {_share_text(share)}, mean over k = {', '.join(costs) or 'none'}"
-        bars.append(Bar(sentence, mean, most, place=float(share)))
+        costs = [row.get(_share_name(share), Figure()) for row in grid.rows.values()]
+        bars.append(Bar(f"cost of d = {_share_text(share)}, the worst k", worst(costs), most, place=float(share)))
     return tuple(bars)
 
 
@@ -283,7 +283,7 @@ class _Experiment:
 
 
 _EXPERIMENTS = {
-    "delay": _Experiment(("task", "start", "nodes", "steps"), _summarise_delay, draw_delays),
+    "delay": _Experiment(("task", "start", "nodes"), _summarise_delay, draw_delays),
     "stragglers": _Experiment(("task", "start", "nodes", "max_seconds"), _summarise_stragglers, draw_curves),
     "timed": _Experiment(("task", "group", "max_seconds"), _summarise_timed, draw_curves),
     "nodes": _Experiment(("task",), _summarise_nodes, draw_counts),
@@ -322,7 +322,7 @@ def _in_order(experiment: str, lines: Sequence[Line]) -> list[Line]:
 def _name(panel: Sequence[str], line: Line) -> Hashable:
     """Return what tells the cells of a table apart, with the seed."""
     settings = line["settings"] if line["experiment"] == "delay" else {}
-    cell = (settings.get("every"), settings.get("delay"))
+    cell = (settings.get("every"), settings.get("delay"), line["steps"])
     return *(line[key] for key in panel), *cell, *(line[key] for key in ("nodes", "group", "method", "seed"))
 
 
