@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import RunSettings
-from zmqtrain.specs import split_argument
+from zmqtrain.specs import parse_spec, split_argument
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,41 @@ def test_an_argument_is_taken_out_of_a_spec_wherever_it_stands(text, rest, value
 def test_an_argument_that_is_no_whole_number_is_refused():
     with pytest.raises(ConfigError, match="'x' in 'fragments=x' is not a whole number"):
         split_argument("ternary:fragments=x", "fragments")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'': no name stands there; choose one of all, b:count=3,share=0.5"),
+        ("c", "'c': there is no 'c'; choose one of all, b:count=3,share=0.5"),
+        ("all:", "'all:': nothing stands where an argument should; all takes no arguments"),
+        ("b:count=2,", "nothing stands where an argument should; b takes count=3, share=0.5"),
+        ("b:cont=2", "cannot read 'cont=2'; b takes count=3, share=0.5"),
+        ("b:count=2,count=2", "count is given twice; leave one out"),
+        ("b:count=2.0", "'2.0' in 'count=2.0' is not a whole number, as 2"),
+        ("b:share=inf", "'inf' in 'share=inf' is not a finite number, as 0.5"),
+        ("b:share=1e999", "'1e999' in 'share=1e999' is not a finite number, as 0.5"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused_with_the_place_and_the_choices(text, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_spec(text, {"all": {}, "b": {"count": 3, "share": 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"every": -1}, 'every must be "auto" or at least 1, got -1'),
+        ({"delay": -2}, 'delay must be "auto" or at least 0, got -2'),
+        ({"fresh_moments": "no"}, "setting fresh_moments must be true or false, got 'no'"),
+        ({"every": 2.0}, "setting every must be a whole number, got 2.0"),
+        ({"elastic": "1"}, "setting elastic must be a number, got '1'"),
+        ({"release": 3}, "setting release must be a text, got 3"),
+    ],
+)
+def test_a_setting_of_another_kind_or_out_of_range_is_refused_by_name(setting, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        RunSettings.from_dict(setting)
 
 
 def test_a_codec_that_names_fragments_sets_those_of_the_run():

@@ -17,6 +17,9 @@ AUTO_EVERY, AUTO_DELAY = 0, -1
 """What `every` and `delay` are where people write "auto"."""
 
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
 def read_steps(name: str, value: Any) -> Any:
     """Return what a person wrote for the setting `name`: "auto" of `every` and `delay` as a number, all else as is."""
     auto = {"every": AUTO_EVERY, "delay": AUTO_DELAY}
@@ -54,8 +57,8 @@ class RunSettings:
     """What becomes of a round's deltas: "mean", "weighted" (by samples), "trimmed:share=0.25", "median", "majority" (of
     signs), "clipped:factor=2" (norms, to so many times the median norm)."""
     selection: str = "all"
-    """Which deltas count, by their nodes' scores: "all", "best:count=2", "better" (than the shared model), "healthy:
-    factor=1.1" (scores up to so many times the median), "score:temperature=1" (weights)."""
+    """Which deltas count, by their nodes' scores: "all", "best:count=2", "better" (than the shared model),
+    "healthy:factor=1.1" (scores up to so many times the median), "score:temperature=1" (weights)."""
     staleness: str = "constant"
     """What a delta weighs that comes late: "constant", "polynomial:power=0.5", "compensation:strength=0.1"."""
     max_staleness: int = 0
@@ -85,8 +88,8 @@ class RunSettings:
     """dynamic: a slower node makes fewer steps between its offers, so that all offer at about the same time (not in
     strict mode). fixed: every node makes k."""
     minibatch: str = "fixed:batches=1"
-    """What one step is made of: "fixed:batches=4" (gradients of so many batches, averaged), or "timed:seconds=0.3,
-    partitions=8" (of as many parts of batches as there is time for)."""
+    """What one step is made of: "fixed:batches=4" (gradients of so many batches, averaged), or
+    "timed:seconds=0.3,partitions=8" (of as many parts of batches as there is time for)."""
     mode: Literal["default", "strict"] = "default"
     """strict: aggregates are applied at exactly k+d steps, waiting if need be; same seeds, same bits."""
     seed: int = 0
@@ -119,9 +122,11 @@ class RunSettings:
 
         for name in ("fragments", "masters", "start_nodes"):
             at_least(name, 1)
-        for name in ("every", "units", "evaluate_seconds", "seed"):
+        for name in ("units", "evaluate_seconds", "seed"):
             at_least(name, 0)
-        at_least("delay", AUTO_DELAY)
+        for name, auto, least in (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0)):
+            if (steps := getattr(self, name)) != auto and steps < least:
+                raise ConfigError(f'{name} must be "auto" or at least {least}, got {steps}')
         at_least("heartbeat_seconds", 0.01)
         at_least("max_staleness", 0)
         at_least("apart_steps", 1)
@@ -234,6 +239,6 @@ class RunSettings:
             if wanted is float and type(value) is int:
                 value = float(value)
             if type(value) is not wanted:
-                raise ConfigError(f"setting {name} must be of type {wanted.__name__}, got {value!r}")
+                raise ConfigError(f"setting {name} must be {_KINDS[wanted]}, got {value!r}")
             checked[name] = value
         return cls(**checked)

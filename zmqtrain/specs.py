@@ -29,7 +29,8 @@ def parse_spec(text: str, families: Families) -> tuple[str, dict[str, Number]]:
     """
     name, colon, rest = text.partition(":")
     if name not in families:
-        raise ConfigError(f"{text!r}: there is no {name!r}; choose one of {_choices(families)}")
+        wrong = f"there is no {name!r}" if name else "no name stands there"
+        raise ConfigError(f"{text!r}: {wrong}; choose one of {_choices(families)}")
     arguments = dict(families[name])
     if not colon:
         return name, arguments
@@ -38,9 +39,10 @@ def parse_spec(text: str, families: Families) -> tuple[str, dict[str, Number]]:
         argument, equals, value = piece.partition("=")
         if argument not in arguments or not equals:
             known = ", ".join(f"{key}={_write(default)}" for key, default in families[name].items()) or "no arguments"
-            raise ConfigError(f"{text!r}: cannot read {piece!r}; {name} takes {known}")
+            wrong = f"cannot read {piece!r}" if piece else "nothing stands where an argument should"
+            raise ConfigError(f"{text!r}: {wrong}; {name} takes {known}")
         if argument in seen:
-            raise ConfigError(f"{text!r}: {argument} is given twice")
+            raise ConfigError(f"{text!r}: {argument} is given twice; leave one out")
         seen.add(argument)
         arguments[argument] = _read(text, piece, value, arguments[argument])
     return name, arguments
@@ -71,7 +73,7 @@ def split_argument(text: str, argument: str) -> tuple[str, int | None]:
 
 
 def _read(text: str, piece: str, value: str, default: Number) -> Number:
-    kind = "a whole number" if isinstance(default, int) else "a finite number"
+    kind = "a whole number, as 2" if isinstance(default, int) else "a finite number, as 0.5"
     try:
         if not re.fullmatch(r"[0-9.eE+-]+", value):
             raise ValueError(value)

@@ -88,8 +88,8 @@ def test_the_seed_of_the_command_counts_more(read):
     [
         ("max_second = 1\n[[node]]", "did you mean max_seconds"),
         ("[run]\nevry = 4\n[[node]]", r"\[run\].*no 'evry'; did you mean every"),
-        ("[run]\nevery = 'x'\n[[node]]", r"\[run\].*every must be of type int"),
-        ("[run]\nevery = -1\n[[node]]", r"\[run\].*every must be at least 0"),
+        ("[run]\nevery = 'x'\n[[node]]", r"\[run\].*every must be a whole number, got 'x'"),
+        ("[run]\nevery = -1\n[[node]]", r"\[run\].*every must be .auto. or at least 1, got -1"),
         ("[link]\nrate = 4\n[[node]]", "there are bits_per_second, latency_seconds"),
         ("[link]\nbits_per_second = -1\n[[node]]", r"\[link\].*rate above 0"),
         ("max_seconds = 1", r"at least one \[\[node\]\]"),

@@ -209,5 +209,5 @@ def test_the_setting_is_a_word_or_a_number(text, read):
 
 @pytest.mark.parametrize("text", ["", "1", "-3", "inf", "nan", "ten"])
 def test_a_setting_that_is_neither_says_what_to_type(text):
-    with pytest.raises(ConfigError, match='norm_gate is "auto", "none", or'):
+    with pytest.raises(ConfigError, match='say "auto", "none", or a number over 1'):
         norm_gate_from_text(text)

@@ -129,8 +129,7 @@ class AfterQuorum(ReleaseRule):
     def __post_init__(self) -> None:
         if self.count < 0 or not 0 <= self.share <= 1 or self.patience_seconds < 0:
             raise ConfigError(
-                "quorum: count and patience must be at least 0 and share must be in 0 <= share <= 1; got "
-                f"{self.name.partition(':')[2]}"
+                f"{self.name!r}: count and patience must be at least 0, and share must be in 0 <= share <= 1"
             )
 
     @property
@@ -189,7 +188,7 @@ class AfterCount(ReleaseRule):
 
     def __post_init__(self) -> None:
         if self.contributions < 1:
-            raise ConfigError(f"count: contributions must be at least 1, got {self.contributions}")
+            raise ConfigError(f"{self.name!r}: contributions must be at least 1")
 
     @property
     def name(self) -> str:
@@ -214,7 +213,7 @@ class AfterTime(ReleaseRule):
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
-            raise ConfigError(f"time: seconds must be more than 0, got {self.seconds:g}")
+            raise ConfigError(f"{self.name!r}: seconds must be more than 0")
 
     @property
     def name(self) -> str:
@@ -242,7 +241,7 @@ class BoundedStaleness(ReleaseRule):
 
     def __post_init__(self) -> None:
         if self.staleness < 0:
-            raise ConfigError(f"bounded: staleness must be at least 0, got {self.staleness}")
+            raise ConfigError(f"{self.name!r}: staleness must be at least 0")
 
     @property
     def name(self) -> str:

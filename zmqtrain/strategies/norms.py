@@ -53,7 +53,7 @@ def norm_gate_from_text(text: str) -> str | float:
         factor = 0.0
     if not 1 < factor < inf:
         raise ConfigError(
-            f'norm_gate is "auto", "none", or how many times as large as usual a delta may be, as 10; got {text!r}'
+            f'{text!r}: say "auto", "none", or a number over 1: how many times as large as usual a delta may be, as 10'
         )
     return factor
 

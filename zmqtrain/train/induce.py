@@ -104,15 +104,19 @@ def induced_from_spec(text: str, seed: int = 0) -> Induced:
         name, _, value = piece.strip().partition("=")
         kind = "mixture" if name in MIXTURES else name
         if kind in read:
-            raise ConfigError(f"{text!r}: {kind} is given twice")
+            wrong = f"{piece!r} is a second mixture" if kind == "mixture" else f"{kind} is given twice"
+            raise ConfigError(f"{text!r}: {wrong}; leave one out")
         if name in MIXTURES and not value:
             read[kind] = MIXTURES[name]
         elif name == "mixture":
             read[kind] = tuple(_component(text, part) for part in value.split("/"))
         elif name in ("message", "scale"):
-            read[kind] = _number(text, value)
+            read[kind] = _number(text, piece, value)
         else:
-            raise ConfigError(f"{text!r}: cannot read {piece!r}; the choices are {CHOICES}")
+            wrong = f"cannot read {piece!r}" if piece.strip() else "nothing stands where a piece should"
+            raise ConfigError(f"{text!r}: {wrong}; the choices are {CHOICES}")
+    if "scale" in read and "mixture" not in read:
+        raise ConfigError(f"{text!r}: scale is that of a mixture, and none is named; as in 'cedar,{text}'")
     scale = read.get("scale", 1.0)
     if not 0 <= scale < inf:
         raise ConfigError(f"{text!r}: scale must be a finite number of at least 0, got {scale:g}")
@@ -127,14 +131,14 @@ def _component(text: str, part: str) -> tuple[float, float, float]:
     numbers = part.split(":")
     if len(numbers) != 3:
         raise ConfigError(f"{text!r}: cannot read {part!r}; a component is mean:deviation:weight, as in 0.1:0.02:0.8")
-    mean, deviation, weight = (_number(text, number) for number in numbers)
+    mean, deviation, weight = (_number(text, part, number) for number in numbers)
     return mean, deviation, weight
 
 
-def _number(text: str, value: str) -> float:
+def _number(text: str, piece: str, value: str) -> float:
     try:
         if not re.fullmatch(r"[0-9.eE+-]+", value):
             raise ValueError(value)
         return float(value)
     except ValueError:
-        raise ConfigError(f"{text!r}: {value!r} is not a finite number") from None
+        raise ConfigError(f"{text!r}: {value!r} in {piece!r} is not a finite number, as 0.5") from None
