@@ -43,6 +43,7 @@ from zmqtrain.transport.memory import LinkModel
 from asynchrony_cases import EXPERIMENTS, Case
 from asynchrony_table import draw, markdown, show
 from perceptron import Perceptron
+from report import append_line, read_lines
 
 __all__ = ["TASKS", "Task", "run_case", "sweep", "main"]
 
@@ -232,18 +233,6 @@ def identity(line: Line) -> str:
     return json.dumps([line.get(one.name) for one in fields(Case)] + [line["seed"]], sort_keys=True)
 
 
-def read_lines(files: Sequence[Path]) -> list[Line]:
-    """Return the lines of all files that exist; a last line that was cut off is passed over."""
-    lines = []
-    for file in files:
-        for text in file.read_text().splitlines() if file.is_file() else ():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                continue
-    return lines
-
-
 def sweep(jobs: Sequence[tuple[Case, int]], files: Sequence[Path], data: Mapping[str, str]) -> Iterator[Line]:
     """Make the runs whose lines are in none of the files, write each to the first of them, and give it."""
     done = {identity(line) for line in read_lines(files)}
@@ -251,8 +240,7 @@ def sweep(jobs: Sequence[tuple[Case, int]], files: Sequence[Path], data: Mapping
     for number, (case, seed) in enumerate(missing, start=1):
         line = run_case(case, seed, data)
         if files:
-            with files[0].open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(files[0], line)
         what = f"loss {line['loss']:.4f}" if line["loss"] is not None else line.get("failed", "no shared model")
         title = f"{case.experiment} {case.task} {case.start} N={case.nodes} {case.method} seed {seed}"
         print(f"[{number}/{len(missing)}] {title}: {what}, {line['seconds']:.1f} s", file=sys.stderr, flush=True)

@@ -32,8 +32,9 @@ import numpy as np
 from zmqtrain import Program, load_program
 
 from codec_methods import METHODS, TASKS, CodecTask, Method, parse_row
-from codec_table import Line, draw, identity, markdown, read_lines, show, summarise
+from codec_table import Line, draw, identity, markdown, read_runs, show, summarise
 from federation import Federation, LocalSteps, cosine_scales, draw_batches, join_batches
+from report import append_line
 
 __all__ = ["Setup", "run_method", "sweep", "main"]
 
@@ -209,14 +210,12 @@ def _in_words(scores: Scores) -> str:
 def sweep(jobs: Sequence[tuple[Setup, Method, int]], files: Sequence[Path], checkpoints: Path | None) -> Iterator[Line]:
     """Make each run whose line is in none of the files, append its line to the first, and yield it."""
     for number, (setup, method, seed) in enumerate(jobs, start=1):
-        done = {identity(line) for line in read_lines(files)}
+        done = {identity(line) for line in read_runs(files)}
         if identity({**setup.describe(seed), **method.settings, "rate": setup.rate * method.rate}) in done:
             continue
         line = run_method(setup, method, seed, checkpoints)
         if files:
-            files[0].parent.mkdir(parents=True, exist_ok=True)
-            with files[0].open("a") as opened:
-                opened.write(json.dumps(line) + "\n")
+            append_line(files[0], line)
         spent = f"{line['compression']:.0f}x" if line["compression"] else "no bytes"
         where = f"{setup.task.name} {setup.inner} {setup.start} seed {seed}"
         print(
@@ -241,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = [Path(file) for file in options.results]
     only_read = options.table or options.plot or options.markdown
     made = [] if only_read else list(sweep(_jobs(options), files, options.checkpoints))
-    rows = summarise(read_lines(files) if files else made)
+    rows = summarise(read_runs(files) if files else made)
     rows = [row for row in rows if options.task is None or row["task"] in options.task]
     if options.markdown:
         print(markdown(rows))

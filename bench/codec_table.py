@@ -20,9 +20,9 @@ from typing import Any
 from zmqtrain.codecs.base import CODECS, STAGES
 
 from federation import ExchangeSettings
-from report import print_table
+from report import print_table, read_lines
 
-__all__ = ["Line", "identity", "read_lines", "summarise", "short_name", "show", "markdown", "draw"]
+__all__ = ["Line", "identity", "read_runs", "summarise", "short_name", "show", "markdown", "draw"]
 
 Line = dict[str, Any]
 """What is known of one run, as it is written to a file of results, or of one method: a row of the table."""
@@ -47,16 +47,11 @@ def _values(line: Line, keys: Sequence[str]) -> str:
     return json.dumps([complete[key] for key in keys], sort_keys=True)
 
 
-def read_lines(files: Sequence[Path]) -> list[Line]:
-    """Return the lines of all files that exist, each run once; a last line that was cut off is passed over."""
+def read_runs(files: Sequence[Path]) -> list[Line]:
+    """Return the lines of all files that exist, each run once: the first counts."""
     lines: dict[str, Line] = {}
-    for file in files:
-        for text in file.read_text().splitlines() if file.is_file() else ():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            lines.setdefault(identity(line), line)
+    for line in read_lines(files):
+        lines.setdefault(identity(line), line)
     return list(lines.values())
 
 

@@ -31,6 +31,8 @@ __all__ = [
     "process_cpu_seconds",
     "print_table",
     "write_json",
+    "read_lines",
+    "append_line",
 ]
 
 Row = Mapping[str, Any]
@@ -145,6 +147,28 @@ def _format_cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def read_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return what the lines of JSON of all files that exist say; a line that was cut off is passed over."""
+    lines = []
+    for file in files:
+        for text in file.read_text().splitlines() if file.is_file() else ():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue
+    return lines
+
+
+def append_line(file: Path, line: Mapping[str, Any]) -> None:
+    """Write a line of JSON at the end of a file, after one that was cut off too; make the file if it is not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as opened:
+        if size := opened.tell():
+            opened.seek(size - 1)
+        torn = size and opened.read(1) != b"\n"
+        opened.write(b"\n" * bool(torn) + json.dumps(line).encode() + b"\n")
 
 
 def _version_of(package: str) -> str | None:

@@ -15,7 +15,7 @@ from zmqtrain.errors import ConfigError
 import codec_learning
 from codec_learning import Setup, run_method
 from codec_methods import TASKS, Method, parse_row
-from codec_table import draw, markdown, read_lines, short_name, summarise
+from codec_table import draw, markdown, read_runs, short_name, summarise
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batches_per_unit": 4}
 
@@ -43,7 +43,7 @@ def test_a_sweep_goes_on_where_it_was_cut(text_file: str, tmp_path: Path, capsys
     results.write_text(whole + whole[:40])
     bench(text_file, *ROWS, "--seeds", "2", "--results", str(other), str(results))
     assert [json.loads(line)["seed"] for line in other.read_text().splitlines()] == [1, 1]
-    lines = read_lines([results, other])
+    lines = read_runs([results, other])
     assert len(lines) == 4
     rows = {row["method"]: row for row in summarise(lines)}
     assert rows["synchronous"]["over_sync_%"] == 0
@@ -54,7 +54,7 @@ def test_a_sweep_goes_on_where_it_was_cut(text_file: str, tmp_path: Path, capsys
     bench(text_file, "--results", str(other), str(results), "--plot", str(tmp_path / "plot.png"))
     assert "half" in capsys.readouterr().out
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    assert len(read_lines([results, other])) == 4
+    assert len(read_runs([results, other])) == 4
 
 
 def test_a_warm_start_is_the_synchronous_checkpoint_and_the_data_that_follows(text_file: str, tmp_path: Path) -> None:
