@@ -218,6 +218,7 @@ def run_case(case: Case, seed: int, data: Mapping[str, str]) -> Line:
         **{name: result.scores.get(name) for name in ("loss", "accuracy")},
         "virtual_seconds": result.seconds,
         "version": result.version,
+        "contributions": result.contributions,
         "samples": result.samples,
         "curve": [(seconds, loss) for seconds, _, loss in result.curve()],
         "seconds": _since(began),

@@ -173,8 +173,12 @@ def _summarise_timed(title: str, lines: Sequence[Line]) -> list[Summary]:
         figures = [plain(times[method], "not reached") for method in (FIXED, TIMED)]
         factor = pair(times[FIXED], times[TIMED], ratio, f"{FIXED} not reached")
         rows[f"{level:g}"] = {column.name: one for column, one in zip(columns, (*figures, factor), strict=True)}
-    ends = [f"{method} {plain(numbers(runs)).text('.4f')}" for (method,), runs in group_by(lines, "method").items()]
-    notes = (f"loss at the end: {'; '.join(ends)}",)
+    ends, sizes = [], []
+    for (method,), runs in group_by(lines, "method").items():
+        ends.append(f"{method} {plain(numbers(runs)).text('.4f')}")
+        messages = pair(numbers(runs, "contributions"), numbers(runs, "version"), ratio)
+        sizes.append(f"{method} {messages.text('.2f')}")
+    notes = (f"loss at the end: {'; '.join(ends)}", f"messages in an update: {'; '.join(sizes)}")
     return [Summary(title, "to the loss", columns, rows, notes=notes, curves=curves)]
 
 
@@ -296,7 +300,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "steps": lambda steps: f"{steps} steps" if steps else "",
     "max_seconds": lambda seconds: f"{seconds:g} s",
 }
-_MEASURED = ("loss", "accuracy", "virtual_seconds", "version", "samples", "curve", "seconds", "failed")
+_MEASURED = ("loss", "accuracy", "virtual_seconds", "version", "contributions", "samples", "curve", "seconds", "failed")
 
 
 def summarise(experiment: str, lines: Sequence[Line]) -> list[Summary]:

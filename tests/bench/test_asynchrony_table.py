@@ -219,12 +219,13 @@ def test_without_bsp_there_is_no_target_and_no_verdict():
 
 def test_timed_and_fixed_minibatches_are_compared_at_losses_that_both_reach():
     late = [
-        *timed_runs("timed", "Async-FMB", [120.0, 110.0], group="late"),
-        *timed_runs("timed", "Async-Timed", [60.0, 55.0], group="late"),
+        *timed_runs("timed", "Async-FMB", [120.0, 110.0], group="late", contributions=30, version=10),
+        *timed_runs("timed", "Async-Timed", [60.0, 55.0], group="late", contributions=27, version=15),
     ]
     calm = timed_runs("timed", "Async-FMB", [80.0, None], group="calm")
     with_calm = summarise("timed", [*late, *calm])
     (table,) = (table for table in with_calm if "late" in table.title)
+    assert table.notes[1] == "messages in an update: Async-FMB 3.00 ± 0.00; Async-Timed 1.80 ± 0.00"
     assert len(table.rows) == 3
     assert all(1.2 < float(level) < 2 for level in table.rows)
     for row in table.rows.values():
