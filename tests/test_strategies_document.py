@@ -1,0 +1,102 @@
+"""docs/strategies.md is held to the rules: all are described in four lines, with the defaults that they have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from zmqtrain.errors import ConfigError
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.aggregate import aggregation_from_spec
+from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec
+from zmqtrain.strategies.staleness import staleness_from_spec
+from zmqtrain.train.minibatch import minibatch_from_spec
+
+PAGE = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+DEFAULTS = RunSettings().to_dict()
+READERS = {
+    "release": release_rule_from_spec,
+    "aggregate": aggregation_from_spec,
+    "selection": selection_from_spec,
+    "staleness": staleness_from_spec,
+    "outer": outer_from_spec,
+    "preemption": preemption_from_spec,
+    "minibatch": minibatch_from_spec,
+}
+ENTRY = re.compile(r"^\*\*(\w+)\*\*([^\n]*)\n((?:- .*\n(?:  .*\n)*)+)", re.MULTILINE)
+
+
+def section(setting: str) -> str:
+    """Return the section of the page whose title begins with that setting."""
+    (text,) = re.findall(rf"^## {setting}\b[^\n]*\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def family(setting: str) -> list[str]:
+    """Return the specs that a setting takes, with all their defaults, as its refusal lists them."""
+    with pytest.raises(ConfigError) as refused:
+        READERS[setting]("?")
+    return str(refused.value).partition("choose one of ")[2].split(", ")
+
+
+@pytest.mark.parametrize("setting", [name for name in READERS if name != "preemption"])
+def test_every_rule_is_described_with_its_true_defaults(setting):
+    entries = [(name, re.findall(r"`:([^`]+)`", head)) for name, head, _ in ENTRY.findall(section(setting))]
+    described = [name + "".join(f":{written}" for written in arguments) for name, arguments in entries]
+    assert set(described) >= set(family(setting))
+    assert len(described) == len({name for name, _ in entries})
+
+
+def test_preemption_is_described_with_its_true_defaults():
+    (written,) = re.findall(r"^\*\*preemption\*\* `([^`]+)`, or `none`", PAGE, re.MULTILINE)
+    assert [written, "none"] == family("preemption")
+
+
+def test_every_entry_has_its_four_lines():
+    entries = ENTRY.findall(PAGE)
+    assert len(entries) > 30
+    for name, _, body in entries:
+        lines = [line.partition(":")[0] for line in re.findall(r"^- (.*)", body, re.MULTILINE)]
+        assert lines == ["What", "When", "Cost", "Source"], name
+
+
+def test_the_defaults_at_the_top_are_those_of_the_settings():
+    (text,) = re.findall(r"^Nothing need be said:.*?\.\s", PAGE, re.MULTILINE | re.DOTALL)
+    written = dict(re.findall(r"`(\w+) = \"?([^\"`]+)\"?`", text))
+    named = {field.name for field in fields(RunSettings)}
+    assert set(READERS) - {"preemption", "minibatch"} <= set(written) <= named
+    assert written == {name: str(DEFAULTS[name]) for name in written}
+
+
+@pytest.mark.parametrize(
+    ("title", "setting"),
+    [(name, name) for name in READERS if name != "preemption"] + [("initial", "initial"), ("local_updates",) * 2],
+)
+def test_the_default_of_each_section_is_that_of_the_settings(title, setting):
+    (written,) = re.findall(r"^Default: `([^`]+)`", section(title), re.MULTILINE)
+    assert written == DEFAULTS[setting]
+
+
+def test_the_specs_in_the_table_of_choices_are_taken():
+    (table,) = re.findall(r"^\| your case \| say \|\n(.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    for line in table.splitlines()[1:]:
+        flags = dict(re.findall(r"--([\w-]+) (\S+?)(?=[` ])", line))
+        RunSettings.from_dict({name.replace("-", "_"): _value(name, text) for name, text in flags.items()})
+        for name in READERS.keys() & flags.keys():
+            READERS[name](flags[name])
+    assert table.count("`--") >= 6
+
+
+def _value(name: str, text: str) -> object:
+    return int(text) if name == "start-nodes" else text
+
+
+def test_the_refusal_on_the_page_is_what_is_said():
+    (refusal,) = re.findall(r"`release = ('quorum:cont=2'.*)`", PAGE)
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        release_rule_from_spec("quorum:cont=2")
