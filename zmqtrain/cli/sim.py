@@ -167,8 +167,8 @@ def _show(console: Console, record: dict[str, Any]) -> None:
         console.print(f"{when}{record['node']} {record['what']}", markup=False)
 
 
-def result_tables(result: SimResult) -> tuple[Table, Table]:
-    """Return the figures of the run, and those of its nodes."""
+def result_tables(result: SimResult) -> list[Table]:
+    """Return the figures of the run, and those of its nodes, if any has ended by itself."""
     run = Table(box=None, show_header=False, pad_edge=False)
     run.add_column()
     run.add_column()
@@ -195,7 +195,7 @@ def result_tables(result: SimResult) -> tuple[Table, Table]:
             str(figures.aggregates_applied), format_number(figures.age_steps, 0), format_bytes(figures.bytes_sent),
             format_bytes(figures.bytes_received),
         )  # fmt: skip
-    return run, nodes
+    return [run, nodes] if result.nodes else [run]
 
 
 if __name__ == "__main__":
