@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
-from zmqtrain.interfaces import Clock
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.peer import Peer
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded
@@ -22,7 +21,7 @@ from zmqtrain.runtime.node.exchange import PeerExchange
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
 from zmqtrain.sim.hub import NANO, CodecThread, SimHub
-from zmqtrain.sim.link import REPORT_SECONDS, SimLink
+from zmqtrain.sim.link import SimLink
 from zmqtrain.sim.star import Wire
 from zmqtrain.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
@@ -71,12 +70,11 @@ class SimExchange(PeerExchange):
     ) -> None:
         peer_id = PeerId(f"{name}#simulated" if life == 1 else f"{name}#life-{life}")
         peer = Peer(peer_id, name, link=link_rate, incarnation=1)
-        super().__init__(name, peer, lambda: VirtualCondition(scheduler), events)
+        super().__init__(name, peer, lambda: VirtualCondition(scheduler), scheduler, events)
         self._link = self.link = SimLink(scheduler, hub, wire, self._peer, self, message_delay)
         self._scheduler, self._decoded = scheduler, decoded
         self._codec = CodecThread(scheduler, codec_ns)
         self._value_seconds = NANO * codec_ns
-        self._samples_said = 0
 
     # ------------------------------------------------------------------ joining (training thread)
 
@@ -87,11 +85,6 @@ class SimExchange(PeerExchange):
 
     def _wait_to_join(self, condition: Callable[[], bool]) -> None:
         self._waiting.wait(condition, None)
-
-    @property
-    def clock(self) -> Clock:
-        """See Exchange: the virtual time."""
-        return self._scheduler
 
     @property
     def settings(self) -> RunSettings:
@@ -137,22 +130,10 @@ class SimExchange(PeerExchange):
     # ------------------------------------------------------------------ Listener (network thread)
 
     def make_report(self) -> Report:
-        """See Listener."""
-        progress = self._progress
-        pace = (progress.samples - self._samples_said) / REPORT_SECONDS
-        self._samples_said = progress.samples
-        return Report(
-            step=progress.step,
-            samples=progress.samples,
-            samples_per_second=pace,
-            loss=float(np.asarray(progress.loss)),
-            age_steps=float(progress.age_steps),
-            offers_refused=progress.offers_refused,
-            bytes_sent=self.link.wire.up,
-            bytes_received=self.link.wire.down,
-            waiting="data units" if self.units.waiting else "",
-            exchange_seconds=self._coded_seconds(),
-        )
+        """See Listener. The loss is waited for, which costs no virtual time: a run can be repeated."""
+        self._progress.loss = float(np.asarray(self._progress.loss))
+        wire, waiting = self.link.wire, "data units" if self.units.waiting else ""
+        return self._progress.report(wire.up, wire.down, waiting, self._coded_seconds())
 
     def _coded_seconds(self) -> float:
         """The time of the codec thread for one exchange: an offer and an aggregate, each of one fragment."""

@@ -23,7 +23,7 @@ from zmqtrain.sim.hub import SimHub
 from zmqtrain.sim.star import Wire
 from zmqtrain.types import Buffer, Offer, Version
 
-__all__ = ["REPORT_SECONDS", "SimLink"]
+__all__ = ["SimLink"]
 
 REPORT_SECONDS = 1.0
 ATTEND_SECONDS = 0.05

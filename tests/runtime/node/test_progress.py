@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.runtime.node import progress
+from tests.clocks import VirtualClock
 from zmqtrain.runtime.node.progress import Progress
 
 SAMPLES = 32
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
+def clock():
+    return VirtualClock()
 
 
 def paces_of(clock, step_seconds, seconds):
     """What a node of such steps says once a second."""
-    mine, said, steps = Progress(), [], 0
+    mine, said, steps = Progress(clock), [], 0
     for second in range(1, seconds + 1):
         while (steps + 1) * step_seconds <= second:
             steps += 1
-            clock[0] = 100.0 + steps * step_seconds
+            clock.now = 100.0 + steps * step_seconds
             mine.samples = SAMPLES * steps
-        clock[0] = 100.0 + second
+        clock.now = 100.0 + second
         said.append(mine.report(0, 0, "").samples_per_second)
     return mine, said
 
@@ -38,9 +36,9 @@ def test_the_pace_is_that_of_whole_steps_also_where_they_are_longer_than_the_tim
 
 def test_the_pace_of_a_node_whose_step_does_not_end_falls(clock):
     mine, said = paces_of(clock, 0.5, 10)
-    clock[0] += 100.0
+    clock.sleep(100.0)
     assert mine.report(0, 0, "").samples_per_second == pytest.approx(SAMPLES / 100.0) and said[-1] == 2 * SAMPLES
 
 
 def test_who_has_made_no_step_has_no_pace(clock):
-    assert Progress().report(0, 0, "").samples_per_second == 0.0
+    assert Progress(clock).report(0, 0, "").samples_per_second == 0.0

@@ -48,14 +48,21 @@ Batch = TypeVar("Batch", covariant=True)
 class PeerExchange(ABC):
     """An `Exchange` over a `Peer`, and the `Listener` of its link: all but the threads, the time and the waiting.
 
-    condition: makes what a thread waits on.  events: who is told what happens here, None for nobody.
+    condition: makes what a thread waits on.  clock: see Exchange.  events: who is told what happens here, None for
+    nobody.
     """
 
     _link: PeerLink
 
     def __init__(
-        self, name: str, peer: Peer, condition: Callable[[], threading.Condition], events: NodeEvents | None
+        self,
+        name: str,
+        peer: Peer,
+        condition: Callable[[], threading.Condition],
+        clock: Clock,
+        events: NodeEvents | None,
     ) -> None:
+        self.clock: Clock = clock
         self.name, self._peer, self._events = name, peer, events
         self._waiting = Waiting(condition())
         self.answers_later = False
@@ -65,7 +72,7 @@ class PeerExchange(ABC):
         )
         """The data units that are dealt to this node."""
         self._batches = UnitBatches(self.units, self._waiting.check, events)
-        self._progress = Progress()
+        self._progress = Progress(clock)
         self._restarts = Restarts()
         # of the training thread
         self._offers = Offers()
@@ -80,11 +87,6 @@ class PeerExchange(ABC):
         self._scheduled = (0, 0)
 
     # ------------------------------------------------------------------ threads and time: of who runs it
-
-    @property
-    @abstractmethod
-    def clock(self) -> Clock:
-        """See Exchange."""
 
     @property
     @abstractmethod

@@ -24,7 +24,7 @@ from zmqtrain.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.interfaces import Channel, Clock
+from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
@@ -85,7 +85,7 @@ class Node(PeerExchange):
             peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation,
             addresses=addresses, promotes=promotes,
         )  # fmt: skip
-        super().__init__(name, machine, threading.Condition, events)
+        super().__init__(name, machine, threading.Condition, time, events)
         self._is_first = first is None
         if first is not None:  # it says the same of the training
             self._progress = first._progress
@@ -221,11 +221,6 @@ class Node(PeerExchange):
             case PeerState.LIVE if self.quarantined_seconds > 0:
                 return f"the end of its quarantine, in {self.quarantined_seconds:.0f} s"
         return ""
-
-    @property
-    def clock(self) -> Clock:
-        """See Exchange."""
-        return time
 
     @property
     def settings(self) -> RunSettings:

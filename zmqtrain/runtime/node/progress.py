@@ -6,9 +6,9 @@ Rule: the training thread only leaves values here; a loss that is still computed
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
+from zmqtrain.interfaces import Clock
 from zmqtrain.protocol.messages import Report, Roster
 from zmqtrain.types import PeerId, Version
 
@@ -25,7 +25,8 @@ def paces(roster: Roster | None, peer: PeerId) -> tuple[float, list[float]]:
 class Progress:
     """How training goes at one node. samples: so far; set at the end of each step, which gives the pace."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self.step = self.offers_refused = 0
         self.loss: Any = math.nan
         self.age_steps = math.nan
@@ -42,7 +43,7 @@ class Progress:
 
     @samples.setter
     def samples(self, samples: int) -> None:
-        self._counted = (samples, samples - self._counted[0], time.monotonic())
+        self._counted = (samples, samples - self._counted[0], self._clock.monotonic())
 
     def report(self, bytes_sent: int, bytes_received: int, waiting: str, exchange_seconds: float = 0.0) -> Report:
         """Return the report of now. exchange_seconds: CPU of the codec for one exchange."""
@@ -76,5 +77,5 @@ class Progress:
         if samples > before:
             pace = (samples - before) / (at - before_at) if at > before_at else pace
             self._measured = (samples, at, pace)
-        now = time.monotonic()
+        now = self._clock.monotonic()
         return samples, min(pace, of_step / (now - at)) if now > at else pace
