@@ -41,18 +41,18 @@ def test_who_has_left_counts_as_long_as_something_of_it_waits_and_is_then_forgot
     assert paces.clocks.keys() == paces.landed.keys() == {"a", "b"}
     paces.came("b", 5.0), paces.look(frozenset({"a"}), frozenset())
     paces.came("b", 6.0), paces.observe({"b": 6.0}, 1)
-    assert paces.interval_seconds is None, "nothing of what it sent before it left is known"
+    assert paces.intervals.seconds is None, "nothing of what it sent before it left is known"
 
 
 def test_the_interval_is_the_median_over_nodes_of_the_median_over_their_newest():
     paces = paces_of(*[("a", float(now)) for now in range(3)], ("b", 0.0), ("b", 7.0), ("c", 0.0))
     paces.observe({}, 2)
-    assert paces.interval_seconds == (1.0 + 7.0) / 2, "c has no interval yet"
+    assert paces.intervals.seconds == (1.0 + 7.0) / 2, "c has no interval yet"
     paces = paces_of(*[("a", 100.0 * number) for number in range(20)])
     for number in range(1, INTERVALS_KEPT + 1):
         paces.came("a", 1900.0 + number)
     paces.observe({}, 2)
-    assert paces.interval_seconds == 1.0, "what is long past no longer counts"
+    assert paces.intervals.seconds == 1.0, "what is long past no longer counts"
 
 
 def test_late_is_who_comes_after_the_quorum_of_its_round_even_in_the_next():

@@ -2,7 +2,9 @@
 
 Rule 1: such a rule judges each fragment's round on its own: who is late with one fragment does not mix it with the next
 one of the others, which would send both of them down twice; it is in the next round of its fragment.
-Rule 2: under the other rules there is one round, and this is `Rounds`.
+Rule 2: how late nodes are is known for each fragment; how often they send, of all fragments together: a round waits no
+longer for the late ones because there are more fragments.
+Rule 3: under the other rules there is one round, and this is `Rounds`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Generic, Protocol, TypeVar
 
+from zmqtrain.protocol.paces import Intervals
 from zmqtrain.protocol.rounds import ReleaseRule, Rounds
 from zmqtrain.types import PeerId
 
@@ -32,7 +35,8 @@ class FragmentRounds(Generic[T]):
 
     def __init__(self, rule: ReleaseRule, fragments: int) -> None:
         self.rule = rule
-        self._rounds = [Rounds[T](rule) for _ in range(fragments if rule.by_fragment else 1)]
+        intervals = Intervals()
+        self._rounds = [Rounds[T](rule, intervals) for _ in range(fragments if rule.by_fragment else 1)]
 
     def add(self, peer: PeerId, contribution: T, now: float) -> None:
         """Take one contribution."""

@@ -14,7 +14,7 @@ from statistics import median
 
 from zmqtrain.types import PeerId
 
-__all__ = ["LATENESS_KEPT", "LATENESS_OF_A_ROUND", "INTERVALS_KEPT", "Paces"]
+__all__ = ["LATENESS_KEPT", "LATENESS_OF_A_ROUND", "INTERVALS_KEPT", "Intervals", "Paces"]
 
 LATENESS_KEPT, LATENESS_OF_A_ROUND = 64, 16
 """How many observations of lateness are kept, and how many of them one round gives at most."""
@@ -22,22 +22,45 @@ INTERVALS_KEPT = 5
 """Between contributions of one node."""
 
 
-class Paces:
-    """The paces of all nodes, as the hub sees their contributions come and go.
-
-    clocks, landed: per node, how many of its contributions have come, and have been released.
-    lateness: seconds after the quorum of their round at which others came, the newest last.
-    interval_seconds: between two contributions of one node, the median over the nodes, as of the last `observe`; None:
-    nobody had sent two.
-    """
+class Intervals:
+    """How often nodes send. seconds: between two contributions of one node, the median over the nodes, as of the last
+    `observe`; None: nobody had sent two."""
 
     def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._last: dict[PeerId, float] = {}
+        self._newest: dict[PeerId, deque[float]] = {}
+
+    def came(self, peer: PeerId, now: float) -> None:
+        """Take note of one contribution."""
+        if (last := self._last.get(peer)) is not None:
+            self._newest.setdefault(peer, deque(maxlen=INTERVALS_KEPT)).append(now - last)
+        self._last[peer] = now
+
+    def forget(self, peer: PeerId) -> None:
+        """Know nothing of this node any more."""
+        self._last.pop(peer, None)
+        self._newest.pop(peer, None)
+
+    def observe(self) -> None:
+        """Take note, at a release, of how often nodes send."""
+        medians = [median(newest) for newest in self._newest.values()]
+        self.seconds = median(medians) if medians else None
+
+
+class Paces:
+    """The paces of all nodes, as the hub sees their contributions to one series of rounds come and go.
+
+    intervals: how often they send, to whichever of the series that share it; None: there is this one.
+    clocks, landed: per node, how many of its contributions have come, and have been released.
+    lateness: seconds after the quorum of their round at which others came, the newest last.
+    """
+
+    def __init__(self, intervals: Intervals | None = None) -> None:
+        self.intervals = intervals or Intervals()
         self.clocks: dict[PeerId, int] = {}
         self.landed: dict[PeerId, int] = {}
         self.lateness: deque[float] = deque(maxlen=LATENESS_KEPT)
-        self.interval_seconds: float | None = None
-        self._last: dict[PeerId, float] = {}
-        self._intervals: dict[PeerId, deque[float]] = {}
         self._live: Set[PeerId] = frozenset()
         self._missed: tuple[float, Set[PeerId]] = (0.0, frozenset())
 
@@ -46,9 +69,7 @@ class Paces:
         if peer not in self.clocks:
             self._meet({peer})
         self.clocks[peer] += 1
-        if (last := self._last.get(peer)) is not None:
-            self._intervals.setdefault(peer, deque(maxlen=INTERVALS_KEPT)).append(now - last)
-        self._last[peer] = now
+        self.intervals.came(peer, now)
 
     def released(self, peer: PeerId) -> None:
         """Take note that one contribution, which had come, is in a release."""
@@ -58,8 +79,7 @@ class Paces:
         """Take note of who is live; forget who is neither live nor has anything waiting."""
         for peer in self.clocks.keys() - live - waiting:
             del self.clocks[peer], self.landed[peer]
-            self._last.pop(peer, None)
-            self._intervals.pop(peer, None)
+            self.intervals.forget(peer)
         self._live = live
         if newcomers := live - self.clocks.keys():
             self._meet(newcomers)
@@ -69,8 +89,7 @@ class Paces:
 
         first: per contributing node, when its oldest contribution came.  quorum: how many of them the round awaited.
         """
-        medians = [median(intervals) for intervals in self._intervals.values()]
-        self.interval_seconds = median(medians) if medians else None
+        self.intervals.observe()
         times = sorted(first.values())
         reached = times[quorum - 1] if 0 < quorum <= len(times) else None
         before, missed = self._missed

@@ -17,7 +17,7 @@ from statistics import median
 from typing import ClassVar, Generic, TypeVar
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.protocol.paces import Paces
+from zmqtrain.protocol.paces import Intervals, Paces
 from zmqtrain.specs import Number, format_spec, parse_spec
 from zmqtrain.types import PeerId
 
@@ -56,7 +56,8 @@ class RoundView:
     clocks, landed: of the live and the contributing nodes, how many contributions have come, and have been released;
         both begin, for a newcomer, where the slowest live node stands.
     lateness: seconds after the quorum of their round at which others came, in the rounds before (the newest 64).
-    interval_seconds: between two contributions of one node, the median over the nodes; None: nobody sent two.
+    interval_seconds: between two contributions of one node, whatever fragments they carry, the median over the nodes;
+        None: nobody sent two.
     """
 
     came: Sequence[float]
@@ -117,8 +118,8 @@ class AfterQuorum(ReleaseRule):
     """Due a grace after the `count`-th node has contributed, or at once when all live nodes have.
 
     count 0: half of the live nodes, rounded up.  share: the longest grace, as a share of one node's own interval (its k
-    steps, times the fragments: each has a round of its own); 0: no grace.  A round below its quorum is due
-    `patience_seconds` after its first contribution: no silence of others can hold it for ever.  Raises ConfigError.
+    steps, however many fragments there are); 0: no grace.  A round below its quorum is due `patience_seconds` after its
+    first contribution: no silence of others can hold it for ever.  Raises ConfigError.
     """
 
     count: int = 0
@@ -292,13 +293,14 @@ def canonical_release(spec: str) -> str:
 class Rounds(Generic[T]):
     """The contributions that have come and have not been released, oldest first. paces: how the nodes have sent them.
 
+    intervals: of all rounds that the same nodes send to; None: there are these alone.
     Nothing need be said of who comes and goes but the live nodes, at every call.
     """
 
-    def __init__(self, rule: ReleaseRule) -> None:
+    def __init__(self, rule: ReleaseRule, intervals: Intervals | None = None) -> None:
         self.rule = rule
         self._waiting: list[tuple[PeerId, float, T]] = []
-        self.paces = Paces()
+        self.paces = Paces(intervals)
         self._released_at: float | None = None
 
     def add(self, peer: PeerId, contribution: T, now: float) -> None:
@@ -356,5 +358,5 @@ class Rounds(Generic[T]):
             clocks=self.paces.clocks,
             landed=self.paces.landed,
             lateness=tuple(self.paces.lateness),
-            interval_seconds=self.paces.interval_seconds,
+            interval_seconds=self.paces.intervals.seconds,
         )
