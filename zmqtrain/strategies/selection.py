@@ -39,7 +39,8 @@ class Selection(NamedTuple):
 
     name: the canonical spec; `selection_from_spec(name)` gives this very rule.
     weights(scores, own) -> one weight for each score, in [0, 1], never all 0: where none qualifies, the best counts
-      (all, if several are equally good). scores: of the round's contributions; own: the shared model's; NaN is unknown.
+      (all, if several are equally good). scores: of a round's contributions of one fragment; own: the shared model's;
+      NaN is unknown.
     """
 
     name: str

@@ -4,7 +4,9 @@
 
 Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
 flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it counts.
-Rule 4: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
+Rule 4: where nothing of a fragment counts in a round (all is too stale, or the sum overflows), its parameters and its
+outer optimizer stay as they are.
+Rule 5: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
 publishes are held until it closes (`held_round`).
 """
 
@@ -222,22 +224,23 @@ class Aggregator:
         overflowed = tuple(fragment for fragment in reduce.fragments if not _can_be_stepped(self._sums[fragment]))
         for fragment in overflowed:
             self._sums[fragment].fill(0)
-        frames = tuple(
-            self._release(fragment, reduce, self._takes_turn(fragment, reduce), coding) for fragment in reduce.fragments
-        )
+        counted = {one.fragment for one in reduce.contributions if not one.too_stale}.difference(overflowed)
+        frames = tuple(self._release(fragment, reduce, fragment in counted, coding) for fragment in reduce.fragments)
         self.version = reduce.version
         self._round.remember(self.version, self.published, reduce.fragments)
         return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
         """Return whether, with this round, contributions of the whole federation have come since the last turn."""
-        come = sum(one.fragment == fragment for one in reduce.contributions)
+        come = sum(one.fragment == fragment and not one.too_stale for one in reduce.contributions)
         share = self._shares[fragment] + come / reduce.live
         turns = floor(share + ROUNDING)
         self._shares[fragment] = max(0.0, share - turns)
         return turns > 0
 
-    def _release(self, fragment: int, reduce: Reduce, turn: bool, coding: Coding) -> tuple[Buffer, ...]:
+    def _release(self, fragment: int, reduce: Reduce, counted: bool, coding: Coding) -> tuple[Buffer, ...]:
+        """Step by what has come of a fragment, if anything of it counts, and return the frames of what to publish."""
+        turn = counted and self._takes_turn(fragment, reduce)
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
         codecs = coding.of_fragment(self.layout, fragment)
@@ -248,10 +251,11 @@ class Aggregator:
         def unpublished(number: int, slab: Slab) -> Vector:
             """Step this part of the parameters, in a core's cache, and return what is not published of it."""
             part, rest = slice(slab.start, slab.end), spare[: slab.values]
-            mean = mean_over_live(total[part], reduce.live, out=rest)
-            if not reduce.plain:
-                mean = self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
-            parameters[part] += mean
+            if counted:
+                mean = mean_over_live(total[part], reduce.live, out=rest)
+                if not reduce.plain:
+                    mean = self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
+                parameters[part] += mean
             total[part] = 0
             return np.subtract(parameters[part], published[part], out=rest)
 

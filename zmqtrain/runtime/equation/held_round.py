@@ -83,27 +83,24 @@ class HeldRound:
     ) -> None:
         """Make the sums of a round, per fragment in `sums` (zeros before): n times what its publishes combine to.
 
-        decode: gives D(u).  published: per fragment, what nodes have now.
+        decode: gives D(u).  published: per fragment, what nodes have now.  Scores are compared within a fragment.
         """
         held = [(one, *self._held.pop((one.peer, one.sequence))) for one in contributions]
         held = [(one, publish, frames) for one, publish, frames in held if not one.too_stale]
-        selected = self._selection.weights([one.score for one, _, _ in held], self._score) if held else []
+        own = self._score
         self._scores.extend(one.score for one, _, _ in held if np.isfinite(one.score))
         for fragment in sorted({one.fragment for one, _, _ in held}):
-            of_fragment = [
-                (one, publish, frames, weight)
-                for (one, publish, frames), weight in zip(held, selected, strict=True)
-                if one.fragment == fragment
-            ]
-            by_samples = self._aggregation.weigh([one.samples for one, _, _, _ in of_fragment])
+            of_fragment = [(one, publish, frames) for one, publish, frames in held if one.fragment == fragment]
+            by_score = self._selection.weights([one.score for one, _, _ in of_fragment], own)
+            by_samples = self._aggregation.weigh([one.samples for one, _, _ in of_fragment])
             counted = [
-                (partial(self._damped, one, partial(decode, publish, frames), published[fragment]), weight * samples)
-                for (one, publish, frames, weight), samples in zip(of_fragment, by_samples, strict=True)
-                if weight * samples > 0
+                (partial(self._damped, one, partial(decode, publish, frames), published[fragment]), score * samples)
+                for (one, publish, frames), score, samples in zip(of_fragment, by_score, by_samples, strict=True)
+                if score * samples > 0
             ]
             if self._aggregation.streams:
                 self._add_up(counted, len(of_fragment), sums[fragment])
-            elif counted:
+            else:
                 self._combine(
                     [u() for u, _ in counted], [weight for _, weight in counted], len(of_fragment), sums[fragment]
                 )
