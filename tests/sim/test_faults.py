@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -58,6 +60,18 @@ def test_a_schedule_of_all_faults_leaves_exact_books_and_can_be_repeated(program
     assert found.faults == () and found.lives == 12 + sum(fault.kind == "kill" for fault in faults)
     assert found.goodput > 0.85  # the run is cut off with what is on its way
     assert flat(simulate(run, program).params).tobytes() == flat(result.params).tobytes()
+
+
+def test_what_befalls_a_node_is_recorded_with_the_id_of_the_life_that_it_befell(program, scenario, tmp_path):
+    faults = (Fault(0.5, "drop", "pc-0"), Fault(1.0, "kill", "pc-0"))
+    run = scenario(nodes_named(2), units=0, of_scenario={"faults": faults, "max_seconds": 20.0}, **QUICK)
+    run = replace(run, nodes=tuple(replace(node, leaves_at=15.0) for node in run.nodes))
+    simulate(run, program, record=tmp_path)
+    (broker,) = lives_of(tmp_path / "broker.jsonl")
+    said = [(one["what"], one["peer"]) for one in broker if one["kind"] == "membership" and one["node"] == "pc-0"]
+    first, second = (life[0]["peer"] for life in lives_of(tmp_path / "pc-0.jsonl"))
+    assert said == [("joined", first), ("drop", first), ("kill", first), ("killed", first),
+                    ("joined", second), ("left", second)]  # fmt: skip
 
 
 def test_windows_of_faults():

@@ -68,6 +68,12 @@ RUNS = {
     "the best of those who began, and its moments": {"initial": "best", "apart_steps": 6, "fresh_moments": False},
     "parameters of their own": {"initial": "own", "elastic": 0.5},
     "steps of several batches": {"minibatch": "fixed:batches=3", "every": 2, "delay": 1},
+    "timed steps of a run that one node begins": {
+        "minibatch": "timed:seconds=0.12,partitions=4",
+        "initial": "best",
+        "start_nodes": 1,
+        "delay": 1,
+    },
     "timed steps": {"minibatch": "timed:seconds=0.12,partitions=4", "every": 2, "delay": 1},
     "k and d from what is measured": {"every": AUTO_EVERY, "delay": AUTO_DELAY, "release": "quorum", "units": 90},
     "dynamic local updates": {"local_updates": "dynamic", "release": "immediately", "units": 30},
@@ -110,6 +116,13 @@ def test_every_node_comes_to_other_k_and_d_at_the_version_for_which_they_were_an
                 seen.add(wanted)
     assert len(seen) > 1
     assert run.replay(program).difference == ""
+
+
+@pytest.mark.parametrize("spoilt", [{"corrupt": "labels"}, {"initial_scale": 4.0}, {"initial": "diverged"}])
+def test_a_run_with_a_spoilt_node_is_replayed_with_it(record, program, spoilt):
+    run = record([SimNode(**spoilt), SimNode()], release="immediately", units=24)
+    result = run.replay(program)
+    assert result.difference == "" and result.version == run.result.version > 3
 
 
 def test_strict_runs_are_replayed_too(record, program):

@@ -129,6 +129,26 @@ def test_a_node_whose_step_is_longer_than_the_time_between_reports_keeps_its_dyn
     assert all(set(ks[f"node-{number}"][3:-1]) == {8} for number in range(3))
 
 
+def test_a_report_waits_for_the_loss_and_does_not_depend_on_the_device(program, scenario):
+    class Late:
+        def is_ready(self):
+            return False
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array(0.5)
+
+    said = []
+
+    class Reporting(DelayedSync):
+        def step(self, params, **named):
+            self.exchange.report(step=1, samples=8, loss=Late(), age_steps=0.0, offers_refused=0)
+            said.append(self.exchange.make_report().loss)
+            return super().step(params, **named)
+
+    simulate(scenario(1, units=1), program, make_sync=Reporting)
+    assert said == [0.5] * program.batches_per_unit
+
+
 @pytest.mark.parametrize("begins", [(0.0, 0.07, 0.11, 0.31), (0.0, 0.1, 0.2, 0.3), (0.05, 0.39, 0.2, 0.0)])
 def test_nodes_of_one_speed_are_all_in_every_aggregate_from_whatever_phases_they_begin(program, scenario, begins):
     nodes = [SimNode(joins_at=begin, straggler=((0.0, 0.005, 1.0),), leaves_at=12.0) for begin in begins]
@@ -349,6 +369,10 @@ def test_a_scenario_that_cannot_be_is_refused():
         ({"straggler": ((1.0, 2.0),)}, "straggler"),
         ({"straggler": "beech"}, "beech"),
         ({"initial": "nan"}, "initial"),
+        (
+            {"corrupt": "label", "name": "a"},
+            'corrupt of the node \'a\' must be one of "", "labels", "bytes", got \'label\'',
+        ),
         ({"name": "a#b"}, "name"),
     ):
         with pytest.raises(ConfigError, match=about):

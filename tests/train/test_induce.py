@@ -97,7 +97,7 @@ def test_without_a_mixture_or_a_deviation_nothing_is_late():
         ("mixture=1:2:0", "deviation >= 0 and weight > 0, got 1:2:0"),
         ("mixture=1e999:2:1", "deviation >= 0 and weight > 0, got inf:2:1"),
         ("cedar,message=nan", "'nan' in 'message=nan' is not a finite number"),
-        ("cedar,message=-1", "deviation of a message's delay must be at least 0 s, got -1"),
+        ("cedar,message=-1", "deviation of a delta's delay must be at least 0 s, got -1"),
         ("cedar,scale=-1", "scale must be a finite number of at least 0, got -1"),
         ("cedar,scale=1e999", "scale must be a finite number of at least 0, got inf"),
     ],

@@ -312,11 +312,17 @@ def test_a_slower_node_makes_fewer_steps_and_an_unknown_rate_changes_nothing(own
     assert dynamic_every(32, own, rates) == expected
 
 
-def test_one_exceptional_node_does_not_shrink_the_k_of_the_others():
+def test_one_exceptional_node_of_eleven_or_more_does_not_shrink_the_k_of_the_others():
     rates = [10.0] * 19 + [1000.0]
     assert dynamic_every(32, 10.0, rates) == 32
+    assert dynamic_every(32, 10.0, [10.0] * 10 + [40.0]) == 32
     with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
         dynamic_every(0, 1.0, rates)
+
+
+def test_among_fewer_than_eleven_nodes_an_exceptional_one_does_shrink_the_k_of_the_others():
+    assert dynamic_every(32, 10.0, [10.0] * 3 + [40.0]) == 10
+    assert dynamic_every(32, 10.0, [10.0] * 9 + [40.0]) == 25
 
 
 @given(every=st.integers(1, 200), rates=st.lists(st.floats(0.1, 1e3), min_size=1, max_size=12), scale=st.floats(0.1, 9))

@@ -51,8 +51,8 @@ class NodeConfig:
     """Every step takes at least so long: to emulate a slower PC, or to leave the machine to others."""
     induce: str = ""
     """For experiments: delays of this node, drawn at random, as "cedar", "niagara,scale=0.1" or
-    "mixture=0.1:0.02:0.8/0.3:0.05:0.2,message=0.05": each gradient is late by a draw from a mixture of Gaussians
-    (mean:deviation:weight, in seconds), each message by |N(0, message)|."""
+    "mixture=0.1:0.02:0.8/0.3:0.05:0.2,message=0.05": each step begins late by a draw from a mixture of Gaussians
+    (mean:deviation:weight, in seconds), each delta is sent late by |N(0, message)|, and overtakes none before it."""
     exchange: str = "hub"
     """hub: publish to the broker every so many steps, and wait for nobody. To train in lockstep with the other nodes,
     which must say the same: "allreduce:ring" (or tree, halving, naive, auto; size=4, overlap=next, bucket=8MB,

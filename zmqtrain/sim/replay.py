@@ -4,8 +4,8 @@ Rule 1: from the records come orders and numbers only: which data units a node t
 applied what, in which order the hub added up; every array is computed anew, by the code of a real run.
 Rule 2: one node at a time, in one process; who waits for an aggregate lets those go on that it is made of.
 Not replayed: runs in which each node keeps its own parameters (initial own, not elastic), or whose timed steps began
-apart (initial best), nodes that were preempted, brokers and nodes that were started from a checkpoint, loops of one's
-own.
+apart (initial best, several nodes), nodes that were preempted, brokers and nodes that were started from a checkpoint,
+loops of one's own.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _read_settings(records: Sequence[Record]) -> RunSettings:
     settings = RunSettings.from_dict(head["settings"])
     if settings.initial == "own" and settings.elastic == 1:
         raise ConfigError("a run in which each node keeps its own parameters (initial own) cannot be replayed")
-    if settings.initial == "best" and settings.minibatch.startswith("timed"):
+    if settings.trains_apart and settings.minibatch.startswith("timed"):
         raise ConfigError("a run that began with timed steps apart (initial best, minibatch timed) cannot be replayed")
     return settings
 
@@ -189,7 +189,7 @@ class _Replay:
 
     def _live(self, script: NodeScript) -> None:
         exchange = ScriptedExchange(self.scheduler, self.hub, script)
-        program = NodeProgram(self._load(script.data), SimNode(name=script.name))
+        program = NodeProgram(self._load(script.data), SimNode(name=script.name, **script.spoilt))
         loop = TrainingLoop(program, exchange, before_part=self._deadlines(script, program))
         try:
             self.params[script.peer] = loop.run(_batches(script, program)).params

@@ -29,7 +29,7 @@ from zmqtrain.sim.exchange import SimExchange
 from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
 from zmqtrain.sim.hub import SimHub, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
-from zmqtrain.sim.scenario import Scenario, SimNode
+from zmqtrain.sim.scenario import SPOILT, Scenario, SimNode
 from zmqtrain.sim.star import Wire
 from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop, TrainingResult
@@ -100,7 +100,8 @@ def simulate(
     program: instead of the one that the settings name; given to several runs, it is compiled once.  initial_params: a
     tree in which all nodes begin, instead of the program's own.  watch: called with each record as it is made.
     make_sync: what takes the place of `DelayedSync`, to compare with.  record: a folder for the files that a real
-    broker (broker.jsonl) and real nodes (NAME.jsonl) would record.
+    broker (broker.jsonl) and real nodes (NAME.jsonl) would record; a run with initial_params or another make_sync is
+    not replayed from them, for they hold neither.
     Raises ConfigError, and what a node raises.
     """
     program = load_scenario_program(scenario.settings) if program is None else program
@@ -132,6 +133,7 @@ class _Simulation:
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}
         self.exchanges: list[SimExchange] = []
+        self.peers: dict[str, PeerId] = {}
         self.steps: dict[tuple[str, int], int] = {}
         self.kills: dict[str, Callable[[], None]] = {}
         self.noises: dict[str, FrameNoise] = {}
@@ -161,6 +163,7 @@ class _Simulation:
         """Have a fault befall its node; what stops, unplugs and slows it is in the node's own windows already."""
 
         def begin() -> None:
+            self._say_membership(fault.target, fault.kind)
             if fault.kind in ("kill", "stop", "unplug", "slow"):
                 if fault.kind == "kill":
                     self.kills[fault.target]()
@@ -169,7 +172,6 @@ class _Simulation:
             else:
                 self.noises[fault.target].set(fault.kind, fault.severity)
                 self.scheduler.call_at(fault.ends_at, lambda: self.noises[fault.target].set(fault.kind, 0.0))
-            self._say_membership(fault.target, fault.kind)
 
         if fault.kind not in ("stop", "unplug"):  # which are told as cuts
             self.scheduler.call_at(fault.at, begin)
@@ -182,7 +184,8 @@ class _Simulation:
         late = induced.message_delays(node.name)
         recorder = None
         if self.folder is not None:
-            recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", clock=scheduler)
+            spoilt = {field: getattr(node, field) for field in SPOILT}
+            recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
         codec_ns = self.scenario.node_codec_ns
         rate = port_rate(self.scenario.link)
@@ -190,6 +193,7 @@ class _Simulation:
             scheduler, self.hub, wire, node.name, late, codec_ns, self._decoded, recorder, rate, life
         )
         self.exchanges.append(exchange)
+        self.peers[node.name] = exchange.link.peer.peer
         task = scheduler.start(node.name, lambda: self._train(node, exchange, life), node.joins_at)
 
         def kill() -> None:
@@ -267,7 +271,7 @@ class _Simulation:
     def _say_membership(self, node: str, what: str) -> None:
         self._record(records.membership(self.scheduler.now, node, what))
         if self.recorder is not None:
-            self.recorder.member(PeerId(f"{node}#simulated"), what, "")
+            self.recorder.member(self.peers[node], what, "")
 
     def _say_steps(self, waiting: list[Any]) -> None:
         """Record a step once its loss is there for sure: nobody waits for the device."""

@@ -13,17 +13,21 @@ from zmqtrain.chaos.schedule import Fault
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.faults import check_faults, pauses_and_cuts
+from zmqtrain.train.corrupt import CORRUPTIONS
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.transport.memory import LinkModel
 
-__all__ = ["SimNode", "Scenario"]
+__all__ = ["SimNode", "Scenario", "SPOILT"]
+
+SPOILT = ("corrupt", "initial_scale", "initial")
+"""The fields of a `SimNode` that say how its data and its beginning differ from the program's: its record has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimNode:
     """One simulated PC. Raises ConfigError for what cannot be.
 
-    step_seconds: one batch takes so long, times slowness.  straggler: a random delay on top of each batch: (mean,
+    step_seconds: one batch takes so long, times slowness.  straggler: a random delay on top of each step: (mean,
     deviation, weight) of each component of a mixture, in seconds, or a text as for a real node ("cedar,scale=0.5", see
     `zmqtrain.train.induce`).  message_sigma: each delta is sent |N(0, sigma)| seconds late.
     pauses: windows (from, to) in which it computes nothing.
@@ -59,6 +63,9 @@ class SimNode:
             raise ConfigError(f"slowness of {where} must be more than 0, got {self.slowness:g}")
         if self.initial not in ("", "diverged"):
             raise ConfigError(f'initial of {where} must be "" or "diverged", got {self.initial!r}')
+        if self.corrupt and self.corrupt not in CORRUPTIONS:
+            choices = ", ".join(f'"{kind}"' for kind in ("", *CORRUPTIONS))
+            raise ConfigError(f"corrupt of {where} must be one of {choices}, got {self.corrupt!r}")
         if not isinstance(self.straggler, str) and any(len(part) != 3 for part in self.straggler):
             raise ConfigError(f"straggler of {where} is a list of [mean, deviation, weight], got {self.straggler}")
         self.induced(0)

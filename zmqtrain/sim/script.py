@@ -19,6 +19,7 @@ from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.sim.clock import Scheduler
+from zmqtrain.sim.scenario import SPOILT
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
 from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
 
@@ -36,7 +37,8 @@ class NodeScript:
     """What one node did, read from its record. samples: by step, those of all steps until then.
 
     version: of the checkpoint with which the record begins, -1 for none.  ended: whether the node ended by itself.
-    crc: of its final parameters, None if that is not known.
+    crc: of its final parameters, None if that is not known.  spoilt: what a simulated node's data and beginning were,
+    as fields of a `SimNode`.
     """
 
     def __init__(self, recorded: Sequence[Record]) -> None:
@@ -48,6 +50,7 @@ class NodeScript:
             head.get("data", ""),
         )
         self.version = int(head.get("version", -1))
+        self.spoilt = {field: head[field] for field in SPOILT if field in head}
         self.ended, self.crc = bool(ends), ends[-1].get("crc") if ends else None
         self.units: list[int] = [one["unit"] for one in recorded if one["kind"] == "unit"]
         self.events = [one for one in recorded if one["kind"] in EVENTS]

@@ -1,4 +1,4 @@
-"""Draw the delays that make a node slow and its messages late on purpose: faults for experiments (pure: no jax).
+"""Draw the delays that make a node slow and its deltas late on purpose: faults for experiments (pure: no jax).
 
 Rule 1: what is drawn depends on the seed, the node's name and what it is for, and on nothing else.
 Rule 2: seconds are drawn here and slept elsewhere, on the clock of the run, which may be a virtual one.
@@ -33,14 +33,14 @@ Named after clusters of Compute Canada, as there; niagara's delays are of second
 
 CHOICES = (
     f"{', '.join(MIXTURES)}, mixture=0.1:0.02:0.8/0.3:0.05:0.2 (of each component mean:deviation:weight, in seconds), "
-    "scale=0.1 (times the mixture) and message=0.05 (deviation of a message's delay, in seconds), as in "
+    "scale=0.1 (times the mixture) and message=0.05 (deviation of a delta's delay, in seconds), as in "
     "cedar,message=0.05"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Induced:
-    """Delays that make stragglers: one per gradient from a Gaussian mixture, one per message of |N(0, sigma)|, seconds.
+    """Delays that make stragglers: one per step from a Gaussian mixture, one per delta of |N(0, sigma)|, in seconds.
 
     compute: (mean, standard deviation, weight) of each component; weights count relative to their sum; () for none.
     A draw below zero counts by its absolute value, as in the code that the named mixtures come from.
@@ -60,12 +60,12 @@ class Induced:
                     f"got {mean:g}:{deviation:g}:{weight:g}"
                 )
         if not (isfinite(self.message_sigma) and self.message_sigma >= 0):
-            raise ConfigError(f"the deviation of a message's delay must be at least 0 s, got {self.message_sigma:g}")
+            raise ConfigError(f"the deviation of a delta's delay must be at least 0 s, got {self.message_sigma:g}")
         if self.seed < 0:
             raise ConfigError(f"the seed of induced delays must be at least 0, got {self.seed}")
 
     def compute_seconds(self, generator: np.random.Generator) -> float:
-        """Draw the delay of one gradient."""
+        """Draw the delay of one step."""
         if not self.compute:
             return 0.0
         weights = np.array([weight for _, _, weight in self.compute])
@@ -73,7 +73,7 @@ class Induced:
         return abs(float(generator.normal(mean, deviation)))
 
     def message_seconds(self, generator: np.random.Generator) -> float:
-        """Draw the delay of one message."""
+        """Draw the delay of one delta."""
         return abs(float(generator.normal(0.0, self.message_sigma))) if self.message_sigma else 0.0
 
     def compute_delays(self, node: str) -> Callable[[], float]:

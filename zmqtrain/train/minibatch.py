@@ -88,7 +88,8 @@ def dynamic_every(every: int, own: float, rates: Sequence[float]) -> int:
     """Return this node's k, so that all nodes offer at about the same time: max(1, round(every * own / p90(rates))).
 
     own, rates: steps (or samples) per second, of this node and of all live ones. The reference is their 90th
-    percentile, not the fastest: one exceptional node does not shrink the k of all others (it makes more steps itself).
+    percentile, not the fastest: among 11 nodes or more, one exceptional node does not shrink the k of all others (it
+    makes more steps itself); among fewer the percentile lies between the fastest two, and it does.
     A rate that is NaN, infinite or not positive is not known yet, and does not count, nor does an improbable one, of
     more than 100 times the median; where the own one is not known, or none is, k stays `every`.  Raises ConfigError if
     every < 1.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.clocks import VirtualClock
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
@@ -25,12 +26,12 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
-from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.runtime.node.node import Node
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Lane, LeafSpec
+from zmqtrain.types import Lane, LeafSpec, Offer
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
 LEAVES = [np.arange(10, dtype=np.float32)]
@@ -205,6 +206,19 @@ def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
     with pytest.raises(ConfigError, match="no such address"):
         Node(refuse, "pc#1", "pc", "nowhere")
     assert set(threading.enumerate()) <= before
+
+
+def test_a_delta_that_is_late_on_purpose_is_not_overtaken_by_the_next(node, monkeypatch):
+    clock, timers, published = VirtualClock(), [], []
+    monkeypatch.setattr(HubLink, "call", lambda link, what, after=0.0: timers.append((clock.now + after, what)))
+    monkeypatch.setattr(HubLink, "publish", lambda link, offer, *_: published.append((clock.now, offer.sequence)))
+    node.clock, node.message_delay = clock, iter([0.5, 0.125, 2.0]).__next__
+    for sequence in range(3):
+        node._publish(Offer(sequence, 0, (), 8, 2), 0, Encoded(0, "float32", ()), 1.0)
+        clock.sleep(0.25)
+    for clock.now, what in sorted(reversed(timers), key=lambda timer: timer[0]):  # of one time, the last comes first
+        what()
+    assert published == [(100.5, 0), (100.5, 1), (102.5, 2)]
 
 
 # ---------------------------------------------------------------------- one of a population

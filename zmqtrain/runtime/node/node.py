@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -91,7 +92,9 @@ class Node(PeerExchange):
             self._progress = first._progress
         self.peer_id = peer
         self.message_delay: Callable[[], float] | None = None
-        """For experiments: draws by how many seconds a delta is sent late."""
+        """For experiments: draws by how many seconds a delta is sent late; none is overtaken by a later one."""
+        self._publish_at = 0.0
+        self._unpublished: deque[tuple[Offer, Version, Encoded, float]] = deque()
         self._closed = False
         self._place = CoderPlace(codec_on, name)
         self._link = HubLink(open_channel, self._peer, addresses[0], self, share)
@@ -375,8 +378,10 @@ class Node(PeerExchange):
             raise NonFiniteDelta(text, error.leaf) from None
 
     def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
-        late = self.message_delay() if self.message_delay is not None else 0.0
-        self._link.call(lambda: self._link.publish(offer, base, encoded, score), late)
+        now, late = self.clock.monotonic(), self.message_delay() if self.message_delay is not None else 0.0
+        self._publish_at = max(self._publish_at, now + late)
+        self._unpublished.append((offer, base, encoded, score))
+        self._link.call(lambda: self._link.publish(*self._unpublished.popleft()), self._publish_at - now)
 
     def _warm_up(self, fragment: int) -> None:
         """Compile for one fragment, and the next ones after what has come meanwhile."""
