@@ -116,16 +116,16 @@ def test_a_slow_node_holds_nobody_up_under_quorum_and_everybody_under_strict_mod
 
 
 def test_a_node_whose_step_is_longer_than_the_time_between_reports_keeps_its_dynamic_k(program, scenario):
-    nodes = [*[SimNode(step_seconds=0.05)] * 3, SimNode(step_seconds=1.6)]
+    nodes = [*[SimNode(step_seconds=0.1)] * 3, SimNode(step_seconds=1.6)]
     run = scenario(nodes, units=0, every=8, local_updates="dynamic", release="immediately",
-                   of_scenario={"max_seconds": 60.0})  # fmt: skip
+                   of_scenario={"max_seconds": 40.0})  # fmt: skip
     result = simulate(run, program)
     ks = {f"node-{number}": [] for number in range(4)}
     for record in result.of_kind("release"):
         for one in record["contributions"]:
             ks[one["node"]].append(one["samples"] // program.samples_per_batch)
-    # a fast node makes 160 samples a second, the slow one 5; before it has ended a step, its k is the run's
-    assert ks["node-3"][0] == 8 and set(ks["node-3"][1:]) == {1} and len(ks["node-3"]) > 20
+    # a fast node makes 80 samples a second, the slow one 5; before it has ended a step, its k is the run's
+    assert ks["node-3"][0] == 8 and set(ks["node-3"][1:]) == {1} and len(ks["node-3"]) > 10
     assert all(set(ks[f"node-{number}"][3:-1]) == {8} for number in range(3))
 
 
