@@ -113,7 +113,8 @@ class Exchange(Protocol):
         self, model: ModelSpec, leaves: Sequence[Array], *, score: Score = math.nan, moments: Sequence[Array] = ()
     ) -> Update | None:
         """Join the run with this model. Return the run's parameters (an update with an anchor), None if this node goes
-        on from its own: it has founded the run, or is one of a population whose run is not founded yet.
+        on from its own: it has founded the run, or is one of a population whose run is not founded yet. An update of
+        version -1 is no run's, but the mean that this one may begin with (initial mean): score it, and `vote`.
 
         leaves: this node's own parameters as float32 numpy arrays, used if it founds the run.  score: theirs, on
         training data that was held out (NaN: not known).  moments: the state of its optimizer as float32 arrays, for
@@ -122,6 +123,10 @@ class Exchange(Protocol):
 
     def compare(self, score: Score) -> None:
         """Say how this node's own parameters score now, in a population whose run is not founded yet."""
+
+    def vote(self, score: Score) -> Update | None:
+        """Say how the mean scores that `join` has returned (NaN: it cannot be said here), and return what `join` does:
+        it has only now come to its end, or raises JoinRefused, which says why the run does not begin with the mean."""
 
     @property
     def wanted(self) -> bool:

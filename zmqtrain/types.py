@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple, NewType
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "PeerId",
     "Version",
     "Score",
+    "BARRIER_SHARE",
+    "is_barrier",
     "Buffer",
     "Array",
     "MAX_FRAME_BYTES",
@@ -53,6 +55,13 @@ Version = int
 Score = float
 """Lower is better: a loss, an error rate."""
 
+BARRIER_SHARE = 0.1
+"""A mean of parameters that is worse than what it is made of by more than this share of its score is not to begin with.
+
+Measured on the midpoint of two nodes (loss barrier, Frankle et al. 2020): from one beginning, at most 128 steps apart,
+-1 to +4 %; 1,024 apart, +5 % (text) and +49 % (image); from own beginnings, +30 to +760 %.
+"""
+
 Buffer = bytes | bytearray | memoryview
 Array = Any
 """A numpy or a jax array: rooms that take both say so."""
@@ -63,6 +72,11 @@ MAX_FRAME_BYTES = 4 << 20
 
 LOCAL_UNITS = 1 << 40
 """Data units that no hub dealt, but a node draws for itself, are numbered from here, each node in its own range."""
+
+
+def is_barrier(own: Score, mean: Score) -> bool:
+    """Return whether a mean is worse by BARRIER_SHARE than parameters of this score; NaN: nothing to compare by."""
+    return isfinite(own) and mean > own + BARRIER_SHARE * abs(own)
 
 
 def first_local_unit(name: str) -> int:

@@ -45,11 +45,14 @@ class Program:
 class Nodes:
     """Three nodes that train in threads of their own until the run's units are done."""
 
-    def __init__(self, address, init=parameters):
-        self.programs, self.ends = {name: Program(init) for name in NAMES}, {}
-        self.threads = [threading.Thread(target=self.train, args=(address, name), daemon=True) for name in NAMES]
-        for thread in self.threads:
-            thread.start()
+    def __init__(self, address, init=parameters, program=Program):
+        self.programs, self.ends = {name: program(init) for name in NAMES}, {}
+        self.threads = [self.start(address, name) for name in NAMES]
+
+    def start(self, address, name):
+        thread = threading.Thread(target=self.train, args=(address, name), daemon=True)
+        thread.start()
+        return thread
 
     def train(self, address, name):
         try:
@@ -134,3 +137,46 @@ def test_unrelated_parameters_are_not_averaged_and_the_broker_goes_on_with_those
         assert "cannot be averaged" in caplog.text
         nearly = {seed: jax.tree.map(lambda leaf, s=seed: leaf * (1 + s), parameters()) for seed in (0.0, 0.1)}
         assert_equal_ends(Nodes(hub.address, lambda seed: nearly[0.1 if seed % 2 else 0.0]).join())
+
+
+class Valleys(Program):
+    """Two valleys, and halfway between them a ridge that is worse by a half."""
+
+    def score(self, params):
+        self.scores.append(1.5 - min(0.5, abs(float(params["b"][0]))))
+        return self.scores[-1]
+
+
+def test_a_mean_that_its_nodes_find_worse_than_their_own_is_never_version_0_and_the_broker_goes_on(caplog):
+    caplog.set_level(logging.INFO, "zmqtrain")
+    sides = {side: {**parameters(), "b": np.full(8, side, np.float32)} for side in (-0.5, 0.5)}
+    with broker(RunSettings(every=4, delay=2, units=6, initial="mean", **ALL)) as hub:
+        settings = hub.broker.settings
+        seeds = [own_seed(settings, name) for name in NAMES]
+        apart = Nodes(hub.address, lambda seed: sides[-0.5 if seed == seeds[0] else 0.5], Valleys)
+        with pytest.raises(JoinRefused, match=r"3 of the 3 nodes .* different valleys"):
+            apart.join()
+        assert all(isinstance(end, JoinRefused) for end in apart.ends.values()) and founders(caplog) == []
+        together = Nodes(hub.address, lambda seed: sides[0.5], Valleys)
+        assert_equal_ends(together.join())
+        assert [len(program.scores) for program in together.programs.values()] == [3, 3, 3]  # own, the mean, version 0
+
+
+class Leaving(Program):
+    """It fails as it scores the mean."""
+
+    def score(self, params):
+        if self.scores:
+            raise ArithmeticError("no score")
+        return super().score(params)
+
+
+def test_a_node_that_leaves_while_it_scores_the_mean_is_not_awaited_and_the_mean_is_still_there():
+    kinds = iter((Leaving, Program, Program))
+    with broker(RunSettings(every=4, delay=2, units=6, initial="mean", **ALL)) as hub:
+        nodes = Nodes(hub.address, lambda seed: parameters(), lambda init: next(kinds)(init))
+        nodes.threads[0].join(60.0)
+        assert isinstance(nodes.ends["pc-1"], ArithmeticError)
+        nodes.programs["pc-1"] = Program(lambda seed: parameters())
+        nodes.threads[0] = nodes.start(hub.address, "pc-1")  # the run begins with three
+        assert_equal_ends(nodes.join())

@@ -6,7 +6,7 @@ step the hub's word is compared with a ledger of its own.
 
 from __future__ import annotations
 
-from math import inf, nan
+from math import inf, isnan, nan
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -21,6 +21,7 @@ from zmqtrain.protocol.effects import (
     Expect,
     Found,
     Lend,
+    Propose,
     Reduce,
     SendTo,
     Serve,
@@ -29,7 +30,7 @@ from zmqtrain.protocol.hub import Hub, MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Publish, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
+from zmqtrain.types import LeafSpec, is_barrier
 
 WIRE = model_to_wire((LeafSpec("w", (8,), "float32"),))
 PEERS = [f"{name}#1" for name in "abcde"]
@@ -72,6 +73,7 @@ class HubMachine(RuleBasedStateMachine):
         self.hub = Hub(self.settings, release_rule_from_spec(release), "run-1", preemption=Patience())
         self.now, self.transfer, self.version = 0.0, 0, -1
         self.transfers, self.asked, self.averaging = {}, set(), None
+        self.voters, self.own, self.said = set(), {}, {}
         self.sequences, self.accepted, self.landed = dict.fromkeys(PEERS, 0), set(), set()
         self.founders, self.served = [], set()
 
@@ -107,13 +109,23 @@ class HubMachine(RuleBasedStateMachine):
                     assert peer in known
                     self.asked.discard(peer)
                     self.served.discard(peer)
+                    self.voters.discard(peer)
                     self.transfers = {key: one for key, one in self.transfers.items() if key[0] != peer}
                 case Found(peer):
                     assert not self.founders and self.hub.version == 0
+                    told = [peer for peer in self.voters if not isnan(self.said.get(peer, nan))]
+                    worse = [peer for peer in told if is_barrier(self.own[peer], self.said[peer])]
+                    assert 2 * len(worse) <= len(told), "its founders find it worse"
+                    self.voters.clear()
                     self.founders.append(peer)
                 case Average(snapshots):
                     assert self.averaging is None and snapshots
                     self.averaging = snapshots
+                case Propose(peers):
+                    assert self.hub.version == -1 and set(peers) <= set(self.hub.members)
+                    self.voters, self.said = set(peers), {}
+                    self.own = {one: self.hub.members[one].score for one in peers}
+                    assert all(abs(score) < inf for score in self.own.values())
                 case Lend(lender, _, peers):
                     assert self.hub.version == -1 and lender not in peers and set(peers) <= set(self.hub.members)
                     assert len({self.hub.members[peer].lineage for peer in (lender, *peers)}) == 1
@@ -143,6 +155,7 @@ class HubMachine(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS), score=SCORES)
     def fetch(self, peer, score):
+        self.said[peer] = nan  # of the mean
         self.tell(peer, Fetch(-1, WIRE, score))
 
     @rule(peer=st.sampled_from(PEERS), score=SCORES)
@@ -197,6 +210,15 @@ class HubMachine(RuleBasedStateMachine):
         before = {p: member.state for p, member in self.hub.members.items()}
         self.carry_out(self.hub.averaged() if related else self.hub.unrelated("apart"), before)
 
+    @precondition(lambda self: self.voters)
+    @rule(data=st.data(), score=SCORES)
+    def vote(self, data, score):
+        self.say(data.draw(st.sampled_from(sorted(self.voters))), score)
+
+    def say(self, peer, score):
+        self.said[peer] = score
+        self.tell(peer, Fetch(-1, (), score))
+
     @rule(peer=st.sampled_from(PEERS), polite=st.booleans())
     def leave(self, peer, polite):
         if polite:
@@ -247,6 +269,9 @@ class HubMachine(RuleBasedStateMachine):
                     self.finish(key)
             if self.averaging:
                 self.average(True)
+            for peer in sorted(self.voters):
+                self.say(peer, 0.0)
+            self.time_passes(0.1, True)
             for peer, member in list(self.hub.members.items()):
                 if member.state is MemberState.APART:
                     self.tell(peer, Fetch(-1, (), 0.5 + PEERS.index(peer)))

@@ -98,3 +98,54 @@ def test_a_gap_before_the_shared_parameters_are_whole_does_not_make_a_node_keep_
     assert peer.receive(aggregate(4), 0.0) == [Send(Fetch(-1, WIRE))] and peer.state is PeerState.SYNCING
     peer.receive(snapshot(4), 0.0)
     assert peer.received(1000) == [Deliver(snapshot(4), (), reset=True)]
+
+
+# ---------------------------------------------------------------------- the mean of all
+
+MEAN = Snapshot(1000, -1, (64,), (), 0, True)
+
+
+def gave(score=0.5):
+    """A node that was asked for its parameters in a run that may begin with the mean of all."""
+    peer = Peer("a#1", "a")
+    peer.start(0.0)
+    peer.receive(welcome(-1, model=(), settings=replace(POPULATION, initial="mean")), 0.0)
+    peer.join(MODEL, 0.0, score)
+    peer.receive(Fetch(), 0.0)
+    return peer
+
+
+def lent_the_mean():
+    peer = gave()
+    assert peer.receive(MEAN, 0.0) == [Expect(HUB, MEAN)]
+    assert peer.received(1000) == [Deliver(MEAN, (), reset=True)]
+    return peer
+
+
+def test_a_node_says_once_how_the_mean_scores_that_it_was_lent_and_is_no_further_yet():
+    peer = lent_the_mean()
+    assert peer.state is PeerState.FOUNDING and not peer.founded and peer.version == -1
+    assert peer.vote(0.75) == [Send(Fetch(-1, (), 0.75))] and peer.vote(0.75) == []
+    peer.receive(snapshot(0), 0.0)
+    assert peer.received(1000) == [Deliver(snapshot(0), (), reset=False)]
+    assert peer.state is PeerState.LIVE and peer.version == 0
+
+
+def test_nothing_is_said_of_a_mean_that_is_not_here_or_is_not_the_question_any_more():
+    assert gave().vote(0.75) == []
+    peer = lent_the_mean()
+    peer.receive(snapshot(0), 0.0)
+    assert peer.vote(0.75) == []
+    peer = lent_the_mean()
+    peer.gone(0.0)
+    assert peer.vote(0.75) == []
+
+
+def test_who_is_asked_anew_by_another_hub_says_its_own_score_and_has_not_seen_that_mean():
+    peer = lent_the_mean()
+    peer.gone(0.0)
+    peer.tick(60.0)
+    effects = peer.receive(welcome(-1, model=(), settings=replace(POPULATION, initial="mean")), 60.0)
+    assert effects == [Send(Fetch(-1, WIRE, 0.5))]
+    peer.receive(Fetch(), 60.0)
+    assert peer.state is PeerState.FOUNDING and peer.vote(0.75) == []

@@ -13,6 +13,8 @@ from zmqtrain.errors import ConfigError, JoinRefused, NonFiniteDelta
 from zmqtrain.programs import load_program
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim import Scenario, SimNode, simulate
+from zmqtrain.strategies.initial import relatedness
+from zmqtrain.train.apart import own_seed
 from zmqtrain.train.step import LocalStep
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.memory import LinkModel
@@ -324,6 +326,32 @@ def test_runs_with_other_initial_parameters_end_with_one_model(program, scenario
 def test_the_mean_of_unrelated_initial_parameters_is_refused(program, scenario):
     with pytest.raises(JoinRefused, match="unrelated"):
         simulate(scenario(3, initial="mean"), program)
+
+
+class Valleys:
+    """A program of two valleys: halfway between them lies a ridge. Its nodes begin in either, by their seeds."""
+
+    def __init__(self, line):
+        self.line, self.half = line, np.tile(np.float32([0.25, -0.25]), 11)
+
+    def __getattr__(self, name):
+        return getattr(self.line, name)
+
+    def init(self, seed):
+        weights = self.line.true + (self.half if seed & 2 else -self.half)
+        return {"bias": np.zeros(2, np.float32), "weights": weights}
+
+    def score(self, params):
+        ways = [np.asarray(params["weights"]) - self.line.true + sign * self.half for sign in (-1, 1)]
+        return 1.0 + min(float(np.square(way).sum()) for way in ways)
+
+
+def test_the_mean_of_related_initial_parameters_is_refused_where_its_nodes_find_it_worse(program, scenario):
+    valleys, run = Valleys(program), scenario(3, initial="mean")
+    assert {own_seed(run.settings, f"node-{number}") & 2 for number in range(3)} == {0, 2}
+    assert relatedness([valleys.init(0)["weights"]], [valleys.init(2)["weights"]]) > 0.5
+    with pytest.raises(JoinRefused, match=r"3 of the 3 nodes .* different valleys"):
+        simulate(run, valleys)
 
 
 def test_training_apart_takes_its_time(program, scenario):

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from zmqtrain.codecs.fragment import Layout
+from zmqtrain.errors import JoinRefused
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.apart import begin, follow, own_seed, pack_moments, train_apart, unpack_moments
 from zmqtrain.train.minibatch import FixedMinibatch
@@ -214,6 +215,42 @@ def test_a_mean_that_is_far_worse_than_the_own_parameters_is_said(caplog, mean, 
     caplog.set_level(logging.WARNING)
     _, _, state = started(Exchange(Update(0, {}, {}, anchor=other(mean)), initial="mean"))
     assert (weights(state.params) == mean).all() and ("different valleys" in caplog.text) == said
+
+
+class Voting(Exchange):
+    """The hub lends the mean before the run begins. then: what comes when it has heard how that scores."""
+
+    def __init__(self, mean, then, **settings):
+        super().__init__(Update(-1, {}, {}, anchor=other(mean), reset=True), initial="mean", **settings)
+        self.then, self.votes = then, []
+
+    def vote(self, score):
+        self.votes.append(score)
+        if isinstance(self.then, Exception):
+            raise self.then
+        return self.then
+
+
+def test_a_node_says_its_own_score_then_that_of_the_mean_and_begins_with_what_the_run_begins_with():
+    exchange = Voting(1.5, Update(0, {}, {}, anchor=other(1.0)))
+    program, _, state = started(exchange)
+    own = {"w": jnp.asarray(exchange.leaves[0])}
+    assert exchange.score == pytest.approx(float(program.loss(own, 0.0))) and exchange.votes == [0.25]
+    assert (weights(state.params) == 1.0).all() and int(state.opt_state[0].count) == 0
+
+
+def test_a_mean_that_the_nodes_refuse_is_said_to_the_caller_and_nothing_of_it_is_adopted():
+    exchange = Voting(40.0, JoinRefused("they lie in different valleys", "initial"))
+    with pytest.raises(JoinRefused, match="different valleys"):
+        started(exchange)
+    assert exchange.votes == [39.0**2]
+
+
+def test_a_loop_that_cannot_score_other_parameters_says_so_and_waits_for_the_others():
+    exchange = Voting(1.5, Update(0, {}, {}, anchor=other(1.0)))
+    sync = DelayedSync(exchange, {"w": jnp.zeros(3)}, score=0.5)
+    assert len(exchange.votes) == 1 and math.isnan(exchange.votes[0])
+    assert (weights(sync.params) == 1.0).all()
 
 
 # ---------------------------------------------------------------------- a population

@@ -19,6 +19,7 @@ __all__ = [
     "Expect",
     "Found",
     "Average",
+    "Propose",
     "Lend",
     "Answer",
     "Forward",
@@ -86,6 +87,14 @@ class Average:
 
     snapshots: tuple[tuple[PeerId, Snapshot], ...]
     model: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Send the mean of an Average to these nodes, which will say how it scores; it stays here, for the run may begin
+    with it. Nobody: forget it."""
+
+    peers: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +297,7 @@ HubEffect = (
     | Expect
     | Found
     | Average
+    | Propose
     | Lend
     | Serve
     | Replicate

@@ -2,7 +2,8 @@
 
     founder  the first node that waits is asked, and all others take its parameters
     best     start_nodes nodes have trained apart; the best-scored is asked, and all take its optimizer state too
-    mean     all that wait are asked; the run begins with their mean, if they are related at all
+    mean     all that wait are asked; the run begins with their mean, if they are related at all, and do not find it
+             worse than their own (`vote`)
     own      a population: each trains on with its own parameters and says how they score; who lags is lent the best
              one's, until all descend from one node. Its parameters are then version 0, and what each node's own differ
              from them is pending there. With `elastic` under 1 there is no population: the first node founds the run,
@@ -20,12 +21,13 @@ Sources: population-based training, Jaderberg et al. 2017 (exploit); elastic ave
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isnan
+from math import isnan, nan
 from typing import Protocol
 
-from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Rewind, SendTo, Serve
+from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Propose, Rewind, SendTo, Serve
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
+from zmqtrain.protocol.vote import Vote
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, Score, Version, describe_mismatch
 
@@ -73,7 +75,8 @@ class Founding:
         self._population = settings.initial == "own" and settings.elastic == 1
         self._enough = False  # start_nodes nodes have been here: from then on fewer will do
         self._gathered: dict[PeerId, Snapshot] = {}
-        self._averaging: tuple[tuple[PeerId, Snapshot], ...] = ()
+        self._averaging: tuple[tuple[PeerId, Snapshot], ...] = ()  # until the run begins with their mean, or not
+        self._vote: Vote | None = None
         self._borrowers: tuple[PeerId, ...] = ()  # of the member that is lending; nobody: it founds the run
         self._laggards: set[PeerId] = set()
         self._kept: tuple[Version, ...] | None = None  # in strict mode after a restart: where the hub could go back to
@@ -97,7 +100,9 @@ class Founding:
     # ------------------------------------------------------------------ what the hub hears
 
     def fetched(self, member: Member, fetch: Fetch) -> list[HubEffect]:
-        """A member that is not live asks for parameters, or says again how its own score."""
+        """A member that is not live asks for parameters, or says again how its own score, or how the mean does."""
+        if self._hears_of_mean(member, fetch):
+            return []
         member.score, member.told = fetch.score, True
         if member.state in (MemberState.APART, MemberState.LENDING):
             return self._compare(member)
@@ -129,13 +134,29 @@ class Founding:
         return self._found(member.peer, snapshot)
 
     def averaged(self) -> list[HubEffect]:
-        """The gathered parameters are related: their mean is the run's."""
-        peer, snapshot = self._averaging[0]
-        self._averaging = ()
-        return self._found(peer, snapshot)
+        """The gathered parameters are related: their mean is the run's, unless who gave them finds it far worse."""
+        gave = dict(self._averaging)
+        vote = Vote({one.peer: one.score for one in self._in(MemberState.WAITING) if one.peer in gave}, self.model)
+        if len(gave) > 1 and (vote.voters or vote.is_of_nobody):
+            self._vote = vote
+            return [Propose(vote.voters)]
+        return self._begin_with_mean()
+
+    def tick(self, now: float) -> list[HubEffect]:
+        """Let time pass: a vote on the mean may be over."""
+        vote = self._vote
+        if vote is None or not vote.is_over(now):
+            return []
+        self._vote = None
+        if vote.is_of_nobody:  # nobody can say any more what it is worth
+            self._averaging = ()
+            return [Propose(()), *self.go_on()]
+        if why := vote.objection():
+            return [Propose(()), *self.unrelated(why)]
+        return self._begin_with_mean()
 
     def unrelated(self, text: str) -> list[HubEffect]:
-        """The gathered parameters are not related: say so to everybody who waits; others may try again."""
+        """The gathered parameters have no mean to begin with: say so to everybody who waits; others may try again."""
         self._averaging = ()
         effects: list[HubEffect] = []
         for member in self._in(MemberState.WAITING):
@@ -172,6 +193,19 @@ class Founding:
         if self.settings.initial == "best":
             waiting.sort(key=lambda member: member.rank)
         return self._ask(waiting[0], MemberState.FOUNDING) if waiting else []
+
+    def _hears_of_mean(self, member: Member, fetch: Fetch) -> bool:
+        """Take what a member says of the mean, if it is that; it may come when the vote is over."""
+        judged = self._vote is not None or (self.founded and self.settings.initial == "mean")
+        if member.state is not MemberState.WAITING or not judged:
+            return False
+        if self._vote is not None:
+            self._vote.say(member.peer, nan if fetch.model else fetch.score)  # who fetches anew has not got it
+        return not fetch.model
+
+    def _begin_with_mean(self) -> list[HubEffect]:
+        (peer, snapshot), self._averaging = self._averaging[0], ()
+        return self._found(peer, snapshot)
 
     def _gather(self) -> list[HubEffect]:
         self._enough = False  # who fails to be averaged is replaced by as many
@@ -302,6 +336,8 @@ class Founding:
 
     def _forget(self, peer: PeerId) -> None:
         self._laggards.discard(peer)
+        if self._vote is not None:
+            self._vote.leave(peer)
         if self._preemption is not None:
             self._preemption.forget(peer)
 

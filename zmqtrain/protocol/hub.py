@@ -199,6 +199,7 @@ class Hub(HubBook):
         effects: list[HubEffect] = self.groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
         effects += look_over(self, late, now)
+        effects += self._begun(self.founding.tick(now))
         effects += release(self, now)
         if self.news:
             self.news = False
@@ -242,7 +243,7 @@ class Hub(HubBook):
         return [Expect(member.peer, snapshot)]
 
     def averaged(self) -> list[HubEffect]:
-        """The parameters of an Average are related; their mean is at hand in the place of the first one's."""
+        """The parameters of an Average are related; their mean is at hand: it founds the run, or is to be judged."""
         return self._begun(self.founding.averaged())
 
     def unrelated(self, text: str) -> list[HubEffect]:

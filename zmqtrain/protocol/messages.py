@@ -220,9 +220,9 @@ class Fetch:
     """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to node: send your parameters.
 
     score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart says it again and
-    again, without its model.  founding: the number that the first of several masters gives when it asks; with it the
-    node founds the others' shards before it answers.  digest, held: of a snapshot that a lost connection cut short, and
-    how many of its first frames are here ("", 0: none).
+    again, without its model; one that was lent a mean says so, once, how that scores.  founding: the number that the
+    first of several masters gives when it asks; with it the node founds the others' shards before it answers.  digest,
+    held: of a snapshot that a lost connection cut short, and how many of its first frames are here ("", 0: none).
     """
 
     version: int = -1
@@ -237,7 +237,8 @@ class Fetch:
 class Snapshot:
     """The anchor at `version`, whole, as float32, fragment by fragment; no sizes: what you hold is it.
 
-    version -1: not the run's parameters, but another node's, lent while the run has none.  landed: as in Welcome.
+    version -1: not the run's parameters, but another node's, or the mean that the run may begin with, lent while it has
+    none.  landed: as in Welcome.
     moments: how many of the last frames are the state of the sender's optimizer.  reset: start again from these
     parameters, and drop what is your own.  rewound: all have gone back to this version: go on from your checkpoint of
     it.  digest: BLAKE2b of all frames ("": not said).  first: the chunks begin with this one; the receiver has said

@@ -73,6 +73,14 @@ class Peer(PeerBook):
         self.score = score
         return [Send(Fetch(score=score))] if self.state is PeerState.APART else []
 
+    def vote(self, score: float) -> list[PeerEffect]:
+        """Say how the mean scores that the hub has lent; NaN: this node cannot tell. Heard while the run may begin with
+        it."""
+        if self.state is not PeerState.FOUNDING or not self._voting:
+            return []
+        self._voting = False
+        return [Send(Fetch(score=score))]
+
     def publish(self, publish: Publish) -> list[PeerEffect]:
         """Announce a delta. Raises LocalProtocolError unless live."""
         if self.state is not PeerState.LIVE:
@@ -175,6 +183,7 @@ class Peer(PeerBook):
                         return self._on_welcome(message, now)
                     case Fetch():
                         self.state, self.founding = PEER_TRANSITIONS[self.state, Fetch], message.founding
+                        self._voting = False
                         return [Serve(HUB, -1)]
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
@@ -210,6 +219,7 @@ class Peer(PeerBook):
         if isinstance(announcement, Snapshot):
             landed = tuple(s for s, _ in announcement.landed if s in self.in_flight)
             keep = whole.first and own and not whole.reset
+            self._voting = announcement.version < 0
         else:
             landed = tuple(s for peer, s in announcement.landed if s in self.in_flight and peer == self.peer)
             keep = False
@@ -297,7 +307,7 @@ class Peer(PeerBook):
             if announcement.rewound:
                 self.rewound, self.heard = announcement.version, -1
                 self.in_flight.clear()
-        elif isinstance(announcement, Snapshot) and self.state is not PeerState.APART:
+        elif isinstance(announcement, Snapshot) and self.state not in (PeerState.APART, PeerState.FOUNDING):
             return []
         step = self._following.announce(announcement)
         if step is Step.FETCH:

@@ -51,8 +51,8 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
 """The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage, a
 gap in the numbers, a connection that is gone, and Refused "unknown" or "run" of the hub from anywhere to CONNECTING;
 any other Refused without a sequence, and another model, to CLOSED; `join` from WELCOMED to SYNCING, or in a population
-whose run is not founded to APART; `leave` from anywhere to CLOSED. A Snapshot of another node's parameters (version -1)
-leaves APART as it is. Others are ignored."""
+whose run is not founded to APART; `leave` from anywhere to CLOSED. A Snapshot of what is not the run's (version -1)
+leaves APART and FOUNDING as they are. Others are ignored."""
 
 
 class PeerBook:
@@ -120,6 +120,7 @@ class PeerBook:
         """What the last broker that was no hub said of itself, "" once one has welcomed this peer."""
         self.rewound = -1
         """The version to which all have gone back, -1 if they have not."""
+        self._voting = False  # since it was last asked for its parameters, the mean has come
         self._beat_at = 0.0
         self._heard = self._ticked = 0.0
 

@@ -27,7 +27,8 @@ class BrokerEvents(Protocol):
         "acquitted" (the norm gate was wrong); text: why."""
 
     def averaged(self, peers: Sequence[PeerId]) -> None:
-        """The parameters with which the run will be founded are the mean of these nodes', in this order."""
+        """The parameters with which the run will be founded are the mean of these nodes', in this order, unless they
+        find it worse than their own: then others', told likewise, if any."""
 
     def scheduled(self, every: int, delay: int, from_version: Version, text: str) -> None:
         """Other k and d are announced. text: what they follow from."""

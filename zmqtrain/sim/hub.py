@@ -20,6 +20,7 @@ from zmqtrain.protocol.effects import (
     Found,
     HubEffect,
     Lend,
+    Propose,
     Rebase,
     Reduce,
     SendTo,
@@ -135,6 +136,7 @@ class SimHub:
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
         self._effects = EffectQueue[HubEffect](self._carry_out_one)
         self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
+        self._mean: Sequence[Buffer] = ()  # that the run may begin with
         self._transfer = 0
         self._looks_at = float("inf")
         self._tick()
@@ -220,12 +222,15 @@ class SimHub:
             case Expect(peer, announcement):
                 self._expect(peer, announcement)
             case Found(peer, announcement):
-                frames, self._moments = split_snapshot(announcement, self._whole.pop(_key(peer, announcement)))
+                whole, self._mean = self._mean or self._whole.pop(_key(peer, announcement)), ()
+                frames, self._moments = split_snapshot(announcement, whole)
                 self._codec.do(count_values(self.hub.model), partial(self._found, frames, peer))
             case Average(snapshots):
                 gathered = {peer: self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots}
                 values = len(snapshots) * count_values(self.hub.model)
                 self._codec.do(values, partial(self._average, snapshots, gathered))
+            case Propose(peers):
+                self._propose(peers)
             case Lend():
                 self._lend(effect)
             case Accumulate(peer, publish):
@@ -276,10 +281,17 @@ class SimHub:
         if why:
             self._carry_out(self.hub.unrelated(why))
         else:
-            self._whole[_key(*snapshots[0])] = frames
+            self._mean = frames
             if self._events is not None:
                 self._events.averaged([peer for peer, _ in snapshots])
             self._carry_out(self.hub.averaged())
+
+    def _propose(self, peers: Sequence[PeerId]) -> None:
+        """Send the mean to those who say how it scores; to nobody: forget it."""
+        for peer in peers:
+            self._push_snapshot(peer, -1, self._mean, (), (), reset=True)
+        if not peers:
+            self._mean = ()
 
     def _lend(self, lend: Lend) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""

@@ -124,6 +124,10 @@ class ScriptedExchange:
     def compare(self, score: float) -> None:
         """See Exchange: no population is replayed."""
 
+    def vote(self, score: float) -> Update | None:
+        """See Exchange: the record says what the run began with."""
+        return None
+
     def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
         """See Exchange: no population is replayed."""
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
-from math import isfinite
 from typing import Any, Protocol
 
 import jax
@@ -25,18 +25,11 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.train.program import Program, score_of
 from zmqtrain.train.step import TrainState
 from zmqtrain.train.sync import Adoption, DelayedSync
-from zmqtrain.types import Array, first_local_unit
+from zmqtrain.types import Array, first_local_unit, is_barrier
 
 __all__ = ["Step", "own_seed", "train_apart", "pack_moments", "unpack_moments", "begin", "follow"]
 
 logger = logging.getLogger(__name__)
-
-BARRIER_SHARE = 0.1
-"""A mean of parameters that is worse than a node's own by more than this share of their score is worth a warning.
-
-Measured on the midpoint of two nodes (loss barrier, Frankle et al. 2020): from one beginning, at most 128 steps apart,
--1 to +4 %; 1,024 apart, +5 % (text) and +49 % (image); from own beginnings, +30 to +760 %.
-"""
 
 
 class Step(Protocol):
@@ -121,6 +114,7 @@ def begin(
     """Join the run as its setting `initial` says; return what keeps in step with it, and the state to go on with.
 
     stop: ends the training apart, not the joining.  make_sync: makes the `DelayedSync`.
+    Where the run begins with a mean, this node says how that scores before it is the run's.
     Raises what `DelayedSync` does: ModelMismatch, JoinRefused (text: why parameters cannot be averaged) among others.
     """
     settings = exchange.settings
@@ -135,16 +129,20 @@ def begin(
         state = train_apart(step, state, batches, alone, lambda: stop() or exchange.founded)
         score = score_of(program, state.params)
         logger.info("%s trained apart for %d steps, and scores %.4g", exchange.name, alone, score)
+    if settings.initial == "mean":
+        score = score_of(program, state.params)
     moments = pack_moments(state.opt_state) if compared and not settings.fresh_moments else ()
-    sync = make_sync(exchange, state.params, donate=True, score=score, moments=moments, state=state.opt_state)
+    judge = partial(score_of, program)
+    sync = make_sync(
+        exchange, state.params, donate=True, score=score, moments=moments, state=state.opt_state, judge=judge
+    )
     adoption = sync.take_adoption()
     if adoption is None:
         return sync, TrainState(sync.start, sync.state)
-    own = score_of(program, state.params) if settings.initial == "mean" else float("nan")
     del state  # or a card would hold both
     state = _adopt(program, settings, sync.start, adoption)
     if settings.initial == "mean":
-        _warn_of_barrier(exchange.name, own, score_of(program, state.params))
+        _warn_of_barrier(exchange.name, score, score_of(program, state.params))
     return sync, state
 
 
@@ -173,7 +171,7 @@ def _adopt(program: Program, settings: RunSettings, params: Any, adoption: Adopt
 
 
 def _warn_of_barrier(name: str, own: float, mean: float) -> None:
-    if isfinite(own) and not mean <= own + BARRIER_SHARE * abs(own):
+    if is_barrier(own, mean):
         text = (
             "%s: the mean of the initial parameters scores %.4g, its own scored %.4g: they lie in different valleys. "
         )

@@ -75,7 +75,8 @@ class DelayedSync:
     part, and what `step` returns lies as what it was given. The first node's founds the run; at any other node the
     first `step` returns the run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the
     buffers it is given.  anchor: where the shared parameters are kept: "device" (where `params` are) or "host".
-    score: of `params` on training data that was held out, where the run begins with the best (NaN: not known).
+    score: of `params` on training data that was held out, where the run begins with the best or the mean (NaN: not
+    known).  judge: scores any parameters so, to say whether the mean is fit to begin with; None: others say.
     moments: the optimizer's state as float32 arrays, for who adopts these parameters.
     state: whatever else of the loop belongs in a checkpoint, where the node keeps one (`connect(..., checkpoint=...)`):
     any pytree of arrays and numbers, as the optimizer's state and random keys. If the node goes on from a checkpoint,
@@ -93,6 +94,7 @@ class DelayedSync:
         moments: Sequence[Array] = (),
         anchor: AnchorOn = "device",
         state: Any = (),
+        judge: Callable[[Any], float] | None = None,
     ) -> None:
         self.state = state
         """As it was given, or as the checkpoint had it that this node goes on from."""
@@ -109,10 +111,10 @@ class DelayedSync:
                     spec.path,
                 )
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
-        self._model = model
-        self._moves = moves_of(
-            exchange.layout, model, leaves, donate=donate, elastic=self.settings.elastic, anchor=anchor
-        )
+        self._model, elastic = model, self.settings.elastic
+        self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
+        while update is not None and update.version < 0 and self.settings.initial == "mean":
+            update = exchange.vote(float("nan") if judge is None else judge(self._tree_of(update)))
         start = leaves if update is None or update.anchor is None else whole_leaves(model, update.anchor)
         self._anchor = self._moves.place(start)
         self._own = leaves if update is not None and update.keep else None
@@ -284,6 +286,10 @@ class DelayedSync:
         )
 
     # ------------------------------------------------------------------ the moves
+
+    def _tree_of(self, update: Update) -> Any:
+        leaves = self._moves.parameters(whole_leaves(self._model, update.anchor or ()))
+        return jax.tree.unflatten(self._tree, leaves)
 
     def _flatten(self, params: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(params)

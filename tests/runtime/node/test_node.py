@@ -281,6 +281,28 @@ def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     assert node.next_fragments() == (0,)
 
 
+def test_who_is_lent_the_mean_has_not_joined_and_gives_its_own_parameters_again_to_a_broker_that_is_back(node):
+    hear(node, welcome(initial="mean", start_nodes=2))
+    node.begin_join(MODEL, LEAVES, score=0.5)
+    hear(node, Fetch())
+    hear_frames(node, *lent([2 * LEAVES[0]], 1, -1, True))
+    coded = threading.Event()
+    node._worker.submit(coded.set)
+    assert coded.wait(60.0) and len(said(node, Snapshot)) == 1
+    assert node.has_joined()
+    mean = node.end_join()
+    assert mean.version == -1 and float(mean.anchor[0].values[1]) == 2 and not node.has_joined()
+    node._link.carry_out(node._peer.vote(0.75))
+    assert said(node, Fetch)[-1] == Fetch(-1, (), 0.75)
+    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    hear(node, welcome(initial="mean", start_nodes=2))
+    assert said(node, Fetch)[-1].score == 0.5
+    hear(node, Fetch())
+    decoded(node)
+    (given,) = said(node, Snapshot)
+    assert sum(given.sizes) == sum(map(len, encode_snapshot(node.layout, LEAVES)))
+
+
 def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.setattr("zmqtrain.runtime.node.node.SAY_WAITING_SECONDS", 0.01)

@@ -50,7 +50,7 @@ class Telling:
             self._events.founded(peer)
 
     def averaged(self, peers: Sequence[PeerId]) -> None:
-        """The run begins with the mean of what these had."""
+        """The run begins with the mean of what these had, if they let it."""
         if self._events is not None:
             self._events.averaged(list(peers))
 

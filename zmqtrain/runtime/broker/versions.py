@@ -14,7 +14,18 @@ from functools import partial
 from typing import Any
 
 from zmqtrain.errors import CodecError
-from zmqtrain.protocol.effects import Accumulate, Average, Found, HubEffect, Lend, Reduce, Replicate, Rewind, Serve
+from zmqtrain.protocol.effects import (
+    Accumulate,
+    Average,
+    Found,
+    HubEffect,
+    Lend,
+    Propose,
+    Reduce,
+    Replicate,
+    Rewind,
+    Serve,
+)
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Snapshot
 from zmqtrain.runtime.broker.arrivals import Arrivals
@@ -30,7 +41,7 @@ from zmqtrain.types import Buffer, PeerId
 
 __all__ = ["VersionEffect", "Versions"]
 
-VersionEffect = Found | Average | Lend | Accumulate | Reduce | Rewind | Serve | Replicate
+VersionEffect = Found | Average | Propose | Lend | Accumulate | Reduce | Rewind | Serve | Replicate
 
 Frames = Sequence[Buffer]
 
@@ -60,6 +71,7 @@ class Versions:
         self._hub, self._aggregator, self._jobs, self._keeper = hub, aggregator, jobs, keeper
         self._arrivals, self._traffic, self._serving, self._replicas = arrivals, traffic, serving, replicas
         self._telling, self._carry_out = telling, carry_out
+        self._mean: Frames | None = None  # that the run may begin with
 
     def do(self, effect: VersionEffect) -> None:
         """Do what the hub wishes; jobs are done in the order in which it wished them."""
@@ -68,6 +80,8 @@ class Versions:
                 self._found(effect)
             case Average(snapshots):
                 self._average(snapshots)
+            case Propose(peers):
+                self._propose(peers)
             case Lend(lender, announcement, peers):
                 self._lend(lender, announcement, peers)
             case Accumulate(peer, publish):
@@ -96,7 +110,8 @@ class Versions:
     def _found(self, found: Found) -> None:
         peer, announcement = found.peer, found.announcement
         self._telling.founding(peer, found.model)
-        frames, self.moments = split_snapshot(announcement, self._arrivals.take(peer, announcement))
+        whole, self._mean = self._mean, None
+        frames, self.moments = split_snapshot(announcement, whole or self._arrivals.take(peer, announcement))
         self._serving.begin_anew()
         self._arrivals.clear()  # what was pending in a run that is founded anew
         self._jobs.do(partial(self._begin, frames, self._hub.state(), peer, self.moments))
@@ -127,9 +142,15 @@ class Versions:
             self._telling.unrelated([peer for peer, _ in snapshots], why)
             self._carry_out(self._hub.unrelated(why))
         else:
-            self._arrivals.put(*snapshots[0], frames)
+            self._mean = frames
             self._telling.averaged([peer for peer, _ in snapshots])
             self._carry_out(self._hub.averaged())
+
+    def _propose(self, peers: Sequence[PeerId]) -> None:
+        if not peers:
+            self._mean = None
+        elif self._mean is not None:
+            self._serving.lend(peers, self._mean, ())
 
     def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""

@@ -149,6 +149,10 @@ class PeerExchange(ABC):
 
     def end_join(self) -> Update | None:
         """Return what `join` does; once `has_joined`."""
+        if (lent := self._joining.lent) is not None:
+            self._inbox.take()
+            self._decode_on()
+            return lent
         return self.poll() if self._joining.end() else None
 
     def _keep_in(self, folder: CheckpointFolder, every: str, saved: SavedNode | None) -> None:
@@ -171,6 +175,12 @@ class PeerExchange(ABC):
     def compare(self, score: float) -> None:
         """See Exchange."""
         self._in_network(lambda: self._link.carry_out(self._peer.compare(score)))
+
+    def vote(self, score: float) -> Update | None:
+        """See Exchange. Raises what `join` does."""
+        self._in_network(lambda: self._link.carry_out(self._peer.vote(score)))
+        self._wait_to_join(self.has_joined)
+        return self.end_join()
 
     @property
     def wanted(self) -> bool:

@@ -2,7 +2,8 @@
 
 Rule 1: who is asked to found the run answers with what it joined with, at once; one of a population, or of several
 masters, with what it holds when its training thread gives it (`lend`).
-Rule 2: who goes on from a checkpoint waits for nobody, but in strict mode.
+Rule 2: who is lent the mean that the run may begin with has not joined: it says how that scores, and waits on.
+Rule 3: who goes on from a checkpoint waits for nobody, but in strict mode.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from zmqtrain.runtime.node.checkpoint import NodeCheckpoint
 from zmqtrain.runtime.node.codec_jobs import CodecJobs
 from zmqtrain.runtime.node.inbox import Inbox
 from zmqtrain.runtime.node.offers import Offers
-from zmqtrain.types import Version
+from zmqtrain.types import Update, Version
 
 __all__ = ["Joining"]
 
@@ -55,7 +56,14 @@ class Joining:
         if self.checkpoint is not None and self.checkpoint.resuming is not None:
             return self.checkpoint.may_go_on()
         apart = self._peer.state is PeerState.APART
-        return apart or (live and (len(self._inbox) > 0 or self._peer.confirmed))
+        return apart or self.lent is not None or (live and (len(self._inbox) > 0 or self._peer.confirmed))
+
+    @property
+    def lent(self) -> Update | None:
+        """The mean that the run may begin with, if that is here to be scored."""
+        first, settings = self._inbox.peek(), self._peer.settings
+        is_mean = settings is not None and settings.initial == "mean" and first is not None and first.version < 0
+        return first if is_mean else None
 
     def end(self) -> bool:
         """Begin where the node begins; return whether that is with the update that is here."""

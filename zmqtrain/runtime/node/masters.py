@@ -116,6 +116,10 @@ class MastersNode:
     def compare(self, score: float) -> None:
         """See Exchange: nobody compares."""
 
+    def vote(self, score: float) -> Update | None:
+        """See Exchange: no mean is made of shards."""
+        return None
+
     def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
         """See Exchange: nobody borrows."""
 
