@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.protocol.hubs import attend, contribute, contribution, in_state, live_hub, of, publish, sent
@@ -43,6 +45,60 @@ def test_a_publish_that_does_not_fit_is_refused_and_counted(changes, reason, tol
     message = publish(changes.pop("sequence", 2), 50, **changes)
     assert hub.receive("a", message, 0.0) == [SendTo("a", Refused(reason, told, message.sequence))]
     assert hub.refused == hub.members["a"].refused == 1 and hub.rounds.pending == ()
+
+
+# ---------------------------------------------------------------------- what is too stale
+
+
+def at_version(version, **settings):
+    """A hub of a and b that has come so far: by what a has contributed."""
+    hub = live_hub("a", "b", **settings)
+    for sequence in range(version):
+        contribute(hub, "a", sequence, base_version=sequence)
+    assert hub.version == version
+    return hub
+
+
+def test_a_publish_may_be_as_stale_as_the_run_allows_and_one_more_is_refused_and_stays_with_its_node():
+    hub = at_version(3, max_staleness=2)
+    text = "based on version 0, 3 behind; this run takes what is at most 2 behind"
+    assert hub.receive("b", publish(7, base_version=0), 0.0) == [SendTo("b", Refused("stale", text, 7))]
+    assert (hub.version, hub.refused, hub.members["b"].refused) == (3, 1, 1)
+    assert hub.rounds.pending == () and not hub.members["b"].open
+    (reduce,) = of(Reduce, contribute(hub, "b", 7, base_version=1))  # it was not heard: it may come with a newer base
+    assert reduce.contributions == (replace(contribution("b", 7, staleness=2), base_version=1),)
+
+
+def test_what_was_not_too_stale_when_it_was_said_lands_however_long_it_waits():
+    hub = live_hub("a", "b", max_staleness=1)
+    hub.receive("b", publish(0), 0.0)
+    for sequence in range(3):
+        contribute(hub, "a", sequence, base_version=sequence)
+    (reduce,) = of(Reduce, hub.received("b", 100, 0.0))
+    assert reduce.contributions == (contribution("b", 0, staleness=3),)
+
+
+@pytest.mark.parametrize(("behind", "too_stale"), [(2, False), (3, True)])
+def test_a_run_that_drops_what_is_too_stale_takes_it_and_says_that_it_counts_nothing(behind, too_stale):
+    hub = at_version(3, max_staleness=2, stale="drop")
+    (reduce,) = of(Reduce, contribute(hub, "b", 0, base_version=3 - behind))
+    assert [(one.staleness, one.too_stale) for one in reduce.contributions] == [(behind, too_stale)]
+    assert (reduce.landed, hub.refused) == ((("b", 0),), 0)
+
+
+@pytest.mark.parametrize("stale", ["return", "drop"])
+def test_what_a_node_drains_at_its_end_is_never_too_stale(stale):
+    hub = at_version(3, max_staleness=1, stale=stale)
+    (reduce,) = of(Reduce, contribute(hub, "b", 0, codec="float32", dense=True))
+    assert [(one.staleness, one.too_stale) for one in reduce.contributions] == [(3, False)]
+
+
+def test_where_no_limit_is_set_nothing_is_too_stale():
+    hub = at_version(5, max_staleness=0)
+    assert of(Reduce, contribute(hub, "b", 0))[0].contributions == (contribution("b", 0, staleness=5),)
+
+
+# ---------------------------------------------------------------------- what is refused, and what lands
 
 
 def test_two_publishes_of_one_transfer_are_refused():

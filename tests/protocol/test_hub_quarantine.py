@@ -93,6 +93,13 @@ def test_who_is_quarantined_still_is_where_its_hub_is_taken_over():
 
 def test_deltas_that_are_late_or_come_twice_quarantine_nobody():
     hub = live_hub("a", "b", max_staleness=1)
-    contribute(hub, "b", 0)
-    for _ in range(20):
-        assert not sent(hub.receive("b", publish(0), 0.0), Quarantine)
+    contribute(hub, "a", 0)
+    for version, sequence in enumerate((0, 2), 1):
+        contribute(hub, "b", sequence, base_version=version)
+    for sequence in range(3, 23):
+        late = hub.receive("b", publish(sequence), 0.0)  # a new one each time, based on version 0 of 3
+        double = hub.receive("b", publish(0), 0.0) + hub.receive("b", publish(1), 0.0)  # 0 has landed, 1 is before 2
+        assert [one.reason for _, one in sent(late + double, Refused)] == ["stale", "duplicate"]
+        assert not sent(late + double + hub.tick(0.0), Quarantine)
+    assert hub.refused == 40 and hub.live == {"a", "b"}
+    assert of(Reduce, contribute(hub, "b", 23, base_version=3))

@@ -83,6 +83,8 @@ RUNS = {
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS.keys())
 def test_a_run_is_replayed_to_the_same_bits(record, program, settings):
     run = record(SLOW, **{"start_nodes": 2, **settings})
+    refused = {one["reason"] for name in run.nodes for one in run.of_kind(name, "withdrawal")}
+    assert refused == ({"stale"} if settings.get("max_staleness") else set())
     result = run.replay(program)
     assert result.difference == "" and result.equal
     assert result.version == run.result.version > 3 and result.crc == result.recorded_crc
