@@ -73,8 +73,8 @@ class HubWorld:
 
     transfers: (peer, number) -> announcement, of those that the hub expects.  heard: of each peer, the highest sequence
     that the hub has let come.  accepted: (peer, sequence) -> publish, of those that have come; added: which of them are
-    in a sum.  voters: who is to say how the mean scores; own: how each of them does itself.  hands, held: the data units
-    that each has, and had when it was lost.
+    in a sum.  voters: who is to say how the mean scores; own: how each of them does itself.
+    hands, held: the data units that each has, and had when it was lost.
     """
 
     def __init__(self, settings, nodes=0, seen=None):
