@@ -1,7 +1,8 @@
 """Check the simulator against reality: the same run on real sockets and simulated, rule by rule.
 
 A real run is `learning.py`'s: four node processes and a broker process on 127.0.0.1, a step paced to a fixed time. The
-simulated one has the same settings, data units, program and step time, on wires that cost next to nothing.
+simulated one has the same settings, data units, program and step time (and a millisecond's noise), on wires that cost
+next to nothing.
 
 Columns: real, sim: held-out loss at the end, mean and deviation over the seeds.  gap_%: of the means.  z: the gap over
 the deviation that the difference of two such means has.  curve_gap_%: the largest gap of a real score
@@ -36,6 +37,9 @@ EVALUATE_SECONDS, CURVE_SECONDS = 1.5, 0.3
 """How often a real run is scored, which costs its nodes time, and a simulated one, which costs none."""
 LOOPBACK = LinkModel(1e10, 0.0002)
 LEFT_OUT = 0.2
+NOISE = ((0.0, 0.001, 1.0),)
+"""No steps of real PCs are all of one length. If they were, all nodes would offer every 0.2 s sharp, and under a rule of
+0.2 s a third of the offers would be put off."""
 
 
 def measure(bench: Bench, task: Task, name: str, seeds: Sequence[int]) -> dict[str, Any]:
@@ -72,7 +76,8 @@ def predict(task: Task, method: Method, rate: float, seed: int, share: float) ->
     """Simulate a run; return the held-out loss at its end and the curve. share: of the steps of the task."""
     assert method.settings is not None
     settings = task.complete(method.settings, rate, seed, NODES, "default")
-    nodes = tuple(SimNode(name=f"node-{n}", step_seconds=task.step_milliseconds / 1e3) for n in range(NODES))
+    step_seconds = task.step_milliseconds / 1e3
+    nodes = tuple(SimNode(name=f"node-{n}", step_seconds=step_seconds, straggler=NOISE) for n in range(NODES))
     scenario = Scenario(settings=settings, nodes=nodes, link=LOOPBACK, evaluate_seconds=CURVE_SECONDS)
     result = simulate(scenario, program=task.make(rate, seed))
     return result.scores["loss"], [(one["samples"], one["loss"]) for one in result.of_kind("evaluation")]
