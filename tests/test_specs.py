@@ -61,11 +61,6 @@ def test_a_text_that_cannot_be_read_is_refused_with_the_place_and_the_choices(te
         ({"every": 2.0}, "setting every must be a whole number, got 2.0"),
         ({"elastic": "1"}, "setting elastic must be a number, got '1'"),
         ({"release": 3}, "setting release must be a text, got 3"),
-        (
-            {"release": "immediately", "aggregate": "trimmed:share=0.25"},
-            "rounds of one delta, and 'trimmed:share=0.25' compares those of a round: say --release quorum:count=3",
-        ),
-        ({"release": "immediately", "selection": "healthy"}, "and 'healthy' compares those of a round"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(setting, words):

@@ -10,6 +10,7 @@ import pytest
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.outer import outer_from_spec
@@ -73,6 +74,17 @@ def test_the_defaults_at_the_top_are_those_of_the_settings():
     assert written == {name: str(DEFAULTS[name]) for name in written}
 
 
+@pytest.mark.parametrize(("setting", "lone"), [("aggregate", {"mean", "weighted"}), ("selection", {"all", "better"})])
+def test_what_compares_the_deltas_of_a_round_is_refused_where_a_round_has_one(setting, lone):
+    for spec in family(setting):
+        settings = RunSettings.from_dict({"release": "immediately", setting: spec})
+        if spec.partition(":")[0] in lone:
+            check_rules(settings)
+        else:
+            with pytest.raises(ConfigError, match=f"compares those of a round: say .*, or leave --{setting} out"):
+                check_rules(settings)
+
+
 @pytest.mark.parametrize(
     ("title", "setting"),
     [(name, name) for name in READERS if name != "preemption"] + [("initial", "initial"), ("local_updates",) * 2],
@@ -86,9 +98,7 @@ def test_the_specs_in_the_table_of_choices_are_taken():
     (table,) = re.findall(r"^\| your case \| say \|\n(.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
     for line in table.splitlines()[1:]:
         flags = dict(re.findall(r"--([\w-]+) (\S+?)(?=[` ])", line))
-        RunSettings.from_dict({name.replace("-", "_"): _value(name, text) for name, text in flags.items()})
-        for name in READERS.keys() & flags.keys():
-            READERS[name](flags[name])
+        check_rules(RunSettings.from_dict({name.replace("-", "_"): _value(name, text) for name, text in flags.items()}))
     assert table.count("`--") >= 6
 
 

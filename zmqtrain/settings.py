@@ -19,9 +19,6 @@ AUTO_EVERY, AUTO_DELAY = 0, -1
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
-_COMPARING = ("trimmed", "median", "majority", "clipped", "best", "healthy", "score")
-"""What of aggregate and selection looks at several deltas at once."""
-
 
 def read_steps(name: str, value: Any) -> Any:
     """Return what a person wrote for the setting `name`: "auto" of `every` and `delay` as a number, all else as is."""
@@ -164,12 +161,6 @@ class RunSettings:
             raise ConfigError(
                 'mode "strict" makes the same bits again, and k and d that follow from measured times do not: say '
                 "--every and --delay in numbers; `zmqtrain plan` says which fit"
-            )
-        compares = [spec for spec in (self.aggregate, self.selection) if spec.partition(":")[0] in _COMPARING]
-        if self.release == "immediately" and compares:
-            raise ConfigError(
-                f'release "immediately" makes rounds of one delta, and {compares[0]!r} compares those of a round: say '
-                "--release quorum:count=3 (of four nodes), or leave it out"
             )
         if self.initial == "own" and self.elastic == 1 and self.preemption == "none":
             raise ConfigError(

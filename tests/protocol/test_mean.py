@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 
 from zmqtrain.protocol.effects import Average, Expect, Found, Propose, SendTo, Serve
-from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.hub import LATE_SECONDS, Hub, MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.vote import VOTE_SECONDS, Vote
@@ -37,9 +37,14 @@ def say(hub, peer, score):
 
 
 def tick(hub, now=0.1):
-    for peer in hub.members:
-        hub.saw(peer, now)
-    return hub.tick(now)
+    """Let time pass until then, while all are heard, and the hub listens; return what comes of it."""
+    effects, moment = [], -1.0
+    while moment < now:
+        moment = min(now, hub._ticked + LATE_SECONDS)
+        for peer in hub.members:
+            hub.saw(peer, moment)
+        effects += hub.tick(moment)
+    return effects
 
 
 def averaging(*scores):
@@ -189,3 +194,20 @@ def test_what_is_said_too_late_costs_nobody_its_place():
     assert found(tick(hub, 1.0 + VOTE_SECONDS))  # and its nodes wait for a third
     say(hub, "b", 0.9)
     assert [effect.peer for effect in join(hub, "d") if isinstance(effect, Serve)] == ["a", "b", "d"]
+
+
+def test_a_vote_that_comes_when_its_node_is_served_asks_for_nothing():
+    hub = voting(0.5, 0.5)
+    say(hub, "a", 0.5)
+    tick(hub)
+    assert found(tick(hub, 0.1 + VOTE_SECONDS + 1)) and hub.members["b"].state is MemberState.LIVE
+    say(hub, "b", 0.9)
+
+
+def test_for_as_long_as_the_hub_did_not_listen_it_waits_for_what_is_said():
+    hub = voting(0.5, 0.5)
+    say(hub, "a", 0.5)
+    tick(hub)
+    assert not found(hub.tick(500.0)), "it stood still, and what was said meanwhile is heard after this"
+    say(hub, "b", 0.9)
+    assert found(tick(hub, 500.1)), "one of two finds it worse"

@@ -142,10 +142,10 @@ class Founding:
             return [Propose(vote.voters)]
         return self._begin_with_mean()
 
-    def tick(self, now: float) -> list[HubEffect]:
-        """Let time pass: a vote on the mean may be over."""
+    def tick(self, now: float, late: float = 0.0) -> list[HubEffect]:
+        """Let time pass: a vote on the mean may be over. late: for so long nobody was heard here."""
         vote = self._vote
-        if vote is None or not vote.is_over(now):
+        if vote is None or not vote.is_over(now, late):
             return []
         self._vote = None
         if vote.is_of_nobody:  # nobody can say any more what it is worth

@@ -199,7 +199,7 @@ class Hub(HubBook):
         effects: list[HubEffect] = self.groups.tick(now)
         late, self._ticked = max(0.0, now - self._ticked - LATE_SECONDS), now
         effects += look_over(self, late, now)
-        effects += self._begun(self.founding.tick(now))
+        effects += self._begun(self.founding.tick(now, late))
         effects += release(self, now)
         if self.news:
             self.news = False
@@ -225,6 +225,8 @@ class Hub(HubBook):
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         member.digest, member.held = fetch.digest[:MAX_NAME], fetch.held
         if member.state is MemberState.LIVE:
+            if not fetch.model:  # how the mean scores, or its own: of a time that is over
+                return []
             member.known_version = fetch.version
             landed = self.records.landed(member.peer)
             return [Serve(member.peer, member.known_version, landed, digest=fetch.digest, held=fetch.held)]

@@ -76,7 +76,8 @@ class Paces:
         self.landed[peer] += 1
 
     def look(self, live: Set[PeerId], waiting: Set[PeerId]) -> None:
-        """Take note of who is live; forget who is neither live nor has anything waiting."""
+        """Take note of who is live; forget who is neither live nor has anything waiting (here: of several series that
+        share `intervals`, the first to forget a node forgets those for all)."""
         for peer in self.clocks.keys() - live - waiting:
             del self.clocks[peer], self.landed[peer]
             self.intervals.forget(peer)

@@ -300,6 +300,12 @@ class Peer(PeerBook):
         founding = self.founding if self.shard else 0  # the first gives the number, and needs not be told it
         return [Send(Fetch(self._following.fetch(), model_to_wire(self.model), self.score, founding, *self.held))]
 
+    @property
+    def _awaits_loan(self) -> bool:
+        """Whether parameters that are not the run's may come: another's of a population, or the mean that is judged."""
+        is_mean = self.settings is not None and self.settings.initial == "mean"
+        return self.state is PeerState.APART or (is_mean and self.state is PeerState.FOUNDING)
+
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         if isinstance(announcement, Snapshot) and announcement.version >= 0:
             self.run_version = announcement.version
@@ -307,7 +313,7 @@ class Peer(PeerBook):
             if announcement.rewound:
                 self.rewound, self.heard = announcement.version, -1
                 self.in_flight.clear()
-        elif isinstance(announcement, Snapshot) and self.state not in (PeerState.APART, PeerState.FOUNDING):
+        elif isinstance(announcement, Snapshot) and not self._awaits_loan:
             return []
         step = self._following.announce(announcement)
         if step is Step.FETCH:

@@ -49,10 +49,10 @@ class Vote:
         """Take note that a node has left: it is not awaited, and what it has said does not count."""
         self._own.pop(peer, None)
 
-    def is_over(self, now: float) -> bool:
-        """Return whether all have said, or have had their time: it begins with the first look."""
-        if self._until is None:
-            self._until = now + self._seconds
+    def is_over(self, now: float, late: float = 0.0) -> bool:
+        """Return whether all have said, or have had their time: it begins with the first look. late: so much of it was
+        nobody's, because the hub itself did not listen."""
+        self._until = now + self._seconds if self._until is None else self._until + late
         return now >= self._until or all(peer in self._said for peer in self.voters)
 
     def objection(self) -> str:

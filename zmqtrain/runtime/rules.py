@@ -46,6 +46,9 @@ CANONICAL: Mapping[str, Callable[[str], str]] = {
 }
 """By setting: what writes a spec out in full. Each raises ConfigError for one that names nothing."""
 
+_OF_ONE = {"aggregate": ("mean", "weighted"), "selection": ("all", "better")}
+"""What makes sense of a round of one delta; all other rules compare those of a round."""
+
 
 def canonical(settings: RunSettings) -> RunSettings:
     """Return the settings with every spec string in its full form.
@@ -56,11 +59,19 @@ def canonical(settings: RunSettings) -> RunSettings:
 
 
 def check_rules(settings: RunSettings) -> dict[str, str]:
-    """Return the full form of every spec string, by setting. Raises ConfigError, as `canonical` does."""
+    """Return the full form of every spec string, by setting. Raises ConfigError, as `canonical` does, and for
+    rules that have nothing to do in each other's company."""
     written = {}
     for name, write in CANONICAL.items():
         try:
             written[name] = write(getattr(settings, name))
         except ConfigError as error:
             raise ConfigError(f"{name} = {error}") from error
+    if written["release"] == "immediately":
+        for name, names in _OF_ONE.items():
+            if written[name].partition(":")[0] not in names:
+                raise ConfigError(
+                    f'release "immediately" makes rounds of one delta, and {name} {written[name]!r} compares those of '
+                    f"a round: say --release quorum:count=3 (of four nodes), or leave --{name} out"
+                )
     return written

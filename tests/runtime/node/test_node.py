@@ -84,6 +84,13 @@ def decoded(node):
     node._worker.close(60.0)
 
 
+def caught_up(node):
+    """Wait until the codec thread has done what it has been given."""
+    done = threading.Event()
+    node._worker.submit(done.set)
+    assert done.wait(60.0)
+
+
 def welcome(version=-1, model=(), **settings):
     return Welcome("run-1", version, RunSettings(**settings).to_dict(), model_to_wire(model))
 
@@ -286,12 +293,12 @@ def test_who_is_lent_the_mean_has_not_joined_and_gives_its_own_parameters_again_
     node.begin_join(MODEL, LEAVES, score=0.5)
     hear(node, Fetch())
     hear_frames(node, *lent([2 * LEAVES[0]], 1, -1, True))
-    coded = threading.Event()
-    node._worker.submit(coded.set)
-    assert coded.wait(60.0) and len(said(node, Snapshot)) == 1
+    caught_up(node)
+    assert len(said(node, Snapshot)) == 1
     assert node.has_joined()
     mean = node.end_join()
     assert mean.version == -1 and float(mean.anchor[0].values[1]) == 2 and not node.has_joined()
+    assert node._jobs.coder.restarts == node._restarts.resets, "or it would never save a checkpoint again"
     node._link.carry_out(node._peer.vote(0.75))
     assert said(node, Fetch)[-1] == Fetch(-1, (), 0.75)
     node._link.carry_out(node._peer.distrust("noise", 1.0))
@@ -301,6 +308,23 @@ def test_who_is_lent_the_mean_has_not_joined_and_gives_its_own_parameters_again_
     decoded(node)
     (given,) = said(node, Snapshot)
     assert sum(given.sizes) == sum(map(len, encode_snapshot(node.layout, LEAVES)))
+
+
+def test_the_score_of_one_mean_is_not_said_of_the_next(node):
+    hear(node, welcome(initial="mean", start_nodes=2))
+    node.begin_join(MODEL, LEAVES, score=0.5)
+    for transfer, mean in ((1, 2.0), (2, 3.0)):
+        hear(node, Fetch())
+        hear_frames(node, *lent([mean * LEAVES[0]], transfer, -1, True))
+        if transfer == 1:
+            caught_up(node)
+            assert node.end_join().version == -1
+            node._link.carry_out(node._peer.distrust("noise", 1.0))
+            hear(node, welcome(initial="mean", start_nodes=2))
+    caught_up(node)
+    asked = len(said(node, Fetch))
+    assert float(node.vote(0.75).anchor[0].values[1]) == 3, "this one is to be scored first"
+    assert len(said(node, Fetch)) == asked
 
 
 def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeypatch, caplog):

@@ -74,10 +74,6 @@ class Arrivals:
         """Return what is used now, and hold it no more."""
         return self.whole.pop(_key(peer, announcement))
 
-    def put(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
-        """Hold these frames as those of this announcement."""
-        self.whole[_key(peer, announcement)] = frames
-
     def clear(self) -> None:
         """Hold nothing any more: the run begins anew."""
         self.whole.clear()
@@ -122,7 +118,7 @@ class Arrivals:
             self._telling.refused(peer, result)
             self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(result), str(result), now))
         else:
-            self.put(peer, announcement, frames)
+            self.whole[_key(peer, announcement)] = frames
             self._carry_out(self._hub.received(peer, announcement.transfer, now))
 
 

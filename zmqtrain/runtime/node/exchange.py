@@ -48,20 +48,15 @@ Batch = TypeVar("Batch", covariant=True)
 class PeerExchange(ABC):
     """An `Exchange` over a `Peer`, and the `Listener` of its link: all but the threads, the time and the waiting.
 
-    condition: makes what a thread waits on.  clock: see Exchange.  events: who is told what happens here, None for
-    nobody.
+    condition: makes what a thread waits on.  clock: see Exchange.  events: who is told what happens here, or None.
     """
 
     _link: PeerLink
 
     def __init__(
-        self,
-        name: str,
-        peer: Peer,
-        condition: Callable[[], threading.Condition],
-        clock: Clock,
+        self, name: str, peer: Peer, condition: Callable[[], threading.Condition], clock: Clock,
         events: NodeEvents | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.clock: Clock = clock
         self.name, self._peer, self._events = name, peer, events
         self._waiting = Waiting(condition())
@@ -151,6 +146,7 @@ class PeerExchange(ABC):
         """Return what `join` does; once `has_joined`."""
         if (lent := self._joining.lent) is not None:
             self._inbox.take()
+            self._restarts.done(self._offers.next_sequence)
             self._decode_on()
             return lent
         return self.poll() if self._joining.end() else None
@@ -178,7 +174,8 @@ class PeerExchange(ABC):
 
     def vote(self, score: float) -> Update | None:
         """See Exchange. Raises what `join` does."""
-        self._in_network(lambda: self._link.carry_out(self._peer.vote(score)))
+        if self._joining.lent is None:  # or it is another one's score: all were asked anew meanwhile
+            self._in_network(lambda: self._link.carry_out(self._peer.vote(score)))
         self._wait_to_join(self.has_joined)
         return self.end_join()
 
