@@ -38,8 +38,8 @@ EVALUATE_SECONDS, CURVE_SECONDS = 1.5, 0.3
 LOOPBACK = LinkModel(1e10, 0.0002)
 LEFT_OUT = 0.2
 NOISE = ((0.0, 0.001, 1.0),)
-"""Steps of real PCs are not all of one length. If they were, all nodes would offer every 0.2 s sharp, and under a rule
-of 0.2 s a third of the offers would be put off."""
+"""Steps of real PCs are not all of one length. If they were, all nodes would offer every 0.2 s sharp, just when a round
+of 0.2 s closes, and many offers would be put off."""
 
 
 def measure(bench: Bench, task: Task, name: str, seeds: Sequence[int]) -> dict[str, Any]:

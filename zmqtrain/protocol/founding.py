@@ -1,7 +1,8 @@
 """Decide whose parameters a run begins with, and bring every node to them: the first half of the hub's machine.
 
     founder  the first node that waits is asked, and all others take its parameters
-    best     start_nodes nodes have trained apart; the best-scored is asked, and all take its optimizer state too
+    best     start_nodes nodes have trained apart; the best-scored is asked, and its optimizer state goes with it unless
+             others begin a fresh one
     mean     all that wait are asked; the run begins with their mean, if they are related at all, and do not find it
              worse than their own (`vote`)
     own      a population: each trains on with its own parameters and says how they score; who lags is lent the best
