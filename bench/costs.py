@@ -7,8 +7,9 @@ are those of the table in `zmqtrain/runtime/planning/costs.py`, which plans are 
 Where a processor trains, it subtracts and rebases too (all threads of XLA's): the line REBASE_NS, and behind it the
 same for models in fragments.
 
-encode, decode: at a node, of its delta; of the aggregate and of its own part in it.  accumulate: at the hub, of one
-contribution, checked and added.  release: at the hub, of one aggregate: outer step, encoding, what was published.
+encode, decode: at a node, of its delta, and judging it; of the aggregate and of its own part in it.  subtract: what
+encoding costs besides for each delta of its own that is on its way.  accumulate: at the hub, of one contribution,
+checked, judged and added.  release: at the hub, of one aggregate: outer step, encoding, what was published.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish
 from zmqtrain.runtime.equation.aggregator import Aggregator
-from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
+from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot
 from zmqtrain.runtime.equation.vectors import Vectors
 from zmqtrain.runtime.planning.costs import COSTS, CodecCosts
 from zmqtrain.runtime.planning.schedule import model_of
@@ -63,14 +64,23 @@ def measure(spec: str, values: int, rounds: int, seed: int = 0) -> CodecCosts:
     segments = [random.standard_normal(leaf.values, np.float32) for leaf in model]
     aggregator.plan(model)
     aggregator.found(encode_snapshot(coder.layout, [np.concatenate(segments)]))
-    for number in range(rounds):
+
+    def encode(number: int) -> Encoded:
         offer = Offer(number, 0, segments, 1, 1)
-        u = watch.time("encode", lambda offer=offer: coder.encode(offer))  # type: ignore[misc]
+        encoded = coder.encode(offer)
+        coder.judge(offer, encoded)
+        return encoded
+
+    for number in range(rounds):
+        u = watch.time("encode", lambda number=number: encode(number))  # type: ignore[misc]
+        watch.time("again", lambda number=number: encode(rounds + number))  # type: ignore[misc]
+        coder.withdraw(rounds + number)
         sizes = tuple(len(frame) for frame in u.frames)
         publish = Publish(number, number, number, 0, u.codec, sizes, 1, 1, 0.0)
 
         def accumulate(publish: Publish = publish, frames: Sequence[bytearray] = u.frames) -> None:  # type: ignore[assignment]
             aggregator.check(publish, frames)
+            aggregator.judge(PEER, publish, frames)
             aggregator.accumulate(PEER, publish, frames)
 
         watch.time("accumulate", accumulate)
@@ -84,7 +94,9 @@ def measure(spec: str, values: int, rounds: int, seed: int = 0) -> CodecCosts:
             lambda a=aggregate, n=number, f=frames: coder.decode_aggregate(a, (n,), f),  # type: ignore[misc]
         )
         coder.withdraw(number)
-    return CodecCosts(**{f"{name}_ns": round(1e9 * seconds / values, 2) for name, seconds in watch.least.items()})
+    least = watch.least
+    least["subtract"] = max(0.0, least.pop("again") - least["encode"])
+    return CodecCosts(**{f"{name}_ns": round(1e9 * seconds / values, 2) for name, seconds in least.items()})
 
 
 def measure_rebase(values: int, rounds: int, fragments: int = 1) -> float:

@@ -30,7 +30,8 @@ XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
 predicted_efficiency, predicted_busy: what the formula of `zmqtrain plan` says of hosts that share these cores, told
-what the codec's work alone costs right after the run, as a multiple of the package's table (pace; shared_cores).
+what an exchange costs their processors where nothing else is done, as for exchange_ms (shared_cores; alone_node_ms:
+CPU of a node's codec and sockets, alone_rebase_ms: where it subtracts and rebases, alone_hub_ms: of the broker).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
@@ -55,7 +56,7 @@ import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
 from emulated_node import be_node
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
-from shared_cores import Shared, load_on, measure_pace, predict_on
+from shared_cores import Shared, Work, load_on, predict_on
 from star import Star
 
 __all__ = ["Case", "read_options", "default_cases", "measure", "main"]
@@ -156,9 +157,7 @@ def _lockstep_cases(options: argparse.Namespace) -> list[lockstep.Case]:
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
     with Star(case.nodes, case.rate) as star:
-        measured = _run(case, star)
-        pace = measure_pace(case.codec, _cores())
-        return _row(case, star, pace, *measured) | {"congestion_control": star.congestion_control}
+        return _row(case, star, *_run(case, star)) | {"congestion_control": star.congestion_control}
 
 
 def main() -> None:
@@ -220,6 +219,8 @@ def _conduct(
     with BusyMeter() as alone:
         exchanges = ask_all(nodes, "exchanges", time.monotonic() + 0.2)
     busy = {"busy": window.busy_share, "busy_exchange": alone.busy_share}
+    ended = ask_all([broker], "figures")[0]
+    used["alone_seconds"] = (ended["cpu_seconds"] - after["cpu_seconds"]) / (ended["version"] - after["version"])
     ask_all(nodes, "end")
     merged = [result | inside | timed for result, inside, timed in zip(results, measured, exchanges, strict=True)]
     return merged, used, busy
@@ -229,15 +230,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _predict(case: Case, params: int, pace: float, step_cpu_seconds: float) -> Shared:
+def _predict(case: Case, params: int, work: Work, step_cpu_seconds: float) -> Shared:
     """Return what is expected of a case on these cores; of one with slow nodes, as if none were."""
     wish = Wish(parameters=params, nodes=case.nodes, step_seconds=STEP_SECONDS, node_bits=case.rate, hub_bits=case.rate)
-    load, work = load_on(wish, case.codec, case.fragments, _cores(), pace)
+    load = load_on(wish, case.codec, case.fragments, _cores(), work)
     return predict_on(load, work, Schedule(case.every, case.delay), _cores(), step_cpu_seconds)
 
 
 def _row(
-    case: Case, star: Star, pace: float, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
+    case: Case, star: Star, nodes: list[dict[str, Any]], broker: dict[str, Any], busy: dict[str, float]
 ) -> dict[str, Any]:
     if not all(node["exchanges"] for node in nodes) or not broker["version"]:
         raise RuntimeError(
@@ -261,7 +262,12 @@ def _row(
     limit = case.nodes * case.fragments * largest / bytes_per_second
     exchange = statistics.median(seconds for node in nodes for seconds in node["exchange_seconds"])
     period = mean(lambda n: n["steps"] / n["exchanges"])
-    predicted = _predict(case, nodes[0]["params"], pace, mean(lambda n: n["step_cpu_seconds"]))
+    work = Work(
+        mean(lambda n: sum(n["alone"][name] for name in ("codec", "network", "sockets"))),
+        mean(lambda n: n["alone"]["other"]),
+        broker["alone_seconds"],
+    )
+    predicted = _predict(case, nodes[0]["params"], work, mean(lambda n: n["step_cpu_seconds"]))
     row: dict[str, Any] = {
         "nodes": case.nodes,
         "params": nodes[0]["params"],
@@ -289,7 +295,9 @@ def _row(
         "contributions": broker["contributions"] / broker["version"],
         **busy,
         "predicted_busy": predicted.busy,
-        "pace": pace,
+        "alone_node_ms": 1e3 * work.node,
+        "alone_rebase_ms": 1e3 * work.rebase,
+        "alone_hub_ms": 1e3 * work.hub,
         "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
         "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],

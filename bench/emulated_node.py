@@ -132,9 +132,10 @@ class EmulatedNode:
         return difference(before, after) | at_the_end
 
     def exchanges(self, start: float) -> dict[str, Any]:
-        """Exchange as fast as can be, with nothing else to do; return the seconds that each whole model took."""
+        """Exchange as fast as can be, with nothing else to do; return the seconds that each whole model took, and what
+        all of them have cost, by thread."""
         time.sleep(max(0.0, start - time.monotonic()))
-        seconds = []
+        seconds, before, used = [], self.applied, thread_seconds()
         for _ in range(EXCHANGES_TIMED):
             began, applied = time.perf_counter(), self.applied
             while self.applied < applied + self.case.fragments:
@@ -144,7 +145,8 @@ class EmulatedNode:
                     self.params = self.sync.step(self.params, score=self.loss)
             self.jax.block_until_ready(self.params)
             seconds.append(time.perf_counter() - began)
-        return {"exchange_seconds": seconds[2:]}
+        used, alone = difference(used, thread_seconds()), self.applied - before
+        return {"exchange_seconds": seconds[2:], "alone": {name: spent / alone for name, spent in used.items()}}
 
     @property
     def applied(self) -> int:

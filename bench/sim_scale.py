@@ -43,7 +43,7 @@ from zmqtrain.transport.memory import LinkModel
 from zmqtrain.types import LeafSpec
 
 from report import print_table, write_json
-from shared_cores import load_on, measure_pace
+from shared_cores import load_on, work_of
 
 __all__ = ["Simulated", "simulate_plan", "predict_cases", "check_on_star", "draw", "main"]
 
@@ -260,8 +260,8 @@ def check_on_star(wish: Wish, cores: int, steps: int) -> Iterator[dict[str, Any]
     for number in (4, 8):
         wish = replace(wish, nodes=number)
         for_codec = make_plan(replace(wish, step_on="host", codec_on="host", share=1.0, cores=float(cores)))
-        pace = measure_pace(for_codec.codec, cores)
-        load, _ = load_on(wish, for_codec.codec, for_codec.fragments, cores, pace)
+        work = work_of(wish, for_codec.codec, for_codec.fragments, for_codec.schedule.on_the_way(for_codec.fragments))
+        load = load_on(wish, for_codec.codec, for_codec.fragments, cores, work)
         schedule: Schedule = fit(load)
         expected = predict(load, schedule)
         case = Case(

@@ -17,4 +17,5 @@ def test_every_codec_of_the_table_is_measured_and_printed_as_the_table_has_it(tm
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('    "')]
     table = eval("{" + "".join(lines) + "}", {"CodecCosts": CodecCosts})
     assert [vars(table[row["codec"]]) | {"codec": row["codec"]} for row in rows] == rows
-    assert all(value > 0 for cost in table.values() for value in vars(cost).values())
+    assert all(value > 0 for cost in table.values() for name, value in vars(cost).items() if name != "subtract_ns")
+    assert all(cost.subtract_ns >= 0 for cost in table.values())  # a difference of two: at toy size it may be nothing

@@ -8,13 +8,14 @@ from zmqtrain.runtime.planning.planning import Wish
 from zmqtrain.runtime.planning.schedule import Schedule
 
 import shared_cores
-from shared_cores import load_on, measure_pace, predict_on, slowdown
+from shared_cores import Shared, Work, load_on, predict_on, slowdown, work_of
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05, codec="ternary", fragments=1)
 
 
 def _efficiency(wish: Wish, every: int, cores: int, step_cpu_seconds: float = 0.001) -> float:
-    load, work = load_on(wish, "ternary", 1, cores, pace=1.0)
+    work = work_of(wish, "ternary", 1)
+    load = load_on(wish, "ternary", 1, cores, work)
     return predict_on(load, work, Schedule(every, every), cores, step_cpu_seconds).prediction.efficiency
 
 
@@ -26,29 +27,60 @@ def test_one_core_and_two_are_slower_by_what_the_textbook_says(busy: float) -> N
 
 
 def test_rare_exchanges_cost_little_and_work_that_fills_the_cores_costs_much_without_end() -> None:
-    assert _efficiency(WISH, every=400, cores=2) > 0.99
+    assert _efficiency(WISH, every=400, cores=2, step_cpu_seconds=0.0) > 0.99
     few, many = _efficiency(WISH, every=8, cores=2), _efficiency(WISH, every=8, cores=64)
     assert few < many < 1
     assert 0 < _efficiency(WISH, every=1, cores=1) < few
 
 
 def test_no_period_is_shorter_than_the_work_of_all_hosts_takes() -> None:
-    load, work = load_on(WISH, "ternary", 1, 2, pace=1.0)
+    work = work_of(WISH, "ternary", 1)
+    load = load_on(WISH, "ternary", 1, 2, work)
     shared = predict_on(load, work, Schedule(1, 1), 2, 0.0)
-    assert shared.prediction.period_steps * WISH.step_seconds >= work / 2
+    assert shared.prediction.period_steps * WISH.step_seconds >= work.of_all(4) / 2
     assert shared.busy < 1
-    alone = load_on(WISH, "ternary", 1, 64, pace=1.0)[0]
-    assert alone.node_seconds < load.node_seconds == pytest.approx(work / 2)
+    alone = load_on(WISH, "ternary", 1, 64, work)
+    assert alone.node_seconds == work.node < load.node_seconds == pytest.approx(work.of_all(4) / 2)
 
 
-def test_a_machine_at_half_the_pace_has_twice_the_work_and_the_same_bytes() -> None:
-    (once, work), (twice, more) = (load_on(WISH, "ternary", 1, 2, pace) for pace in (1.0, 2.0))
-    assert more == pytest.approx(2 * work)
-    assert twice.held_seconds == pytest.approx(2 * once.held_seconds)
-    assert twice.hub_seconds == pytest.approx(2 * once.hub_seconds)
-    assert (twice.bytes_up, twice.bytes_down) == (once.bytes_up, once.bytes_down)
+def test_what_was_measured_takes_the_place_of_the_table_and_the_bytes_stay() -> None:
+    table = work_of(WISH, "ternary", 1)
+    twice = Work(2 * table.node, 2 * table.rebase, 2 * table.hub)
+    assert twice.of_all(4) == pytest.approx(2 * table.of_all(4))
+    once, more = (load_on(WISH, "ternary", 1, 2, work) for work in (table, twice))
+    assert more.hub_seconds == pytest.approx(2 * once.hub_seconds)
+    assert (more.bytes_up, more.bytes_down) == (once.bytes_up, once.bytes_down)
+    schedule = Schedule(32, 32)  # which both can keep
+    slower, faster = (predict_on(*case, schedule, 2, 0.001) for case in ((more, twice), (once, table)))
+    assert slower.busy > faster.busy
+    assert slower.prediction.efficiency < faster.prediction.efficiency
 
 
-def test_the_pace_of_this_machine_is_measured_on_every_core_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_cores, "PACE_VALUES", 100_000)
-    assert measure_pace("ternary", 2) > 0
+def test_masters_and_deltas_on_the_way_are_work_too() -> None:
+    table = work_of(WISH, "ternary", 1)
+    assert table.of_all(4, masters=2) == pytest.approx(table.of_all(4) + table.hub)
+    later = work_of(WISH, "ternary", 1, on_the_way=2)
+    assert later.node > table.node
+    assert later[1:] == table[1:]
+
+
+def test_an_efficiency_is_over_a_step_that_only_sleeps() -> None:
+    nothing = Work(0.0, 0.0, 0.0)
+    load = load_on(WISH, "ternary", 1, 64, nothing)
+    shared = predict_on(load, nothing, Schedule(40, 40), 64, 0.005)
+    assert shared.prediction.efficiency == pytest.approx(40 * 0.05 / (40 * 0.055 + load.held_seconds), abs=1e-4)
+
+
+def test_each_step_waits_for_half_a_slice_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = work_of(WISH, "ternary", 1)
+    load = load_on(WISH, "ternary", 1, 2, work)
+    waiting = predict_on(load, work, Schedule(40, 40), 2, 0.0)
+    monkeypatch.setattr(shared_cores, "SLICE_SECONDS", 0.0)
+    at_once = predict_on(load, work, Schedule(40, 40), 2, 0.0)
+
+    def late(shared: Shared) -> float:
+        return 40 * WISH.step_seconds * (1 / shared.prediction.efficiency - 1)
+
+    more = slowdown(waiting.busy, 2) - 1
+    assert late(waiting) - 40 * 0.0007 * more == pytest.approx(load.held_seconds * (1 + more))
+    assert late(at_once) < late(waiting)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
 
 from zmqtrain.errors import ChannelClosed
-from zmqtrain.runtime.mailbox import Mailbox, Worker
+from zmqtrain.runtime.mailbox import NICENESS, Mailbox, Worker
 
 WAIT = 60.0
 """Seconds: longer than a loaded machine needs for what is waited for here."""
@@ -135,3 +137,13 @@ def test_a_worker_may_be_closed_by_its_own_job():
     worker.submit(lambda: (worker.close(), closed.set()))
     assert closed.wait(WAIT)
     worker.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness of threads")
+def test_a_worker_is_nicer_than_the_thread_that_made_it_which_stays_as_it_was():
+    own, theirs = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []
+    worker = Worker("jobs", 1, failed=lambda error: None)
+    worker.submit(lambda: theirs.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    worker.close(WAIT)
+    assert theirs == [min(19, own + NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own

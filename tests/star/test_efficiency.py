@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import shared_cores
 from efficiency import Case, default_cases, main, measure, read_options
 
 SETTINGS = {"nodes", "params", "codec", "every"}
@@ -23,6 +22,10 @@ FIGURES = {
     "held_ms",
     "exchange_over_limit",
     "busy",
+    "predicted_efficiency",
+    "alone_node_ms",
+    "alone_rebase_ms",
+    "alone_hub_ms",
 }
 
 
@@ -33,7 +36,6 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     written = tmp_path / "rows.json"
     small = ["--nodes", "2", "--params", "2e4", "--fragments", "2", "--every", "2", "--steps", "60"]
     small += ["--release", "all"]  # who is held up for a moment has not all that others exchange meanwhile to apply
-    monkeypatch.setattr(shared_cores, "PACE_VALUES", 100_000)
     monkeypatch.setattr(sys, "argv", ["efficiency.py", *small, "--json", str(written)])
     main()
     printed = capsys.readouterr().out
@@ -48,6 +50,8 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     # of few steps the period is rough: one aggregate more may fall into them than their offers make
     assert row["period_steps"] > 1.5 and row["model_period_steps"] == pytest.approx(2 * row["period_steps"])
     assert all(math.isfinite(row[key]) for key in FIGURES)
+    assert 0 < row["predicted_efficiency"] < 1
+    assert all(row[f"alone_{what}_ms"] > 0 for what in ("node", "rebase", "hub"))
 
 
 def test_by_default_every_row_offers_at_least_every_16_steps_and_applies_half_of_that_later() -> None:

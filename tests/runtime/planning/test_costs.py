@@ -34,6 +34,12 @@ def test_the_hub_pays_for_each_contribution_and_once_for_the_aggregate():
     assert four - 4 * one_more == pytest.approx(1e-3 * COSTS["int8"].release_ns)
 
 
+def test_what_is_on_its_way_is_subtracted_where_a_processor_encodes():
+    none, two = (exchange_costs(**EXCHANGE, nodes=4, codec_on="host", on_the_way=n) for n in (0, 2))
+    assert two.node_seconds - none.node_seconds == pytest.approx(2e-3 * COSTS["ternary"].subtract_ns)
+    assert exchange_costs(**EXCHANGE, nodes=4, on_the_way=2) == exchange_costs(**EXCHANGE, nodes=4)
+
+
 def test_masters_share_what_the_hub_pays():
     whole, half = (exchange_costs(**EXCHANGE, nodes=4, masters=masters).hub_seconds for masters in (1, 2))
     assert half == pytest.approx(whole / 2)

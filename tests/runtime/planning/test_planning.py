@@ -58,6 +58,16 @@ def test_without_a_given_k_the_plan_has_the_schedule_that_a_broker_would_fit():
     assert plan.schedule == fit(plan.load)
 
 
+def test_a_plan_knows_what_is_on_its_way_when_a_node_encodes():
+    wish = replace(WISH, codec="ternary", fragments=1, codec_on="host", step_on="host")
+    plan = make_plan(replace(wish, every=8, delay=24))
+    assert plan.schedule.on_the_way(1) == 2
+    late = make_plan(replace(wish, every=8, delay=8))
+    assert late.schedule.on_the_way(1) == 0
+    two = 2 * COSTS["ternary"].subtract_ns * WISH.parameters / 1e9
+    assert plan.load.node_seconds - late.load.node_seconds == pytest.approx(two)
+
+
 def test_variants_have_one_two_and_four_masters_and_faster_hubs_and_never_send_less():
     plans = list(variants(WISH))
     assert [(plan.wish.masters, plan.wish.hub_bits) for plan in plans] == [

@@ -202,3 +202,11 @@ def test_the_model_that_stands_for_an_unknown_one_has_its_parameters(parameters)
 def test_a_model_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="at least one parameter"):
         model_of(0)
+
+
+@pytest.mark.parametrize(
+    ("every", "delay", "fragments", "on_the_way"),
+    [(8, 8, 1, 0), (8, 9, 1, 1), (8, 16, 1, 1), (8, 17, 1, 2), (8, 0, 1, 0), (14, 34, 2, 1), (8, 16, 4, 0)],
+)
+def test_of_a_fragment_so_many_deltas_are_on_their_way_as_turns_fit_in_the_delay(every, delay, fragments, on_the_way):
+    assert Schedule(every, delay).on_the_way(fragments) == on_the_way

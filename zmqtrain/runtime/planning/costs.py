@@ -7,7 +7,7 @@ Rule 2: they are of one core of one machine (AMD EPYC, Zen 4, with numba); what 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.runtime.planning.memory import Place
@@ -19,22 +19,24 @@ __all__ = ["COSTS", "CodecCosts", "ExchangeCosts", "costs_of", "exchange_costs"]
 class CodecCosts:
     """CPU time of one thread in ns per parameter of the fragment.
 
-    encode, decode: at a node, of its delta; of the aggregate and its own part in it.  accumulate: at the hub, of one
-    contribution.  release: at the hub, of one aggregate.
+    encode, decode: at a node, of its delta; of the aggregate and its own part in it.  subtract: at a node, of each of
+    its deltas that is on its way when the next one is encoded.  accumulate: at the hub, of one contribution.  release:
+    at the hub, of one aggregate.
     """
 
     encode_ns: float
+    subtract_ns: float
     decode_ns: float
     accumulate_ns: float
     release_ns: float
 
 
 COSTS: dict[str, CodecCosts] = {
-    "float32": CodecCosts(encode_ns=1.25, decode_ns=1.45, accumulate_ns=1.25, release_ns=2.92),
-    "bf16": CodecCosts(encode_ns=1.2, decode_ns=1.11, accumulate_ns=1.03, release_ns=3.02),
-    "int8": CodecCosts(encode_ns=0.54, decode_ns=0.88, accumulate_ns=0.6, release_ns=2.15),
-    "int4": CodecCosts(encode_ns=0.52, decode_ns=1.02, accumulate_ns=0.71, release_ns=2.3),
-    "ternary": CodecCosts(encode_ns=0.52, decode_ns=1.0, accumulate_ns=0.6, release_ns=2.32),
+    "float32": CodecCosts(encode_ns=1.27, subtract_ns=1.81, decode_ns=1.36, accumulate_ns=1.35, release_ns=2.62),
+    "bf16": CodecCosts(encode_ns=1.46, subtract_ns=1.13, decode_ns=1.07, accumulate_ns=1.36, release_ns=2.81),
+    "int8": CodecCosts(encode_ns=0.49, subtract_ns=0.57, decode_ns=0.82, accumulate_ns=0.61, release_ns=1.93),
+    "int4": CodecCosts(encode_ns=0.47, subtract_ns=0.46, decode_ns=0.97, accumulate_ns=0.73, release_ns=2.15),
+    "ternary": CodecCosts(encode_ns=0.6, subtract_ns=0.47, decode_ns=0.91, accumulate_ns=0.59, release_ns=2.26),
 }
 """By codec, the densest first. `bench/costs.py` measures them and prints these lines."""
 
@@ -44,7 +46,7 @@ TRANSPORT_NODE_NS, TRANSPORT_HUB_NS = 0.6, 0.45
 DISPATCH_SECONDS = 0.005
 """What the training thread is held per exchange, where a card does the rest (`held_ms` of `bench/efficiency.py`)."""
 
-REBASE_NS = 2.2
+REBASE_NS = 2.0
 """What training loses besides per parameter of the fragment, where a processor subtracts and rebases: CPU time of all
 its threads. `bench/costs.py` prints this line, too."""
 
@@ -73,7 +75,7 @@ def costs_of(spec: str) -> CodecCosts:
     last = re.split(r"\+(?=[a-z])", coding_from_spec(spec).default.name)[-1].partition(":")[0]
     if last in COSTS and "+" not in coding_from_spec(spec).default.name:
         return COSTS[last]
-    kinds = ("encode_ns", "decode_ns", "accumulate_ns", "release_ns")
+    kinds = (field.name for field in fields(CodecCosts))
     return CodecCosts(**{kind: max(getattr(cost, kind) for cost in COSTS.values()) for kind in kinds})
 
 
@@ -88,15 +90,17 @@ def exchange_costs(
     *,
     step_on: Place = "device",
     codec_on: Place = "device",
+    on_the_way: float = 0.0,
     node_ns: float | None = None,
     hub_ns: float | None = None,
     held_seconds: float | None = None,
 ) -> ExchangeCosts:
     """Return what an exchange of one fragment costs.
 
-    parameters: of the fragment.  step_on, codec_on: the card, or the processor.  node_ns, hub_ns: measured ones, all of
-    a node's per parameter, and all of the hub's per parameter and contribution, take the place of the sums here;
-    held_seconds the same, of the training thread.
+    parameters: of the fragment.  step_on, codec_on: the card, or the processor.  on_the_way: deltas of this fragment
+    that a node has on their way when it encodes the next.  node_ns, hub_ns: measured ones, all of a node's per
+    parameter, and all of the hub's per parameter and contribution, take the place of the sums here; held_seconds the
+    same, of the training thread.
     """
     up, down = costs_of(codec), costs_of(broadcast_codec)
     moved = bytes_up + bytes_down
@@ -105,12 +109,13 @@ def exchange_costs(
     elif codec_on == "device":
         node = 1e-9 * (CARD_FRAME_NS + TRANSPORT_NODE_NS) * moved
     else:
-        node = 1e-9 * ((up.encode_ns + down.decode_ns) * parameters + TRANSPORT_NODE_NS * moved)
+        of_codec = up.encode_ns + on_the_way * up.subtract_ns + down.decode_ns
+        node = 1e-9 * (of_codec * parameters + TRANSPORT_NODE_NS * moved)
     if hub_ns is not None:
         hub = 1e-9 * nodes * hub_ns * parameters / masters
     else:
-        of_codec = (nodes * up.accumulate_ns + down.release_ns) * parameters
-        hub = 1e-9 * (of_codec + nodes * TRANSPORT_HUB_NS * moved) / masters
+        of_codec = nodes * up.accumulate_ns + down.release_ns
+        hub = 1e-9 * (of_codec * parameters + nodes * TRANSPORT_HUB_NS * moved) / masters
     if held_seconds is None:
         per_parameter = REBASE_NS if step_on == "host" else CARD_NS if codec_on == "device" else 0.0
         held_seconds = DISPATCH_SECONDS + 1e-9 * per_parameter * parameters

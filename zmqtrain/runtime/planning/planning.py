@@ -110,8 +110,11 @@ class Plan:
         return self.load.fragments
 
 
-def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int) -> Load:
-    """Return what the wished run asks of links and machines with these codecs and so many fragments."""
+def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, on_the_way: int = 0) -> Load:
+    """Return what the wished run asks of links and machines with these codecs and so many fragments.
+
+    on_the_way: as for `exchange_costs`.
+    """
     sizes = exchange_bytes(model_of(wish.parameters), codec, broadcast_codec, fragments, wish.masters)
     costs = exchange_costs(
         wish.parameters / fragments,
@@ -123,6 +126,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int) -> Loa
         wish.masters,
         step_on=wish.step_on,
         codec_on=wish.codec_on,
+        on_the_way=on_the_way,
         node_ns=wish.node_ns,
         hub_ns=wish.hub_ns,
         held_seconds=wish.held_seconds,
@@ -191,10 +195,14 @@ def _spread_seconds(load: Load) -> float:
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> Plan:
+    """Return the plan of this cut. What is on its way when a node encodes follows from a first schedule; the second
+    one has the time in it that this takes."""
     broadcast_codec = wish.broadcast_codec or codec
     load = load_of(wish, codec, broadcast_codec, fragments)
-    fitting = fit(load)
-    schedule = Schedule(wish.every or fitting.every, wish.delay or fitting.delay)
+    schedule = _schedule(wish, load)
+    if on_the_way := schedule.on_the_way(fragments):
+        load = load_of(wish, codec, broadcast_codec, fragments, on_the_way)
+        schedule = _schedule(wish, load)
     return Plan(
         wish=wish,
         codec=codec,
@@ -203,3 +211,8 @@ def _plan(wish: Wish, codec: str, fragments: int) -> Plan:
         schedule=schedule,
         prediction=predict(load, schedule),
     )
+
+
+def _schedule(wish: Wish, load: Load) -> Schedule:
+    fitting = fit(load)
+    return Schedule(wish.every or fitting.every, wish.delay or fitting.delay)

@@ -108,6 +108,10 @@ class Schedule:
     every: int
     delay: int
 
+    def on_the_way(self, fragments: int) -> int:
+        """Return how many earlier deltas of a fragment are on their way when a node offers the next one of it."""
+        return max(0, -(-self.delay // (fragments * self.every)) - 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
