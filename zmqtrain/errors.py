@@ -132,7 +132,7 @@ class ChannelClosed(ZmqTrainError):
 
 
 class ChannelFull(ZmqTrainError):
-    """The lane to a peer holds as much as it may; the sender keeps the message and tries again later."""
+    """The lane to a peer holds as much as it may, or is not there yet; the sender keeps the message and tries again."""
 
 
 class PeerLost(ZmqTrainError):

@@ -307,7 +307,8 @@ class HubChannel(Protocol):
         """The address that nodes connect to (with the port that was chosen, where 0 was asked for)."""
 
     def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
-        """Send one message; the hub never waits for a peer. Raise PeerLost, ChannelFull or ChannelClosed."""
+        """Send one message; the hub never waits for a peer. Raise PeerLost, ChannelFull (nothing was sent: try again
+        later) or ChannelClosed."""
 
     async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
         """Return the next message of any peer. Raise ChannelClosed."""

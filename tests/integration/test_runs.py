@@ -11,9 +11,10 @@ import jax
 import msgpack
 import numpy as np
 import pytest
+import zmq
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
-from zmqtrain.errors import HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
+from zmqtrain.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
 from zmqtrain.runtime.node.connect import connect
@@ -115,6 +116,38 @@ def test_a_broker_of_another_run_is_not_believed_and_training_goes_on(tmp_path, 
             assert trainer.sync.statistics().version >= version
             trainer.stop.set()
             trainer.join()
+
+
+def test_a_node_whose_lane_of_payloads_comes_after_what_it_is_sent_there_keeps_its_place(monkeypatch, caplog):
+    held, sent, connect_now = [], RouterChannel.send, zmq.Socket.connect
+
+    def connect_bulk_later(socket, address):
+        if socket.routing_id.startswith(b"Bpc-2"):
+            held.append((asyncio.get_running_loop(), socket, address))
+        else:
+            connect_now(socket, address)
+
+    def send(channel, peer, lane, frames):
+        try:
+            sent(channel, peer, lane, frames)
+        except (ChannelFull, PeerLost):
+            while held and lane is Lane.BULK:
+                loop, socket, address = held.pop()
+                loop.call_soon_threadsafe(connect_now, socket, address)
+            raise
+
+    caplog.set_level(logging.INFO, "zmqtrain")
+    with broker(RunSettings(every=2, delay=1)) as hub:
+        first = Trainer(hub.address, "pc-1")
+        first.wait_until(lambda: first.steps > 4)
+        monkeypatch.setattr(zmq.Socket, "connect", connect_bulk_later)
+        monkeypatch.setattr(RouterChannel, "send", send)
+        late = Trainer(hub.address, "pc-2")
+        late.wait_until(lambda: late.sync is not None and late.sync.statistics().aggregates_applied > 3)
+        for trainer in (first, late):
+            trainer.stop.set()
+            trainer.join()
+    assert "its connection is gone" not in caplog.text
 
 
 def test_another_model_is_refused_with_the_leaf_and_both_shapes():

@@ -10,10 +10,23 @@ import zmq
 from channels import HERE, A, B, StrangeSockets, kept_address, meet, run
 
 from zmqtrain.errors import ChannelFull, PeerLost
+from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.routing import first_life, next_life, routing_id_of
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Lane
+
+
+async def send_on(hub: RouterChannel, lane: Lane) -> None:
+    """Send to a peer whose connection is gone, until that is found: libzmq says so just before it takes it out."""
+    reading = asyncio.create_task(hub.receive())  # one with no room left is taken out by who reads
+    try:
+        while True:
+            with contextlib.suppress(ChannelFull):  # what was said to it meanwhile
+                hub.send(A, lane, [b"?"])
+            await asyncio.sleep(0)
+    finally:
+        reading.cancel()
 
 
 def test_the_hub_is_told_who_is_lost_and_who_was_never_there() -> None:
@@ -27,11 +40,46 @@ def test_the_hub_is_told_who_is_lost_and_who_was_never_there() -> None:
         while hub.connections:
             await hub.changed()
         with pytest.raises(PeerLost) as caught:
-            while True:
-                with contextlib.suppress(ChannelFull):  # what was said to it meanwhile
-                    hub.send(A, Lane.CONTROL, [b"?"])
-                await asyncio.sleep(0)  # libzmq says that a connection is gone just before it takes it out
+            await send_on(hub, Lane.CONTROL)
         assert caught.value.peer == A
+        await hub.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_a_lane_that_is_not_there_yet_is_full_for_a_while_and_one_that_is_gone_is_a_lost_peer(
+    strangers: StrangeSockets,
+) -> None:
+    async def main() -> None:
+        now, life = 1000.0, first_life()
+        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(handshake_seconds=5.0))
+        hub._doorway.clock = lambda: now
+        for _ in range(2):  # a later life of the channel begins without a lane
+            control = strangers.dealer(hub.address, routing_id_of(Lane.CONTROL, A, life))
+            control.send(b"hello")
+            assert await hub.receive() == (A, Lane.CONTROL, [b"hello"])
+            for after, error in ((5.0, ChannelFull), (0.1, PeerLost)):
+                now += after
+                with pytest.raises(error):
+                    hub.send(A, Lane.BULK, [b"too early"])
+            now -= 0.1
+            bulk = strangers.dealer(hub.address, routing_id_of(Lane.BULK, A, life))
+            bulk.send(b"hello")
+            assert await hub.receive() == (A, Lane.BULK, [b"hello"])
+            hub.send(A, Lane.BULK, [b"now"])
+            bulk.close(linger=0)
+            while hub.connections > 1:
+                await hub.changed()
+            with pytest.raises(PeerLost):
+                await send_on(hub, Lane.BULK)
+            control.close(linger=0)
+            while hub.connections:
+                await hub.changed()
+            life = next_life(life)
+        strangers.dealer(hub.address, routing_id_of(Lane.BULK, B, life)).send(b"hello")
+        assert await hub.receive() == (B, Lane.BULK, [b"hello"])
+        with pytest.raises(PeerLost):  # nobody says anything on BULK alone
+            hub.send(B, Lane.CONTROL, [b"?"])
         await hub.close(linger_seconds=0)
 
     run(main)

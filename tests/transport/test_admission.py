@@ -6,7 +6,7 @@ import pytest
 
 from zmqtrain.transport.admission import Admission, Seats
 from zmqtrain.transport.routing import first_life, next_life
-from zmqtrain.types import PeerId
+from zmqtrain.types import Lane, PeerId
 
 A, B = PeerId("a#1"), PeerId("b#2")
 
@@ -84,3 +84,19 @@ def test_who_is_heard_over_a_connection_that_has_ended_is_not_here() -> None:
     seats.hear(PeerId("c#2"), "pc1", "k1", b"1", 8, number=4)
     seats.hear(A, "pc1", "k1", b"1", 7, number=-1)
     assert seats.get(PeerId("c#2")) is not None
+
+
+def test_a_lane_is_awaited_for_a_while_from_the_first_word_of_a_life_and_never_again_once_it_was_heard() -> None:
+    seats = Seats()
+    assert not seats.awaits(A, Lane.BULK, 5.0, now=100.0)  # it was never here
+    for life, began in ((b"1", 100.0), (b"2", 200.0)):
+        for said in (began, began + 4.0):  # what it says later does not make it younger
+            seats.hear(A, "pc1", "k1", life, 7, number=int(began))
+            seats.note_lane(A, Lane.CONTROL, said)
+        assert seats.awaits(A, Lane.BULK, 5.0, began + 5.0) and not seats.awaits(A, Lane.BULK, 5.0, began + 5.1)
+        assert not seats.awaits(A, Lane.CONTROL, 5.0, began)
+        seats.note_lane(A, Lane.BULK, began + 4.0)
+        assert not seats.awaits(A, Lane.BULK, 5.0, began + 4.0)
+        seats.left(A, 7)
+    seats.note_lane(B, Lane.CONTROL, 300.0)
+    assert not seats.awaits(B, Lane.BULK, 5.0, 300.0)  # it has left, and is forgotten

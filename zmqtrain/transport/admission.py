@@ -5,15 +5,17 @@ Rule 2: a peer id belongs to the name under which it was first heard; nobody els
 a key share its name: nothing tells them apart.
 Rule 3: of two lives of a peer, the one whose connection was made last counts; what a former one sent is not heard.
 Rule 4: what is kept is bounded: who is here by its connections; of those that have left, the last DEPARTED_SEATS.
+Rule 5: a life's lanes are connected one after the other: one that was not heard yet is awaited, for a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from zmqtrain.transport.routing import is_former
-from zmqtrain.types import PeerId
+from zmqtrain.types import Lane, PeerId
 
 __all__ = ["DEPARTED_SEATS", "EVERYBODY", "Admission", "Seat", "Seats"]
 
@@ -50,13 +52,14 @@ class Admission:
 class Seat:
     """A peer's place. name: under which it came.  key: its public key.  life: what tells its connections from those of
     its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard, with
-    their numbers."""
+    their numbers.  lanes: those heard in this life, each with when that was first."""
 
     name: str
     key: str
     life: bytes
     newest: int
     descriptors: dict[int, int] = field(default_factory=dict)
+    lanes: dict[Lane, float] = field(default_factory=dict)
 
 
 class Seats:
@@ -106,7 +109,7 @@ class Seats:
                 return "life", {descriptor} if former is None else ended
             if former is None:
                 ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
-            seat.life, seat.descriptors = life, {}
+            seat.life, seat.descriptors, seat.lanes = life, {}, {}
         seat.key, seat.newest = key, max(seat.newest, number)
         self._keep(peer, seat, descriptor, number)
         return "", ended
@@ -116,6 +119,17 @@ class Seats:
         if number >= 0:
             seat.descriptors[descriptor] = number
         self._note_whether_here(peer, seat)
+
+    def note_lane(self, peer: PeerId, lane: Lane, now: float) -> None:
+        """Take note that this lane of a peer is heard, in the life that counts."""
+        if (seat := self._seats.get(peer)) is not None:
+            seat.lanes.setdefault(lane, now)
+
+    def awaits(self, peer: PeerId, lane: Lane, seconds: float, now: float) -> bool:
+        """Return whether a lane of a peer may be on its way: it was not heard in this life, and another one was, for
+        the first time no more than `seconds` ago."""
+        seat = self._seats.get(peer)
+        return seat is not None and lane not in seat.lanes and now - min(seat.lanes.values(), default=-inf) <= seconds
 
     def left(self, peer: PeerId, descriptor: int) -> None:
         """Take note that a connection of a peer is gone; its place stays its own."""

@@ -128,7 +128,7 @@ class Doorway:
     ) -> None:
         self.connections = Connections(limits)
         self.gone: Callable[[int], None] = lambda descriptor: None
-        self._socket, self._refusals, self._told, self._clock = socket, refusals, told, clock
+        self._socket, self._refusals, self._told, self.clock = socket, refusals, told, clock
         address = f"inproc://zmqtrain-monitor-{next(_NUMBERS)}"
         socket.monitor(address, _ACCEPTED | _DISCONNECTED | _CLOSED | _FAILED)
         monitor = socket.context.socket(zmq.PAIR)
@@ -157,7 +157,7 @@ class Doorway:
                 address, port = connection.getpeername()[:2]
         except OSError:  # it is gone already
             return
-        for cut in self.connections.accepted(descriptor, address.removeprefix("::ffff:"), port, self._clock()):
+        for cut in self.connections.accepted(descriptor, address.removeprefix("::ffff:"), port, self.clock()):
             self._shut(cut)
         self._told()
 

@@ -78,7 +78,7 @@ class RouterChannel:
         self.context = context
         self._doorway, self._refusals, self._admission, self._handler = doorway, refusals, admission, handler
         self._seats, self._news = Seats(), news
-        self._speakers: dict[int, tuple[PeerId, bytes, str]] = {}  # by descriptor: who was heard there
+        self._speakers: dict[int, tuple[PeerId, bytes, str, Lane]] = {}  # by descriptor: who was heard there
         self._dismissed: dict[int, int] = {}  # by descriptor: the number of a connection that was told why it will end
         self._incoming = Gate()
         self._port = Port(socket, self._incoming, Gate())
@@ -188,7 +188,7 @@ class RouterChannel:
     def cut(self, key: str) -> None:
         """End all connections of a public key; and those from the same addresses that were not heard yet."""
         self._doorway.look()
-        theirs = [descriptor for descriptor, (_, _, used) in self._speakers.items() if used == key]
+        theirs = [descriptor for descriptor, (_, _, used, _) in self._speakers.items() if used == key]
         table = self._doorway.connections
         addresses = {here.address for descriptor in theirs if (here := table.get(descriptor)) is not None}
         for address in addresses:
@@ -209,6 +209,7 @@ class RouterChannel:
         """Send one message; never waits.  Large frames are not copied: nobody may write into them again.
 
         Raise PeerLost, ChannelFull, ChannelClosed, and LocalProtocolError for a message that no channel carries.
+        BULK, which a node connects after CONTROL, is full until it is heard, or a handshake could have been made.
         """
         check_message(frames)
         self._check_open()
@@ -221,6 +222,9 @@ class RouterChannel:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
+            seconds = self._doorway.connections.limits.handshake_seconds
+            if lane is Lane.BULK and self._seats.awaits(peer, lane, seconds, self._doorway.clock()):
+                raise ChannelFull(f"the {lane.name} lane to {peer} is not there yet") from error
             raise PeerLost(peer) from error
 
     async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
@@ -274,8 +278,8 @@ class RouterChannel:
                 self._end_soon(int(frame.get(_SOURCE)))
                 return False
             name = known
-        descriptor = int(frame.get(_SOURCE))
-        if self._speakers.get(descriptor) == (peer, life, key) and self._seats.get(peer) is not None:
+        descriptor, speaker = int(frame.get(_SOURCE)), (peer, life, key, lane)
+        if self._speakers.get(descriptor) == speaker and self._seats.get(peer) is not None:
             return True
         self._doorway.look()  # so that the number is this connection's
         connection = self._doorway.connections.get(descriptor)
@@ -288,16 +292,17 @@ class RouterChannel:
                     self._port.send(notice(reason), routing_id_of(lane, peer, life))
             return False
         for former in ended if reason else ended - {descriptor}:
-            speaker = self._speakers.get(former)
-            if speaker is None or (speaker[0] == peer and not self._seats.is_now(peer, speaker[1])):
+            there = self._speakers.get(former)
+            if there is None or (there[0] == peer and not self._seats.is_now(peer, there[1])):
                 self._speakers.pop(former, None)
                 self._doorway.cut(former)  # else that descriptor is another's by now
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
             return False
-        if name and peer not in (speaker[0] for speaker in self._speakers.values()):
+        if name and peer not in (there[0] for there in self._speakers.values()):
             logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
-        self._speakers[descriptor] = (peer, life, key)
+        self._speakers[descriptor] = speaker
+        self._seats.note_lane(peer, lane, self._doorway.clock())
         self._doorway.connections.proved(descriptor)
         return True
 

@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 
 from tests.runtime.broker.wires import LEAVES, MODEL, lived
-from zmqtrain.errors import CheckpointError, PeerLost
+from zmqtrain.errors import ChannelFull, CheckpointError, PeerLost
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Refused, Snapshot, WorkRequest, model_to_wire
+from zmqtrain.protocol.messages import (
+    Chunk,
+    Fetch,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Snapshot,
+    WorkRequest,
+    model_to_wire,
+)
 from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.types import Lane
 
@@ -213,3 +223,27 @@ def test_whose_connection_is_gone_is_lost_if_it_has_said_nothing(caplog):
     caplog.set_level("INFO", "zmqtrain")
     lived(story)
     assert "b left: its connection is gone" in caplog.text
+
+
+def test_a_newcomer_whose_lane_of_payloads_is_not_there_yet_is_sent_all_of_its_snapshot_when_it_is():
+    async def story(peers):
+        await peers.join("a#1")
+        send, early = peers.wire.send, []
+
+        def send_where_there_is_a_lane(peer, lane, frames):
+            if lane is Lane.BULK:
+                early.append(peer)
+                peers.wire.news.open()
+                raise ChannelFull("it is on its way")
+            send(peer, lane, frames)
+
+        peers.wire.send = send_where_there_is_a_lane
+        peers.wire.say("b#1", Hello("b#1"))
+        peers.wire.say("b#1", Fetch(-1, model_to_wire(MODEL)))
+        await peers.until(lambda: early)
+        peers.wire.send = send
+        await peers.until(lambda: peers.wire.bulk and peers.wire.bulk[-1][0] == "b#1")
+        assert [type(message) for who, message in peers.wire.bulk if who == "b#1"] == [Snapshot, Chunk]
+        assert "b#1" in peers.broker.hub.members
+
+    lived(story)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from zmqtrain.errors import ChannelFull, PeerLost
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.framing import decode_message, split
 from zmqtrain.protocol.groups import LATE_SECONDS
@@ -30,7 +31,10 @@ RATE = 6e7
 
 
 class Peers:
-    """A HubChannel to nodes that take, and send, all they may, `seconds` after they may."""
+    """A HubChannel to nodes that take, and send, all they may, `seconds` after they may.
+
+    full, gone: those whose lane of payloads has no room, or is not there any more.
+    """
 
     address = "tcp://127.0.0.1:1"
 
@@ -39,15 +43,26 @@ class Peers:
         self.sent: list[tuple[float, PeerId, Message, int]] = []
         self.came: list[tuple[float, PeerId, int]] = []
         self.waiting: dict[tuple[PeerId, int], list[tuple[bytes, Buffer]]] = {}
+        self.full: set[PeerId] = set()
+        self.gone: set[PeerId] = set()
+        self.turned_away: list[PeerId] = []
+        self.missed: list[PeerId] = []
         self._moved = asyncio.Event()
 
     def lost(self, peer: PeerId, why: str) -> None:
         raise AssertionError(f"{peer}: {why}")
 
     def unreachable(self, peer: PeerId) -> None:
-        raise AssertionError(peer)
+        assert peer in self.gone
+        self.missed.append(peer)
 
     def send(self, peer: PeerId, lane: Lane, frames: Any) -> None:
+        if lane is Lane.BULK and peer in self.full:
+            self.turned_away.append(peer)
+            self._moved.set()
+            raise ChannelFull(f"the lane to {peer} is not there yet")
+        if lane is Lane.BULK and peer in self.gone:
+            raise PeerLost(peer)
         loop, message = asyncio.get_running_loop(), decode_message(frames[0])
         self.sent.append((loop.time(), peer, message, sum(len(frame) for frame in frames)))
         self._moved.set()
@@ -217,5 +232,66 @@ def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_
             now += 0.05
             waited += 0.05
         assert named == [A] and waited == pytest.approx(patience, abs=0.1)
+
+    run(main())
+
+
+def test_what_a_lane_has_no_room_for_goes_whole_and_in_order_once_it_has_and_holds_up_nobody_else(run: Run) -> None:
+    async def main() -> None:
+        peers = Peers(seconds=0.01)
+        peers.full = {A}
+        peers.snapshot(A, 2)
+        peers.snapshot(B, 1)
+        await peers.until(lambda: peers.chunks_to() == [B])
+        peers.traffic.look_again()
+        assert peers.turned_away == [A, A]
+        peers.full.clear()
+        peers.traffic.look_again()
+        peers.full = {A}  # in the midst of a transfer, too
+        assert [type(message) for _, who, message, _ in peers.sent if who == A] == [Snapshot]
+        await peers.until(lambda: peers.turned_away == [A, A, A])
+        peers.full.clear()
+        peers.traffic.look_again()
+        await peers.until(lambda: peers.chunks_to() == [B, A, A])
+        chunks = [message for _, who, message, _ in peers.sent if who == A][1:]
+        assert [chunk.index for chunk in chunks if isinstance(chunk, Chunk)] == [0, 1]
+
+    run(main())
+
+
+def test_nothing_goes_to_who_was_forgotten_while_its_lane_had_no_room(run: Run) -> None:
+    async def main() -> None:
+        peers = Peers(seconds=0.01)
+        peers.full = {A}
+        peers.snapshot(A, 1)
+        peers.traffic.forget(A)
+        peers.full.clear()
+        peers.traffic.look_again()
+        assert peers.sent == []
+
+    run(main())
+
+
+def test_who_waits_for_a_lane_that_never_comes_is_missed(run: Run) -> None:
+    async def main() -> None:
+        peers = Peers(seconds=0.01)
+        peers.full = {A}
+        peers.snapshot(A, 1)
+        assert not peers.missed
+        peers.full, peers.gone = set(), {A}
+        peers.traffic.look_again()
+        assert peers.missed == [A]
+
+    run(main())
+
+
+def test_what_is_passed_on_waits_for_room_and_who_is_not_there_for_it_is_missed(run: Run) -> None:
+    async def main() -> None:
+        peers, frames = Peers(seconds=0.01), next(iter(split(1, [b"x"])))
+        peers.full, peers.gone = {A}, {B}
+        assert not peers.traffic.forward(A, frames) and not peers.missed
+        assert peers.traffic.forward(B, frames) and peers.missed == [B]
+        peers.full.clear()
+        assert peers.traffic.forward(A, frames) and peers.chunks_to() == [A]
 
     run(main())

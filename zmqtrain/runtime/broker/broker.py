@@ -242,6 +242,7 @@ class Broker:
         self._carry_out(self.hub.tick(now))
         self._replicas.tick(now)
         self._relays.pump_all()
+        self.traffic.look_again()
         self.parameters.tick(now)
         self.serving.shelf.forget_old(now)
         for peer in list(self.traffic.intake.idle_holders()):

@@ -46,11 +46,13 @@ PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
 
 @dataclass
 class _Line:
-    """What is held for one peer. bucket: of its own port, on the way down; rate: how fast its link was seen so."""
+    """What is held for one peer. bucket: of its own port, on the way down; rate: how fast its link was seen so; full: a
+    chunk was put back, as its lane had no room."""
 
     outbox: Outbox
     bucket: TokenBucket
     following: bool = False
+    full: bool = False
     rate: RateMeter = field(default_factory=RateMeter)
 
 
@@ -141,13 +143,16 @@ class Traffic:
     def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
         """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
 
-        One to a peer that is gone is dropped: `unreachable` is told when that is sent something else.
+        One to a peer that is gone is dropped, and `unreachable` is told: it may not go on as if nothing were missing.
         """
         try:
             self._channel.send(peer, Lane.BULK, frames)
         except ChannelFull:
             return False
-        except (PeerLost, ChannelClosed):
+        except PeerLost:
+            self._unreachable(peer)
+            return True
+        except ChannelClosed:
             return True
         moved = sum(len(frame) for frame in frames)
         self.bytes_sent += moved
@@ -292,7 +297,8 @@ class Traffic:
             self._channel.send(peer, Lane.BULK, chunk)
         except ChannelFull:
             line.outbox.put_back()
-            self._sending.leave(peer)  # until it acknowledges something
+            line.full = True
+            self._sending.leave(peer)  # until it acknowledges something, or `look_again`
             return False
         except PeerLost:
             self._sending.leave(peer)
@@ -307,6 +313,13 @@ class Traffic:
         line.bucket.pay(size, now)
         line.rate.begun(now)
         return True
+
+    def look_again(self) -> None:
+        """Send to those whose lane had no room, or was not there yet: nothing else may say that it is now."""
+        for peer, line in list(self._lines.items()):
+            if line.full:
+                line.full = False
+                self._pump(peer)
 
     def forget(self, peer: PeerId) -> None:
         """Give up all that is on its way from or to a peer, and let the others have its part of the window."""
