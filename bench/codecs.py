@@ -36,7 +36,7 @@ from zmqtrain.errors import ConfigError
 
 from report import describe_machine, print_table, write_json
 
-__all__ = ["BARS", "PATHS", "SPECS", "Bar", "Work", "index_bits", "main", "make_values", "measure"]
+__all__ = ["BARS", "PATHS", "SPECS", "Bar", "Work", "index_bits", "main", "make_values", "markdown", "measure"]
 
 SPECS = (
     "float32",
@@ -51,11 +51,14 @@ SPECS = (
     "topk:density=0.01+int8",
     "topk:density=0.01+int4",
     "topk:density=0.001+int8",
+    "topk:density=0.05+sign",
     "blocktopk+int8",
     "randomk:density=0.01+int8",
     "dct+topk:density=0.03+int8",
     "lowrank",
     "ternary:fragments=8",
+    "feedback+ternary",
+    "momentum+topk:density=0.01+int8",
 )
 PATHS = ("numpy", "numba", "payload", "jax")
 SIZES = (1 << 20, 25_000_000)
@@ -85,15 +88,15 @@ class Bar:
     most: bool = False
 
     def verdict(self, rows: Sequence[Mapping[str, Any]]) -> tuple[bool | None, str]:
-        """Return (whether it is reached, None if nothing was measured, and a line that says so)."""
+        """Return (whether it is reached, None if nothing was measured, and what was wanted and measured)."""
         of_this = [row for row in rows if (row["codec"], row["path"]) == (self.codec, self.path)]
         wanted = f"{self.codec}, {self.path}: {self.column} {'<=' if self.most else '>='} {self.bound:g}"
         if not of_this:
-            return None, f"----  {wanted}: not measured"
+            return None, f"{wanted}: not measured"
         row = max(of_this, key=lambda row: row["values"])
         value = row[self.column]
         reached = value <= self.bound if self.most else value >= self.bound
-        return reached, f"{'PASS' if reached else 'FAIL'}  {wanted}: {value:.3g} at {row['values']:,} values"
+        return reached, f"{wanted}: {value:.3g} at {row['values']:,} values"
 
 
 BARS = (
@@ -103,6 +106,7 @@ BARS = (
     Bar("numpy", "topk:density=0.01+int8:block=256", "index_bits", 9.0, most=True),
     Bar("numba", "int8:block=256", "encode/copy", 1.0),
 )
+WORDS = {True: "met", False: "missed", None: "----"}
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,7 @@ def measure(codec: Codec, path: str, x: Vector, seconds: float) -> dict[str, Any
 
 
 def index_bits(codec: Codec) -> float | None:
-    """Return how many bits a slab spends on places for each value that it keeps; None for a codec without stages.
+    """Return how many bits a slab spends on places for each value that it keeps; None for a codec that sends none.
 
     Both follow from the layouts: the last member's buffers stand last, and tell how many values it was given.
     """
@@ -251,6 +255,8 @@ def index_bits(codec: Codec) -> float | None:
         return None
     inner, sections = codec_from_spec(last), codec.layout(codec.slab)
     own = len(sections) - len(inner.layout(1))
+    if not own:
+        return None
     low, high = 1, codec.slab
     while low < high:
         middle = (low + high + 1) // 2
@@ -306,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="toy size: whether it works, not how well")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 if a bar is missed")
     parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a page: best GB/s, and over the copy")
     options = parser.parse_args(arguments)
     try:
         codecs = list(dict.fromkeys(codec_from_spec(spec) for spec in options.spec))
@@ -327,16 +334,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"left out: {codec.name}, {path}: {count:,} values are less than a slab of {codec.slab:,}")
                 continue
             print(f"{codec.name}, {path}, {count:,}: {row['rounds']} rounds", file=sys.stderr, flush=True)
-            rows.append({**row, "seed": options.seed})
-    print_table([_only(row, (*WHAT, *SPEED)) for row in rows], "speed: the best of all rounds")
-    print_table([_only(row, (*WHAT, *MEDIANS)) for row in rows], "speed: medians")
-    print_table([_only(row, ("codec", "values", *SIZE)) for row in _once(rows)], "size and error")
+            rows.append({**row, "array": count, "seed": options.seed})
+    if options.markdown:
+        print(f"\n{markdown(rows)}\n")
+    else:
+        print_table([_only(row, (*WHAT, *SPEED)) for row in rows], "speed: the best of all rounds")
+        print_table([_only(row, (*WHAT, *MEDIANS)) for row in rows], "speed: medians")
+        print_table([_only(row, ("codec", "values", *SIZE)) for row in _once(rows)], "size and error")
     verdicts = [bar.verdict(rows) for bar in BARS]
-    for _, line in verdicts:
-        print(line)
+    for reached, text in verdicts:
+        print(f"- {WORDS[reached]}: {text}" if options.markdown else f"{WORDS[reached]:6}  {text}")
     if options.json:
         write_json(options.json, rows)
     return int(options.strict and any(reached is False for reached, _ in verdicts))
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table for a page of each size of array: each path's GB/s and, in brackets, over the copy."""
+    paths = list(dict.fromkeys(row["path"] for row in rows))
+    heads = ["codec", "bytes a value", "relative error", *(f"encode, {path}" for path in paths)]
+    heads += [f"decode + add, {path}" for path in paths]
+    tables = []
+    for count in dict.fromkeys(row["array"] for row in rows):
+        lines = [f"**{count:,} values**", "", _line(heads), "|---" + (len(heads) - 1) * "|--:" + "|"]
+        by_codec: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["array"] == count:
+                by_codec.setdefault(row["codec"], {})[row["path"]] = row
+        for codec, of in by_codec.items():
+            any_path = next(iter(of.values()))
+            cells = [f"`{codec}`", f"{any_path['bytes/value']:.4g}", f"{any_path['relative_error']:.4g}"]
+            cells += [_speed(of.get(path), operation) for operation in ("encode", "add") for path in paths]
+            lines.append(_line(cells))
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _speed(row: Mapping[str, Any] | None, operation: str) -> str:
+    return f"{row[f'{operation}_GB/s']:.2f} ({row[f'{operation}/copy']:.2f})" if row else ""
 
 
 def _only(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:

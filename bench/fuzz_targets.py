@@ -114,6 +114,7 @@ CODECS = (
     *("float32", "bf16", "int8", "int8:block=3", "int4", "int4:block=5", "ternary", "ternary:block=7"),
     *("sign", "sign:block=9", "int2", "topk:density=0.1+float32", "topk:density=0.3+int8", "dct+topk:density=0.2+int8"),
     *("lowrank:rank=2", "int8s:block=4", "int4s", "blocktopk:keep=3+int4", "randomk:density=0.3+sign"),
+    "int8:fragments=3",
 )
 COUNTS = (1, 2, 5, 8, 17, 40, 257)
 GUARD = 64

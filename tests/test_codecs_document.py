@@ -45,6 +45,37 @@ def test_the_defaults_on_the_page_are_those_of_the_code(name):
     assert written.count("=") == len(defaults)
 
 
+def figures(pattern: str) -> dict[str, str]:
+    """Per codec: the figure that the pattern finds in its lines, as it is written; of several codecs each its own."""
+    found = {}
+    for title, body in re.findall(r"^\*\*([^*]+)\*\*([^\n]*\n(?:- .*\n(?:  .*\n)*)+)", PAGE, re.MULTILINE):
+        if match := re.search(pattern, body):
+            found |= dict(zip(title.split(", "), match[1].split(", "), strict=True))
+    return found
+
+
+BITS, ERRORS = figures(r"; ([\d.]+) bits\."), figures(r"relative error ((?:, |\.\d+)+)")
+
+
+@pytest.mark.parametrize("name", sorted({*BITS, *ERRORS}))
+def test_the_bits_and_the_errors_on_the_page_are_those_of_gaussian_values(name):
+    codec, wrong, size = codec_from_spec(name), 0.0, 0
+    slabs = np.random.default_rng(0).standard_normal((16, 65_536), np.float32)
+    for x in slabs:
+        buffers, _ = codec.encode(x, codec.init(x.size))
+        wrong += float(np.linalg.norm(x - codec.decode(buffers, x.size)) ** 2)
+        size += sum(buffer.nbytes for buffer in buffers)
+    bits, error = 8 * size / slabs.size, wrong**0.5 / np.linalg.norm(slabs)
+    for written, measured in ((BITS.get(name), bits), (ERRORS.get(name), error)):
+        if written is not None:
+            assert abs(float(written) - measured) <= 0.6 * 10.0 ** -len(written.partition(".")[2])
+
+
+def test_every_codec_of_values_has_its_bits_and_its_error_on_the_page():
+    assert {*BITS} == {*CODECS} - {"int8s", "int4s", "lowrank"}
+    assert {*ERRORS} == {*CODECS} - {"float32", "bf16", "lowrank"}
+
+
 def test_the_grammar_names_the_whole_family():
     for rule, family in (("codec", CODECS), ("stage", STAGES), ("wrapper", WRAPPERS)):
         (line,) = re.findall(rf'^{rule} += ("[^;\n]*)', PAGE, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec
 from zmqtrain.codecs.chain import chain
 from zmqtrain.codecs.codec import SLAB_VALUES, Stage
 from zmqtrain.codecs.plain import bf16
@@ -48,8 +49,25 @@ def test_every_column_of_every_path_comes_out_and_the_sizes_are_right(bench, tmp
     assert rows["int8:block=256", "jax"]["bytes/value"] == pytest.approx(1 + 2 / 256)
     assert 0 < rows["int8:block=256", "numpy"]["relative_error"] < 0.02
     assert 0.4 < rows["ternary:block=128", "payload"]["relative_error"] < 0.5
-    assert printed.count("PASS") + printed.count("FAIL") == 2
+    assert sum(line.startswith(("met   ", "missed")) for line in printed.splitlines()) == 2
     assert printed.count("not measured") == len(bench.BARS) - 2
+
+
+def test_tables_for_a_page_have_a_line_for_each_codec_and_a_column_for_each_path(bench, capsys):
+    arguments = ["--quick", "--markdown", "--values", "1000", "70000", "--path", "numpy", "jax"]
+    assert bench.main([*arguments, "--spec", "int8", "topk:density=0.01+bf16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("**")] == ["**1,000 values**", "**70,000 values**"]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert table[0][:4] == ["codec", "bytes a value", "relative error", "encode, numpy"]
+    assert table[0][4:] == ["encode, jax", "decode + add, numpy", "decode + add, jax"]
+    assert [len(cells) for cells in table] == 8 * [7]
+    small, large = table[2:4], table[6:8]
+    assert [cells[0] for cells in small] == [cells[0] for cells in large] == ["`int8:block=256`", small[1][0]]
+    assert small[0][1] == "1.008" and [cells[4] for cells in small] == ["", ""] == [cells[6] for cells in small]
+    assert all(re.fullmatch(r"\d+\.\d\d \(\d+\.\d\d\)", large[0][place]) for place in (3, 4, 5, 6))
+    assert large[1][4] == ""  # not one whole slab of 262,144
+    assert sum(line.startswith(("- met: int8", "- missed: int8")) for line in lines) == 2
 
 
 def test_an_array_that_is_less_than_a_slab_has_no_row_of_jax(bench, capsys):
@@ -60,6 +78,8 @@ def test_an_array_that_is_less_than_a_slab_has_no_row_of_jax(bench, capsys):
 def test_every_default_is_a_codec_and_every_bar_is_tried_by_default(bench):
     names = [codec_from_spec(spec).name for spec in bench.SPECS]
     assert len(set(names)) == len(names)
+    members = {member.partition(":")[0] for name in names for member in name.split("+")}
+    assert members == {*CODECS, *STAGES, *WRAPPERS} and any("fragments=" in name for name in names)
     assert {bar.codec for bar in bench.BARS} <= set(names)
     assert {bar.path for bar in bench.BARS} <= set(bench.PATHS)
 
@@ -75,7 +95,7 @@ def test_a_missed_bar_is_a_failure_only_if_strict(bench, monkeypatch, capsys):
     arguments = ["--quick", "--values", "1000", "--path", "numpy", "--spec", "bf16"]
     assert bench.main(arguments) == 0
     assert bench.main([*arguments, "--strict"]) == 1
-    assert capsys.readouterr().out.count("FAIL  bf16, numpy: encode/copy >= 1e+09") == 2
+    assert capsys.readouterr().out.count("missed  bf16, numpy: encode/copy >= 1e+09") == 2
 
 
 def test_a_bar_is_tried_on_the_largest_array(bench):
@@ -84,7 +104,7 @@ def test_a_bar_is_tried_on_the_largest_array(bench):
         {"codec": "bf16", "path": "numpy", "values": values, "index_bits": bits} for values, bits in ((9, 1), (99, 10))
     ]
     assert bar.verdict(rows)[0] is False
-    assert bar.verdict(rows[:1]) == (True, "PASS  bf16, numpy: index_bits <= 9: 1 at 9 values")
+    assert bar.verdict(rows[:1]) == (True, "bf16, numpy: index_bits <= 9: 1 at 9 values")
     assert bar.verdict([])[0] is None
 
 
@@ -102,6 +122,7 @@ def test_bits_of_an_index_are_counted_from_the_layouts(bench):
     )
     assert bench.index_bits(chain(stage, bf16())) == 8
     assert bench.index_bits(bf16()) is None
+    assert bench.index_bits(codec_from_spec("feedback+int8")) is None
 
 
 def test_the_values_have_a_scale_for_each_block_and_follow_from_the_seed(bench):

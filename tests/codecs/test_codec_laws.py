@@ -269,6 +269,22 @@ def test_sent_and_residual_sum_to_what_was_computed_over_a_thousand_rounds(spec)
     assert largest < 60
 
 
+@pytest.mark.parametrize("spec", [spec for spec in ALONE if spec.startswith("ternary")])
+@settings(max_examples=60)
+@given(x=slabs())
+@example(x=np.full(600, -LARGEST, np.float32))
+@example(x=np.array([1.0] + 299 * [2.0**-9], np.float32))
+def test_ternary_takes_something_away_from_every_block_and_is_off_by_no_more_than_it_states(spec, x):
+    codec, buffers = encode(spec, x)
+    block = int(codec.name.partition("=")[2])
+    error = x.astype(np.float64) - codec.decode(buffers, x.size)
+    for start in range(0, x.size, block):
+        before, after = x[start : start + block].astype(np.float64), error[start : start + block]
+        largest = np.abs(before).max()
+        assert np.abs(after).max() <= 1.01 * largest
+        assert largest < 2.0**-100 or np.linalg.norm(after / largest) < np.linalg.norm(before / largest)
+
+
 def test_ternary_of_gaussian_values_is_near_the_optimum():
     x = np.random.default_rng(5).standard_normal(128 * 512).astype(np.float32)
     codec, buffers = encode("ternary", x)

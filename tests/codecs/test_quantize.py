@@ -135,6 +135,18 @@ def test_rounding_at_random_is_right_on_average(codec):
 
 
 @every_random
+@pytest.mark.parametrize("fraction", [0.02, 0.25, 0.5])
+def test_rounding_at_random_takes_away_more_than_it_adds_even_where_it_adds_most(codec, fraction):
+    """A quarter of a step gains the most, and its block has but one value that is sure to lose some."""
+    most, block = parts(codec)
+    x = np.full(65_536 // block * block, fraction, np.float32)
+    x[::block] = most
+    error = codec.decode(codec.encode(x, ())[0], x.size).astype(np.float64) - x
+    assert (np.abs(error) < 1.01).all()
+    assert (error**2).sum() < (x.astype(np.float64) ** 2).sum()
+
+
+@every_random
 def test_what_is_equal_at_two_places_is_rounded_by_two_draws_and_the_same_draw_every_time(codec):
     x = np.full(600, 0.5, np.float32)
     x[:: parts(codec)[1]] = parts(codec)[0]
