@@ -29,9 +29,10 @@ node_..._thread_ms, hub_..._thread_ms: CPU time by thread; main: a node's traini
 XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
-predicted_efficiency, predicted_busy: what the formula of `zmqtrain plan` says of hosts that share these cores, told
-what an exchange costs their processors where nothing else is done, as for exchange_ms (shared_cores; alone_node_ms:
-CPU of a node's codec and sockets, alone_rebase_ms: where it subtracts and rebases, alone_hub_ms: of the broker).
+predicted_efficiency, ..._period_steps, ..._busy: what the formula of `zmqtrain plan` says of hosts that share these
+cores, told what an exchange costs them where nothing else is done, as for exchange_ms (shared_cores; alone_node_ms:
+CPU of a node's codec and sockets, alone_rebase_ms: where it subtracts and rebases, alone_hub_ms: of the broker;
+alone_deltas: in one aggregate).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
@@ -219,8 +220,10 @@ def _conduct(
     with BusyMeter() as alone:
         exchanges = ask_all(nodes, "exchanges", time.monotonic() + 0.2)
     busy = {"busy": window.busy_share, "busy_exchange": alone.busy_share}
-    ended = ask_all([broker], "figures")[0]
-    used["alone_seconds"] = (ended["cpu_seconds"] - after["cpu_seconds"]) / (ended["version"] - after["version"])
+    spent = difference(after, ask_all([broker], "figures")[0])
+    used["alone"] = {
+        key: spent[key] / spent["version"] for key in ("cpu_seconds", "aggregate_seconds", "contributions")
+    }
     ask_all(nodes, "end")
     merged = [result | inside | timed for result, inside, timed in zip(results, measured, exchanges, strict=True)]
     return merged, used, busy
@@ -262,10 +265,14 @@ def _row(
     limit = case.nodes * case.fragments * largest / bytes_per_second
     exchange = statistics.median(seconds for node in nodes for seconds in node["exchange_seconds"])
     period = mean(lambda n: n["steps"] / n["exchanges"])
+    alone = {name: mean(lambda n, name=name: n["alone"].get(name, 0.0)) for name in nodes[0]["alone"]}
     work = Work(
-        mean(lambda n: sum(n["alone"][name] for name in ("codec", "network", "sockets"))),
-        mean(lambda n: n["alone"]["other"]),
-        broker["alone_seconds"],
+        codec=alone["codec"],
+        sockets=alone["network"] + alone["sockets"],
+        rebase=alone["other"],
+        hub=broker["alone"]["aggregate_seconds"],
+        hub_sockets=broker["alone"]["cpu_seconds"] - broker["alone"]["aggregate_seconds"],
+        deltas=broker["alone"]["contributions"],
     )
     predicted = _predict(case, nodes[0]["params"], work, mean(lambda n: n["step_cpu_seconds"]))
     row: dict[str, Any] = {
@@ -295,9 +302,11 @@ def _row(
         "contributions": broker["contributions"] / broker["version"],
         **busy,
         "predicted_busy": predicted.busy,
-        "alone_node_ms": 1e3 * work.node,
+        "predicted_period_steps": predicted.prediction.period_steps,
+        "alone_node_ms": 1e3 * (work.codec + work.sockets),
         "alone_rebase_ms": 1e3 * work.rebase,
-        "alone_hub_ms": 1e3 * work.hub,
+        "alone_hub_ms": 1e3 * (work.hub + work.hub_sockets),
+        "alone_deltas": work.deltas,
         "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
         "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),
         "hub_ms": 1e3 * broker["aggregate_seconds"] / broker["version"],

@@ -2,14 +2,20 @@
 
 Rule 1: bytes, stages, k and d are the plan's (runtime/planning).  Rule 2: so are its costs, but that these are of one
 core in a good hour with nothing beside it: what an exchange costs these cores when all hosts make theirs at once, and
-nobody trains, can be measured beside a run, and then takes the place of the package's table.
-Rule 3: the codecs, subtractions and rebases of all hosts are work for the same cores: no period is shorter than that.
+nobody trains, can be measured beside a run, and then takes the place of the package's table; with it, how many deltas
+are in an aggregate (a quorum may close a round without the last of them: there are more aggregates then).
+Rule 3: the codecs, subtractions and rebases of all hosts are work for the same cores: no period is shorter than that,
+and no exchange.
 Rule 4: what a training thread does itself takes longer the busier the cores are: in the mean as long as a job of a
 queue of several servers is there, 1 + C / (c (1 - b)) times its length, with C the chance that all c cores are taken
-(Erlang's formula C) and b the share of them that is busy.  Rule 5: a step ends with a thread that wakes: it waits for
-the slices of those before it, C / (c (1 - b)) times half a slice, as in a queue of jobs of equal lengths.
+(Erlang's formula C) and b the share of them that is busy; codec threads, which are nicer, count by their weight.
+Rule 5: a step ends with a thread that wakes: it waits for the turns of those before it, C / (c (1 - b)) times half a
+turn, as in a queue of jobs of equal lengths.
+Rule 6: what the training thread does in an exchange, it does beside its own rebase, which takes all cores: for as long
+as that lasts, c cores are shared by c + 1 threads.
 A later step makes the period longer and the cores less busy: both are solved for together.
-Source: Kleinrock 1975, Queueing Systems, vol. I, sec. 3.5 (M/M/m), 5.6 (half, for jobs of equal lengths).
+Source: Kleinrock 1975, Queueing Systems, vol. I, sec. 3.5 (M/M/m), 5.6 (half, for jobs of equal lengths); weights:
+Linux, sched(7): a nice value makes 1.25 times the difference.
 """
 
 from __future__ import annotations
@@ -18,30 +24,43 @@ from dataclasses import replace
 from math import factorial
 from typing import NamedTuple
 
-from zmqtrain.runtime.planning.costs import DISPATCH_SECONDS, exchange_costs
+from zmqtrain.runtime.mailbox import NICENESS
+from zmqtrain.runtime.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
 from zmqtrain.runtime.planning.planning import Wish, load_of
 from zmqtrain.runtime.planning.schedule import Load, Prediction, Schedule, predict
 
-__all__ = ["Shared", "Work", "load_on", "predict_on", "slowdown", "work_of"]
+__all__ = ["WEIGHT", "Shared", "Work", "load_on", "predict_on", "slowdown", "work_of"]
 
+FULL = 0.999
 ROUNDS = 60
 """Of the two that depend on each other, each half a step towards the other: settled long before."""
 
-SLICE_SECONDS = 0.0014
-"""How long Linux lets a thread run before another's turn, on two cores: 0.7 ms times 1 + log2 of the cores."""
+TURN_SECONDS = 0.004
+"""How long a thread runs before another's turn: Linux looks at each tick, and there are 250 a second here."""
+
+WEIGHT = 1.25**-NICENESS
+"""Of a codec thread, against that of a training thread."""
 
 
 class Work(NamedTuple):
-    """CPU seconds of one exchange. node: of one node, its codec and sockets.  rebase: of one node, where a processor
-    subtracts and rebases.  hub: of a master, all contributions."""
+    """CPU seconds of one exchange. codec: of a node's codec thread.  sockets: of the rest of a node but its training.
+    rebase: of one node, where a processor subtracts and rebases.  hub: of a master's codec thread, all contributions.
+    hub_sockets: of the rest of it.  deltas: in one aggregate; 0: as many as there are nodes."""
 
-    node: float
+    codec: float
+    sockets: float
     rebase: float
     hub: float
+    hub_sockets: float
+    deltas: float = 0.0
 
-    def of_all(self, nodes: int, masters: int = 1) -> float:
-        """Return what one exchange of all hosts costs, but for what the training threads do themselves."""
-        return nodes * (self.node + self.rebase) + masters * self.hub
+    def of_all(self, nodes: int, masters: int = 1, weight: float = 1.0) -> float:
+        """Return what one exchange of all hosts costs, but for what the training threads do themselves.
+
+        weight: that the work of codec threads is counted with.
+        """
+        in_nodes = nodes * (weight * self.codec + self.sockets + self.rebase)
+        return in_nodes + masters * (weight * self.hub + self.hub_sockets)
 
 
 class Shared(NamedTuple):
@@ -55,22 +74,33 @@ def work_of(wish: Wish, codec: str, fragments: int, on_the_way: int = 0) -> Work
     """Return what an exchange of one fragment costs by the package's table. on_the_way: as for `exchange_costs`."""
     broadcast_codec = wish.broadcast_codec or codec
     load = load_of(wish, codec, broadcast_codec, fragments)
-    costs = exchange_costs(
-        wish.parameters / fragments, load.bytes_up, load.bytes_down, codec, broadcast_codec, wish.nodes, wish.masters,
-        step_on="host", codec_on="host", on_the_way=on_the_way,
-    )  # fmt: skip
-    return Work(costs.node_seconds, costs.thread_seconds - DISPATCH_SECONDS, costs.hub_seconds)
+
+    def costs(bytes_up: int, bytes_down: int) -> ExchangeCosts:
+        return exchange_costs(
+            wish.parameters / fragments, bytes_up, bytes_down, codec, broadcast_codec, wish.nodes, wish.masters,
+            step_on="host", codec_on="host", on_the_way=on_the_way,
+        )  # fmt: skip
+
+    with_bytes, without = costs(load.bytes_up, load.bytes_down), costs(0, 0)
+    return Work(
+        codec=without.node_seconds,
+        sockets=with_bytes.node_seconds - without.node_seconds,
+        rebase=without.thread_seconds - DISPATCH_SECONDS,
+        hub=without.hub_seconds,
+        hub_sockets=with_bytes.hub_seconds - without.hub_seconds,
+    )
 
 
 def load_on(wish: Wish, codec: str, fragments: int, cores: int, work: Work) -> Load:
     """Return what the wished run asks of links and of `cores` shared by all. Its held_seconds are what a training
-    thread does itself, as a node with a card has them.
+    thread does itself, as a node with a card has them; its node_seconds are with all that those cores do meanwhile.
 
     work: of one exchange of one fragment, measured or of the package's table.
     """
     load = load_of(replace(wish, share=1.0), codec, wish.broadcast_codec or codec, fragments)
-    node = max(work.node, work.of_all(wish.nodes, wish.masters) / cores)
-    return replace(load, node_seconds=node, hub_seconds=work.hub, held_seconds=DISPATCH_SECONDS)
+    hub = work.hub + work.hub_sockets
+    node = max(work.codec + work.sockets, work.of_all(wish.nodes, wish.masters) / cores - hub)
+    return replace(load, node_seconds=node, hub_seconds=hub, held_seconds=DISPATCH_SECONDS)
 
 
 def slowdown(busy: float, cores: int) -> float:
@@ -88,14 +118,23 @@ def predict_on(load: Load, work: Work, schedule: Schedule, cores: int, step_cpu_
     sleeps.
     """
     plain = predict(replace(load, held_seconds=0.0), schedule)
-    asleep = plain.period_steps * load.step_seconds
-    in_steps = plain.period_steps * step_cpu_seconds
-    waking = plain.period_steps * SLICE_SECONDS / 2
-    own = in_steps + load.held_seconds
-    in_all = work.of_all(load.nodes, load.masters) + load.nodes * own
-    late = load.held_seconds
+    total = work.of_all(load.nodes, load.masters)
+    apart = min(1.0, (work.deltas or load.nodes) / load.nodes)
+    period = max(plain.period_steps * apart, total / cores / load.step_seconds)
+    in_steps, held = period * step_cpu_seconds, load.held_seconds
+    beside_rebase = min(held, work.rebase / cores) / cores
+    own, waking = in_steps + held, period * TURN_SECONDS / 2
+    heard = work.of_all(load.nodes, load.masters, WEIGHT) + load.nodes * own
+    asleep, late = period * load.step_seconds, held
     for _ in range(ROUNDS):
-        busy = min(0.999, in_all / (asleep + late) / cores)
-        more = slowdown(busy, cores) - 1
-        late = (late + own + (own + waking) * more) / 2
-    return Shared(replace(plain, efficiency=asleep / (asleep + late)), busy)
+        more = slowdown(min(FULL, heard / (asleep + late) / cores), cores) - 1
+        late = (late + own + beside_rebase + (own + waking) * more) / 2
+    return Shared(
+        replace(
+            plain,
+            efficiency=asleep / (asleep + late),
+            period_steps=period,
+            model_period_steps=period * load.fragments,
+        ),
+        busy=min(1.0, (total + load.nodes * own) / (asleep + late) / cores),
+    )

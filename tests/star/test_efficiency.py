@@ -52,6 +52,7 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     assert all(math.isfinite(row[key]) for key in FIGURES)
     assert 0 < row["predicted_efficiency"] < 1
     assert all(row[f"alone_{what}_ms"] > 0 for what in ("node", "rebase", "hub"))
+    assert row["alone_deltas"] > 0
 
 
 def test_by_default_every_row_offers_at_least_every_16_steps_and_applies_half_of_that_later() -> None:
