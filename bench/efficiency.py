@@ -30,9 +30,9 @@ XLA's.
 node_rss_mb, hub_rss_mb: memory held at the end of the window; ..._rss_growth: over that at its beginning;
 node_rss_late_growth: over that in the middle of it (what the C library keeps for itself has settled by then).
 predicted_efficiency, ..._period_steps, ..._busy: what the formula of `zmqtrain plan` says of hosts that share these
-cores, told what an exchange costs them where nothing else is done, as for exchange_ms (shared_cores; alone_node_ms:
-CPU of a node's codec and sockets, alone_rebase_ms: where it subtracts and rebases, alone_hub_ms: of the broker;
-alone_deltas: in one aggregate).
+cores, told what an exchange costs them where nothing else is done, as for exchange_ms (shared_cores; alone_..._ms: CPU
+of a node's codec, of its sockets, where it subtracts and rebases; of the hub's codec, of its sockets; alone_deltas: in
+one aggregate), and a step (step_cpu_ms).
 With --slow, so many nodes take twice as long for a step: efficiency is that of the others, slow_efficiency theirs.
 With --exchange, a column for each way to train in lockstep stands beside (bench/lockstep.py, which says what is in it).
 """
@@ -46,7 +46,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ from report import BusyMeter, format_rate, parse_rate, print_table, write_json
 from shared_cores import Shared, Work, load_on, predict_on
 from star import Star
 
-__all__ = ["Case", "read_options", "default_cases", "measure", "main"]
+__all__ = ["Case", "read_options", "default_cases", "measure", "work_alone", "main"]
 
 STEP_SECONDS = 0.05
 LONGEST_PERIOD_STEPS, PERIOD_STEPS = 16, 12
@@ -233,6 +233,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def work_alone(row: Mapping[str, Any]) -> Work:
+    """Return what an exchange has cost that was measured in this row, where nothing else was done."""
+    seconds = {name: row[f"alone_{name}_ms"] / 1e3 for name in Work._fields if name != "deltas"}
+    return Work(**seconds, deltas=row["alone_deltas"])
+
+
 def _predict(case: Case, params: int, work: Work, step_cpu_seconds: float) -> Shared:
     """Return what is expected of a case on these cores; of one with slow nodes, as if none were."""
     wish = Wish(parameters=params, nodes=case.nodes, step_seconds=STEP_SECONDS, node_bits=case.rate, hub_bits=case.rate)
@@ -274,7 +280,8 @@ def _row(
         hub_sockets=broker["alone"]["cpu_seconds"] - broker["alone"]["aggregate_seconds"],
         deltas=broker["alone"]["contributions"],
     )
-    predicted = _predict(case, nodes[0]["params"], work, mean(lambda n: n["step_cpu_seconds"]))
+    step_cpu_seconds = mean(lambda n: n["step_cpu_seconds"])
+    predicted = _predict(case, nodes[0]["params"], work, step_cpu_seconds)
     row: dict[str, Any] = {
         "nodes": case.nodes,
         "params": nodes[0]["params"],
@@ -303,9 +310,8 @@ def _row(
         **busy,
         "predicted_busy": predicted.busy,
         "predicted_period_steps": predicted.prediction.period_steps,
-        "alone_node_ms": 1e3 * (work.codec + work.sockets),
-        "alone_rebase_ms": 1e3 * work.rebase,
-        "alone_hub_ms": 1e3 * (work.hub + work.hub_sockets),
+        "step_cpu_ms": 1e3 * step_cpu_seconds,
+        **{f"alone_{name}_ms": 1e3 * seconds for name, seconds in work._asdict().items() if name != "deltas"},
         "alone_deltas": work.deltas,
         "encode_ms": 1e3 * mean(lambda n: n["encode_seconds"] / n["exchanges"]),
         "decode_ms": 1e3 * mean(lambda n: n["decode_seconds"] / n["exchanges"]),

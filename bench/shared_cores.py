@@ -21,15 +21,15 @@ Linux, sched(7): a nice value makes 1.25 times the difference.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import factorial
+from math import ceil, factorial
 from typing import NamedTuple
 
 from zmqtrain.runtime.mailbox import NICENESS
 from zmqtrain.runtime.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
 from zmqtrain.runtime.planning.planning import Wish, load_of
-from zmqtrain.runtime.planning.schedule import Load, Prediction, Schedule, predict
+from zmqtrain.runtime.planning.schedule import BUSIEST, Load, Prediction, Schedule, fit, predict
 
-__all__ = ["WEIGHT", "Shared", "Work", "load_on", "predict_on", "slowdown", "work_of"]
+__all__ = ["WEIGHT", "Shared", "Work", "fit_on", "load_on", "predict_on", "slowdown", "work_of"]
 
 FULL = 0.999
 ROUNDS = 60
@@ -101,6 +101,12 @@ def load_on(wish: Wish, codec: str, fragments: int, cores: int, work: Work) -> L
     hub = work.hub + work.hub_sockets
     node = max(work.codec + work.sockets, work.of_all(wish.nodes, wish.masters) / cores - hub)
     return replace(load, node_seconds=node, hub_seconds=hub, held_seconds=DISPATCH_SECONDS)
+
+
+def fit_on(load: Load, work: Work, cores: int) -> Schedule:
+    """Return the k and d that a plan takes, if the cores, too, are to be busy for no more than it lets any stage be."""
+    fitting, total = fit(load), work.of_all(load.nodes, load.masters)
+    return replace(fitting, every=max(fitting.every, ceil(total / cores / BUSIEST / load.step_seconds)))
 
 
 def slowdown(busy: float, cores: int) -> float:

@@ -6,7 +6,7 @@ transfer takes as long as the real one's, but arithmetic is cheap.  Rule 2: noth
 time and moves the parameters a little.  Rule 3: joining is left out: ports are free until all are there.
 Rule 4: the simulator knows one hub; with several masters there is the formula alone.
 Rule 5: with --check, the same case is measured on the star, whose hosts share this machine's cores: the formula is told
-so, and the measured figures stand beside the predicted ones.
+so, and what an exchange costs them, measured in a run before; the measured figures stand beside the predicted ones.
 
 Columns: hub, Gb/s.  k, d: the plan's.  model: steps in which the whole model is exchanged once.  age: of an aggregate
 when it is applied, steps.  port: share of the hub's port that is busy, of what is reserved (the busier way).
@@ -34,7 +34,6 @@ from zmqtrain.codecs.payload import payload_size
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_count, parse_rate
 from zmqtrain.runtime.planning.planning import Plan, Wish, make_plan
-from zmqtrain.runtime.planning.schedule import Schedule, fit, predict
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
@@ -43,7 +42,7 @@ from zmqtrain.transport.memory import LinkModel
 from zmqtrain.types import LeafSpec
 
 from report import print_table, write_json
-from shared_cores import load_on, work_of
+from shared_cores import fit_on, load_on, predict_on, work_of
 
 __all__ = ["Simulated", "simulate_plan", "predict_cases", "check_on_star", "draw", "main"]
 
@@ -254,37 +253,46 @@ def predict_cases(
 
 
 def check_on_star(wish: Wish, cores: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Give, for 4 and 8 nodes on the star, what is predicted, and what `efficiency.measure` measures then."""
-    from efficiency import Case, measure  # needs root, ip and tc
+    """Give, for 4 and 8 nodes on the star, what is predicted, and what `efficiency.measure` measures then.
+
+    What an exchange costs these cores is measured first, in a run of its own under a plan by the package's table; k, d
+    and all that is predicted follow from that.
+    """
+    from efficiency import Case, measure, work_alone  # needs root, ip and tc
 
     for number in (4, 8):
         wish = replace(wish, nodes=number)
-        for_codec = make_plan(replace(wish, step_on="host", codec_on="host", share=1.0, cores=float(cores)))
-        work = work_of(wish, for_codec.codec, for_codec.fragments, for_codec.schedule.on_the_way(for_codec.fragments))
-        load = load_on(wish, for_codec.codec, for_codec.fragments, cores, work)
-        schedule: Schedule = fit(load)
-        expected = predict(load, schedule)
+        plan = make_plan(replace(wish, step_on="host", codec_on="host", share=1.0, cores=float(cores)))
+        codec, fragments = plan.codec, plan.fragments
+        by_table = work_of(wish, codec, fragments, plan.schedule.on_the_way(fragments))
+        first = fit_on(load_on(wish, codec, fragments, cores, by_table), by_table, cores)
         case = Case(
-            nodes=number, params=wish.parameters, codec=for_codec.codec, fragments=load.fragments,
-            every=schedule.every, delay=schedule.delay, rate=wish.hub_bits,
-            steps=max(steps, 12 * schedule.every + 2 * schedule.delay),
+            nodes=number, params=wish.parameters, codec=codec, fragments=fragments, rate=wish.hub_bits,
+            every=first.every, delay=first.delay, steps=4 * (first.every + first.delay),
         )  # fmt: skip
-        row = measure(case)
+        before = measure(case)
+        work = work_alone(before)
+        load = load_on(wish, codec, fragments, cores, work)
+        schedule = fit_on(load, work, cores)
+        expected = predict_on(load, work, schedule, cores, before["step_cpu_ms"] / 1e3)
+        long = max(steps, 12 * schedule.every + 2 * schedule.delay)
+        row = measure(replace(case, every=schedule.every, delay=schedule.delay, steps=long))
         yield {
             "nodes": number,
-            "fragments": load.fragments,
+            "fragments": fragments,
             "k": schedule.every,
             "d": schedule.delay,
-            "efficiency": row["predicted_efficiency"],
+            "efficiency": expected.prediction.efficiency,
             "measured efficiency": row["efficiency"],
-            "difference, points": 100 * (row["efficiency"] - row["predicted_efficiency"]),
-            "model": expected.model_period_steps,
+            "difference, points": 100 * (row["efficiency"] - expected.prediction.efficiency),
+            "model": expected.prediction.model_period_steps,
             "measured model": row["model_period_steps"],
-            "age": expected.age_steps,
+            "age": expected.prediction.age_steps,
             "measured age": row["age_steps"],
-            "MB/step": expected.mb_up,
+            "MB/step": load.bytes_up / expected.prediction.period_steps / 1e6,
             "measured MB/step": row["mb_per_node_step"],
-            "busy": row["busy"],
+            "busy": expected.busy,
+            "measured busy": row["busy"],
         }
 
 

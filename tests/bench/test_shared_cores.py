@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.runtime.planning.planning import Wish
-from zmqtrain.runtime.planning.schedule import Schedule
+from zmqtrain.runtime.planning.schedule import BUSIEST, Schedule, fit
 
 import shared_cores
-from shared_cores import WEIGHT, Shared, Work, load_on, predict_on, slowdown, work_of
+from shared_cores import WEIGHT, Shared, Work, fit_on, load_on, predict_on, slowdown, work_of
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05, codec="ternary", fragments=1)
 
@@ -42,6 +42,13 @@ def test_no_period_is_shorter_than_the_work_of_all_hosts_takes() -> None:
     alone = load_on(WISH, "ternary", 1, 64, work)
     assert alone.node_seconds == work.codec + work.sockets
     assert load.node_seconds + load.hub_seconds == pytest.approx(work.of_all(4) / 2)
+
+
+def test_a_schedule_leaves_the_cores_a_fifth_of_their_time() -> None:
+    work = work_of(WISH, "ternary", 1)
+    few, many = (fit_on(load_on(WISH, "ternary", 1, cores, work), work, cores) for cores in (1, 64))
+    assert few.every > many.every == fit(load_on(WISH, "ternary", 1, 64, work)).every
+    assert (few.every - 1) * WISH.step_seconds < work.of_all(4) / BUSIEST <= few.every * WISH.step_seconds
 
 
 def test_what_was_measured_takes_the_place_of_the_table_and_the_bytes_stay() -> None:

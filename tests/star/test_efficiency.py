@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from efficiency import Case, default_cases, main, measure, read_options
+from efficiency import Case, default_cases, main, measure, read_options, work_alone
 
 SETTINGS = {"nodes", "params", "codec", "every"}
 FIGURES = {
@@ -23,9 +23,8 @@ FIGURES = {
     "exchange_over_limit",
     "busy",
     "predicted_efficiency",
-    "alone_node_ms",
-    "alone_rebase_ms",
-    "alone_hub_ms",
+    *(f"alone_{name}_ms" for name in ("codec", "sockets", "rebase", "hub", "hub_sockets")),
+    "step_cpu_ms",
 }
 
 
@@ -51,8 +50,9 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     assert row["period_steps"] > 1.5 and row["model_period_steps"] == pytest.approx(2 * row["period_steps"])
     assert all(math.isfinite(row[key]) for key in FIGURES)
     assert 0 < row["predicted_efficiency"] < 1
-    assert all(row[f"alone_{what}_ms"] > 0 for what in ("node", "rebase", "hub"))
-    assert row["alone_deltas"] > 0
+    assert all(row[f"alone_{what}_ms"] > 0 for what in ("codec", "sockets", "rebase", "hub", "hub_sockets"))
+    work = work_alone(row)
+    assert work.deltas > 0 and work.codec == row["alone_codec_ms"] / 1e3
 
 
 def test_by_default_every_row_offers_at_least_every_16_steps_and_applies_half_of_that_later() -> None:
