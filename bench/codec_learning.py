@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = summarise(read_runs(files) if files else made)
     rows = [row for row in rows if options.task is None or row["task"] in options.task]
     if options.markdown:
-        print(markdown(rows))
+        print("\n\n".join(markdown(rows)))
     else:
         show(rows)
     if options.plot is not None:
@@ -267,7 +267,9 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
             warm_steps=options.warm_steps or task.warm_steps,
             arguments={**task.arguments, **dict(options.argument or ())},
         )
-        for inner in [inner for inner in options.inner if inner in task.rates]:
+        if unknown := [inner for inner in options.inner if inner not in task.rates]:
+            raise SystemExit(f"--inner {unknown[0]}: the task {task.name} has a rate for {', '.join(task.rates)} alone")
+        for inner in options.inner:
             for start in options.start:
                 setup = Setup(
                     task=task,

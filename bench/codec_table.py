@@ -160,9 +160,9 @@ def show(rows: Sequence[Line]) -> None:
     print_table([{key: value for key, value in row.items() if key != "kind"} for row in rows])
 
 
-def markdown(rows: Sequence[Line]) -> str:
+def markdown(rows: Sequence[Line]) -> list[str]:
     """Return a table for a page on GitHub of each panel, by rising compression; what sends nothing stands last."""
-    return "\n\n".join(f"**{title}**\n\n{_markdown_table(panel)}" for title, panel in _panels(rows).items())
+    return [f"**{title}**\n\n{_markdown_table(panel)}" for title, panel in _panels(rows).items()]
 
 
 def _markdown_table(rows: Sequence[Line]) -> str:

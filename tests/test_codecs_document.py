@@ -13,6 +13,8 @@ from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec, codi
 from zmqtrain.errors import ConfigError
 from zmqtrain.specs import parse_spec
 
+from codec_methods import METHODS
+
 PAGE = (Path(__file__).parents[1] / "docs" / "codecs.md").read_text()
 FAMILY = {**CODECS, **STAGES, **WRAPPERS}
 
@@ -100,3 +102,10 @@ def test_the_refusal_on_the_page_is_what_is_said():
     (refusal,) = re.findall(r"`('topk:densty.*)`", PAGE)
     with pytest.raises(ConfigError, match=re.escape(refusal)):
         codec_from_spec("topk:densty=0.1+int4")
+
+
+def test_every_row_of_the_tables_is_a_method_of_the_bench():
+    (tables,) = re.findall(r"^### The tables\n(.*)", PAGE, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| ([^|]+?) \| (?:[\d.,]+x|no bytes) \|", tables, re.MULTILINE)
+    assert len(rows) > 30
+    assert {row.replace("\\", "") for row in rows} <= {method.name for method in METHODS}

@@ -14,7 +14,7 @@ from zmqtrain.errors import ConfigError
 
 import codec_learning
 from codec_learning import Setup, run_method
-from codec_methods import TASKS, Method, parse_row
+from codec_methods import METHODS, TASKS, Method, parse_row
 from codec_table import draw, markdown, read_runs, short_name, summarise
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batches_per_unit": 4}
@@ -55,6 +55,16 @@ def test_a_sweep_goes_on_where_it_was_cut(text_file: str, tmp_path: Path, capsys
     assert "half" in capsys.readouterr().out
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert len(read_runs([results, other])) == 4
+
+
+def test_an_optimizer_that_a_task_has_no_rate_for_is_refused() -> None:
+    with pytest.raises(SystemExit, match="--inner muon: the task mnist has a rate for adamw alone"):
+        codec_learning.main(["--task", "mnist", "--inner", "muon"])
+
+
+def test_no_two_methods_are_called_alike_or_are_the_same_run() -> None:
+    assert len({method.name for method in METHODS}) == len(METHODS)
+    assert len({json.dumps(method.settings) for method in METHODS}) == len(METHODS)
 
 
 def test_a_warm_start_is_the_synchronous_checkpoint_and_the_data_that_follows(text_file: str, tmp_path: Path) -> None:
@@ -99,9 +109,10 @@ def lines_of_results() -> list[dict[str, Any]]:
 
 def test_a_page_shows_a_table_for_each_comparison_by_rising_compression() -> None:
     other = [line | {"inner": "muon"} for line in lines_of_results()]
-    first, head, second, _ = markdown(summarise(lines_of_results() + other)).split("\n\n")
-    assert (first, second) == ("**lm, adamw, scratch, 4096 steps**", "**lm, muon, scratch, 4096 steps**")
-    assert head.splitlines()[2:] == [
+    first, second = markdown(summarise(lines_of_results() + other))
+    assert second.startswith("**lm, muon, scratch, 4096 steps**\n\n| method |")
+    assert first.splitlines()[:2] == ["**lm, adamw, scratch, 4096 steps**", ""]
+    assert first.splitlines()[4:] == [
         "| synchronous | 1x | 2.0100 ± 0.0141 | +0.00 ± 0.00 % | 2 |",
         "| lost | 31x | diverged | diverged | 2 |",
         "| far | 99x | 3.0100 ± 0.0141 | +49.75 ± 0.35 % | 2 |",

@@ -130,6 +130,29 @@ def test_the_order_of_the_bytes_before_matters(program):
     assert float(jnp.abs(logits[0, -1] - logits[1, -1]).max()) > 1e-4
 
 
+def test_each_window_of_a_batch_is_read_on_its_own(program):
+    params, text = program.init(0), next(program.batches(0))["text"][:, :16]
+    together = logits_of(params, text)
+    assert together.shape == (4, 16, 256)
+    for window, logits in zip(text, together, strict=True):
+        np.testing.assert_allclose(logits_of(params, window[None])[0], logits, atol=1e-5)
+
+
+def test_muon_steps_as_optax_does_by_default(text_file):
+    program = TextProgram(data=str(text_file), **TINY, inner_optimizer="muon")
+    params = program.init(0)
+    gradients = jax.grad(program.loss)(params, next(program.batches(0)))
+    default = optax.contrib.muon(1e-2 / 5, weight_decay=0.01, consistent_rms=0.2)  # the first of 5 steps of warm-up
+    ours, theirs = (
+        jax.jit(optimizer.update)(gradients, optimizer.init(params), params)[0]["layer00"]
+        for optimizer in (program.optimizer(), optax.chain(optax.clip_by_global_norm(1.0), default))
+    )
+    matrices = [name for name, leaf in ours.items() if leaf.ndim == 2]
+    assert len(matrices) == 4
+    for name in matrices:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5 * float(jnp.abs(theirs[name]).max()))
+
+
 @pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
 def test_the_loss_falls(text_file, trained, inner_optimizer):
     program = TextProgram(data=str(text_file), **TINY, inner_optimizer=inner_optimizer)
