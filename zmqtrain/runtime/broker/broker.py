@@ -215,7 +215,8 @@ class Broker:
                 if receiving.done():
                     receiving.result()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+                    async with asyncio.timeout(TICK_SECONDS):
+                        await self._stop.wait()
         finally:
             receiving.cancel()
             reason = RUN_OVER if self.hub.ledger.finished and not self.hub.nodes else "the broker was stopped"

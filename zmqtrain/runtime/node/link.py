@@ -292,7 +292,8 @@ class HubLink:
                 if task.done():
                     task.result()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._stop.wait()
 
     async def _follow_refusals(self) -> None:
         """Keep what an attempt has met for the time of the next, which may be elsewhere; until one is welcomed."""
