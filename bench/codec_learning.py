@@ -257,7 +257,7 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
         methods = list(METHODS)
     if options.tune is not None:
         methods = [replace(method, rate=method.rate * factor) for method in methods for factor in options.tune]
-    jobs = []
+    jobs, left_out = [], []
     for task in TASKS:
         if task.name not in (options.task or ["lm"]):
             continue
@@ -267,9 +267,10 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
             warm_steps=options.warm_steps or task.warm_steps,
             arguments={**task.arguments, **dict(options.argument or ())},
         )
-        if unknown := [inner for inner in options.inner if inner not in task.rates]:
-            raise SystemExit(f"--inner {unknown[0]}: the task {task.name} has a rate for {', '.join(task.rates)} alone")
-        for inner in options.inner:
+        for unknown in [inner for inner in options.inner if inner not in task.rates]:
+            text = f"--inner {unknown}: the task {task.name} has a rate for {', '.join(task.rates)} alone"
+            left_out.append(f"{text}; it is left out")
+        for inner in [inner for inner in options.inner if inner in task.rates]:
             for start in options.start:
                 setup = Setup(
                     task=task,
@@ -282,6 +283,10 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
                     images=options.images,
                 )
                 jobs += [(setup, method, seed) for seed in _seeds(options.seeds) for method in methods]
+    if left_out and not jobs:
+        raise SystemExit(left_out[0])
+    for text in left_out:
+        print(text, file=sys.stderr)
     number, parts = (int(part) for part in options.part.split("/"))
     return jobs[number::parts]
 

@@ -24,12 +24,11 @@ from dataclasses import replace
 from math import ceil, factorial
 from typing import NamedTuple
 
-from zmqtrain.runtime.mailbox import NICENESS
 from zmqtrain.runtime.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
 from zmqtrain.runtime.planning.planning import Wish, load_of
-from zmqtrain.runtime.planning.schedule import BUSIEST, Load, Prediction, Schedule, fit, predict
+from zmqtrain.runtime.planning.schedule import BUSIEST, CODEC_WEIGHT, Load, Prediction, Schedule, fit, predict
 
-__all__ = ["WEIGHT", "Shared", "Work", "fit_on", "load_on", "predict_on", "slowdown", "work_of"]
+__all__ = ["Shared", "Work", "fit_on", "load_on", "predict_on", "slowdown", "work_of"]
 
 FULL = 0.999
 ROUNDS = 60
@@ -37,9 +36,6 @@ ROUNDS = 60
 
 TURN_SECONDS = 0.004
 """How long a thread runs before another's turn: Linux looks at each tick, and there are 250 a second here."""
-
-WEIGHT = 1.25**-NICENESS
-"""Of a codec thread, against that of a training thread."""
 
 
 class Work(NamedTuple):
@@ -130,17 +126,23 @@ def predict_on(load: Load, work: Work, schedule: Schedule, cores: int, step_cpu_
     in_steps, held = period * step_cpu_seconds, load.held_seconds
     beside_rebase = min(held, work.rebase / cores) / cores
     own, waking = in_steps + held, period * TURN_SECONDS / 2
-    heard = work.of_all(load.nodes, load.masters, WEIGHT) + load.nodes * own
+    heard = work.of_all(load.nodes, load.masters, CODEC_WEIGHT) + load.nodes * own
     asleep, late = period * load.step_seconds, held
     for _ in range(ROUNDS):
         more = slowdown(min(FULL, heard / (asleep + late) / cores), cores) - 1
         late = (late + own + beside_rebase + (own + waking) * more) / 2
+    rarer = plain.period_steps / period
     return Shared(
         replace(
             plain,
             efficiency=asleep / (asleep + late),
             period_steps=period,
             model_period_steps=period * load.fragments,
+            port_up=rarer * plain.port_up,
+            port_down=rarer * plain.port_down,
+            node_port=rarer * plain.node_port,
+            mb_up=rarer * plain.mb_up,
+            mb_down=rarer * plain.mb_down,
         ),
         busy=min(1.0, (total + load.nodes * own) / (asleep + late) / cores),
     )

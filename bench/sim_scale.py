@@ -289,7 +289,7 @@ def check_on_star(wish: Wish, cores: int, steps: int) -> Iterator[dict[str, Any]
             "measured model": row["model_period_steps"],
             "age": expected.prediction.age_steps,
             "measured age": row["age_steps"],
-            "MB/step": load.bytes_up / expected.prediction.period_steps / 1e6,
+            "MB/step": expected.prediction.mb_up,
             "measured MB/step": row["mb_per_node_step"],
             "busy": expected.busy,
             "measured busy": row["busy"],

@@ -58,7 +58,7 @@ def test_a_sweep_goes_on_where_it_was_cut(text_file: str, tmp_path: Path, capsys
 
 
 def test_an_optimizer_that_a_task_has_no_rate_for_is_refused() -> None:
-    with pytest.raises(SystemExit, match="--inner muon: the task mnist has a rate for adamw alone"):
+    with pytest.raises(SystemExit, match="--inner muon: the task mnist has a rate for adamw alone; it is left out"):
         codec_learning.main(["--task", "mnist", "--inner", "muon"])
 
 

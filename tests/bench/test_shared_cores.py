@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.runtime.planning.planning import Wish
-from zmqtrain.runtime.planning.schedule import BUSIEST, Schedule, fit
+from zmqtrain.runtime.planning.schedule import BUSIEST, CODEC_WEIGHT, Schedule, fit
 
 import shared_cores
-from shared_cores import WEIGHT, Shared, Work, fit_on, load_on, predict_on, slowdown, work_of
+from shared_cores import Shared, Work, fit_on, load_on, predict_on, slowdown, work_of
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05, codec="ternary", fragments=1)
 
@@ -122,4 +122,4 @@ def test_the_codecs_of_nicer_threads_hold_training_up_by_their_weight() -> None:
         predict_on(load, work, Schedule(40, 40), 2, 0.0) for load, work in zip(loads, (mine, nicer), strict=True)
     )
     assert ahead.prediction.efficiency > alike.prediction.efficiency
-    assert pytest.approx(1 / 3, abs=0.01) == WEIGHT
+    assert pytest.approx(1 / 3, abs=0.01) == CODEC_WEIGHT

@@ -139,6 +139,18 @@ def test_a_worker_may_be_closed_by_its_own_job():
     worker.close()
 
 
+def test_a_worker_works_where_nobody_may_be_nicer(monkeypatch):
+    def forbidden(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", forbidden, raising=False)
+    done = []
+    worker = Worker("jobs", 1, failed=lambda error: None)
+    worker.submit(lambda: done.append(True))
+    worker.close(WAIT)
+    assert done == [True]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness of threads")
 def test_a_worker_is_nicer_than_the_thread_that_made_it_which_stays_as_it_was():
     own, theirs = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []

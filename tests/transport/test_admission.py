@@ -98,5 +98,10 @@ def test_a_lane_is_awaited_for_a_while_from_the_first_word_of_a_life_and_never_a
         seats.note_lane(A, Lane.BULK, began + 4.0)
         assert not seats.awaits(A, Lane.BULK, 5.0, began + 4.0)
         seats.left(A, 7)
+    seats.hear(A, "pc1", "k1", b"2", 8, number=300)  # the same life, which had lost all its connections
+    seats.note_lane(A, Lane.CONTROL, 300.0)
+    assert seats.awaits(A, Lane.BULK, 5.0, 305.0)
+    seats.left(A, 8)
+    assert not seats.awaits(A, Lane.BULK, 5.0, 300.0)  # nobody is there who could bring it
     seats.note_lane(B, Lane.CONTROL, 300.0)
     assert not seats.awaits(B, Lane.BULK, 5.0, 300.0)  # it has left, and is forgotten

@@ -1,11 +1,12 @@
 """Pass things from one thread to another through a door that holds only so many.
 
 Rule 1: `put_nowait` never waits and says whether it was taken.  Rule 2: what passes is never written again.
-Rule 3: training, heartbeats and sockets go first: where cores are short, a worker leaves them to the other threads.
+Rule 3: training, heartbeats and sockets get more of a core than a worker, where cores are short.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -114,7 +115,9 @@ class Worker:
 
 
 def _stand_back() -> None:
-    """Make this thread nicer. Only Linux does that to a thread; elsewhere it would be the whole process."""
+    """Make this thread nicer, if that is allowed. Only Linux does that to a thread; elsewhere it would be the whole
+    process."""
     if sys.platform == "linux":
         this = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, this, min(19, os.getpriority(os.PRIO_PROCESS, this) + NICENESS))
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, this, min(19, os.getpriority(os.PRIO_PROCESS, this) + NICENESS))

@@ -52,7 +52,8 @@ class Admission:
 class Seat:
     """A peer's place. name: under which it came.  key: its public key.  life: what tells its connections from those of
     its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard, with
-    their numbers.  lanes: those heard in this life, each with when that was first."""
+    their numbers.  lanes: those heard in this life, since it was last without any connection, each with
+    when that was first."""
 
     name: str
     key: str
@@ -126,15 +127,19 @@ class Seats:
             seat.lanes.setdefault(lane, now)
 
     def awaits(self, peer: PeerId, lane: Lane, seconds: float, now: float) -> bool:
-        """Return whether a lane of a peer may be on its way: it was not heard in this life, and another one was, for
-        the first time no more than `seconds` ago."""
+        """Return whether a lane of a peer that is here may be on its way: it was not heard since the peer came, and
+        another one was, for the first time no more than `seconds` ago."""
         seat = self._seats.get(peer)
-        return seat is not None and lane not in seat.lanes and now - min(seat.lanes.values(), default=-inf) <= seconds
+        if seat is None or not seat.descriptors or lane in seat.lanes:
+            return False
+        return now - min(seat.lanes.values(), default=-inf) <= seconds
 
     def left(self, peer: PeerId, descriptor: int) -> None:
         """Take note that a connection of a peer is gone; its place stays its own."""
         if (seat := self._seats.get(peer)) is not None:
             seat.descriptors.pop(descriptor, None)
+            if not seat.descriptors:  # the same life may come again
+                seat.lanes.clear()
             self._note_whether_here(peer, seat)
 
     def _note_whether_here(self, peer: PeerId, seat: Seat) -> None:

@@ -209,7 +209,7 @@ class RouterChannel:
         """Send one message; never waits.  Large frames are not copied: nobody may write into them again.
 
         Raise PeerLost, ChannelFull, ChannelClosed, and LocalProtocolError for a message that no channel carries.
-        BULK, which a node connects after CONTROL, is full until it is heard, or a handshake could have been made.
+        BULK, which a node connects after CONTROL, counts as full while it may be on its way: see `Seats.awaits`.
         """
         check_message(frames)
         self._check_open()

@@ -9,8 +9,8 @@ import pytest
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.rounds import FIRST_GRACE_SECONDS
 from zmqtrain.runtime.planning.costs import COSTS
-from zmqtrain.runtime.planning.planning import Wish, make_plan, variants
-from zmqtrain.runtime.planning.schedule import fit, stages
+from zmqtrain.runtime.planning.planning import Wish, load_of, make_plan, variants
+from zmqtrain.runtime.planning.schedule import CODEC_WEIGHT, fit, nicer_slowdown, stages
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05)
 
@@ -59,13 +59,31 @@ def test_without_a_given_k_the_plan_has_the_schedule_that_a_broker_would_fit():
 
 
 def test_a_plan_knows_what_is_on_its_way_when_a_node_encodes():
-    wish = replace(WISH, codec="ternary", fragments=1, codec_on="host", step_on="host")
+    wish = replace(WISH, codec="ternary", fragments=1, codec_on="host")
     plan = make_plan(replace(wish, every=8, delay=24))
     assert plan.schedule.on_the_way(1) == 2
     late = make_plan(replace(wish, every=8, delay=8))
     assert late.schedule.on_the_way(1) == 0
     two = 2 * COSTS["ternary"].subtract_ns * WISH.parameters / 1e9
     assert plan.load.node_seconds - late.load.node_seconds == pytest.approx(two)
+
+
+def test_a_fitted_plan_has_the_time_in_it_that_what_is_on_its_way_takes():
+    plan = make_plan(replace(WISH, codec="ternary", fragments=1, codec_on="host", cores=64.0))
+    on_the_way = plan.schedule.on_the_way(1)
+    assert on_the_way > 0
+    assert plan.schedule == fit(plan.load)
+    alone = load_of(plan.wish, "ternary", "ternary", 1)
+    more = on_the_way * COSTS["ternary"].subtract_ns * WISH.parameters / 1e9
+    assert plan.load.node_seconds - alone.node_seconds >= more - 1e-9
+    assert plan.schedule.delay >= fit(alone).delay
+
+
+def test_where_a_step_keeps_all_cores_busy_a_nicer_codec_takes_longer_than_its_cpu_time():
+    wish = replace(WISH, codec="ternary", codec_on="host", cores=8.0)
+    card, processor = (load_of(replace(wish, step_on=place), "ternary", "ternary", 1) for place in ("device", "host"))
+    assert processor.node_seconds == pytest.approx(card.node_seconds * (8 + CODEC_WEIGHT) / (8 * CODEC_WEIGHT))
+    assert nicer_slowdown(8, 7) == 1 and nicer_slowdown(1, 1) > nicer_slowdown(8, 8) > 3
 
 
 def test_variants_have_one_two_and_four_masters_and_faster_hubs_and_never_send_less():

@@ -307,6 +307,7 @@ class Traffic:
         except ChannelClosed:
             self._sending.leave(peer)
             return False
+        line.full = False
         size = sum(len(frame) for frame in chunk)
         self.bytes_sent += size
         self._sending.sent(peer, size, now)

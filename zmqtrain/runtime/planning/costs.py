@@ -90,7 +90,7 @@ def exchange_costs(
     *,
     step_on: Place = "device",
     codec_on: Place = "device",
-    on_the_way: float = 0.0,
+    on_the_way: int = 0,
     node_ns: float | None = None,
     hub_ns: float | None = None,
     held_seconds: float | None = None,

@@ -23,6 +23,7 @@ from zmqtrain.runtime.planning.schedule import (
     fit,
     held_seconds,
     model_of,
+    nicer_slowdown,
     payload_rate,
     predict,
     stages,
@@ -36,6 +37,8 @@ PERIOD_STEPS = 32
 FRAGMENTS_TRIED = (1, 2, 4, 8, 16, 32, 64)
 SLOWER = 1.1
 """What a turn of the whole model may take longer, for the sake of younger aggregates."""
+
+SCHEDULES_TRIED = 4
 
 MASTERS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""
@@ -141,7 +144,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, on_the
         hub_rate=payload_rate(wish.hub_bits, wish.share),
         fragments=fragments,
         masters=wish.masters,
-        node_seconds=costs.node_seconds,
+        node_seconds=costs.node_seconds * nicer_slowdown(wish.cores, step_cores),
         hub_seconds=costs.hub_seconds,
         held_seconds=held_seconds(costs.thread_seconds, costs.node_seconds, wish.cores, step_cores),
         on_nodes=wish.on_nodes,
@@ -195,14 +198,15 @@ def _spread_seconds(load: Load) -> float:
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> Plan:
-    """Return the plan of this cut. What is on its way when a node encodes follows from a first schedule; the second
-    one has the time in it that this takes."""
-    broadcast_codec = wish.broadcast_codec or codec
-    load = load_of(wish, codec, broadcast_codec, fragments)
-    schedule = _schedule(wish, load)
-    if on_the_way := schedule.on_the_way(fragments):
+    """Return the plan of this cut. What is on its way when a node encodes follows from the schedule, and the schedule
+    from the time that this takes: once more, for as long as there is more on its way, a few times at most."""
+    broadcast_codec, on_the_way = wish.broadcast_codec or codec, 0
+    for _ in range(SCHEDULES_TRIED):
         load = load_of(wish, codec, broadcast_codec, fragments, on_the_way)
         schedule = _schedule(wish, load)
+        if schedule.on_the_way(fragments) <= on_the_way:
+            break
+        on_the_way = schedule.on_the_way(fragments)
     return Plan(
         wish=wish,
         codec=codec,

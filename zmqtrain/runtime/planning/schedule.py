@@ -20,6 +20,7 @@ from zmqtrain.codecs.payload import plan_payload
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
+from zmqtrain.runtime.mailbox import NICENESS
 from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ExchangeBytes",
     "payload_rate",
     "model_of",
+    "nicer_slowdown",
     "exchange_bytes",
     "held_seconds",
     "stages",
@@ -51,6 +53,9 @@ LATE = 1.25
 HELD = 0.03
 """The largest share of its time that training may lose to exchanges, if a larger k can help it."""
 
+CODEC_WEIGHT = 1.25**-NICENESS
+"""Of a codec's thread at a core, to that of a thread that trains."""
+
 _LEAF_VALUES = 1 << 20
 _ZMQ_FRAME_BYTES = 9
 _MESSAGE_PARTS = 2
@@ -68,7 +73,7 @@ class Load:
     aggregates (release rule "immediately": one for each node), bytes_down is of all of them.
     node_rate, hub_rate: bytes per second, one way, that may be used of a node's port and of each master's port: what
     the reserved share leaves.  fragments: of the model.  masters: brokers with equal shares of every exchange.
-    node_seconds: CPU of a node's codec for one exchange, encode and decode, on one core beside the training.
+    node_seconds: that a node's codec takes for one exchange, encode and decode, beside the training.
     hub_seconds: CPU of a master for one exchange, all contributions of it.
     held_seconds: that training loses to one exchange: see `held_seconds`.
     on_nodes: the masters run on nodes, and share their ports; else each has a port of its own.
@@ -207,13 +212,24 @@ def held_seconds(thread_seconds: float, codec_seconds: float, cores: float, step
     """Return what training loses to one exchange: what its thread is held, and what the codec takes of its cores.
 
     cores: of a node's machine.  step_cores: how many of them a step keeps busy: about 1 where a GPU computes. With more
-    than `cores` wanted, step and codec are slowed down alike for as long as the codec runs.
+    than `cores` wanted, step and codec slow each other down for as long as the codec runs.
     """
     if cores <= 0 or min(step_cores, thread_seconds, codec_seconds) < 0:
         raise ConfigError(
             f"a machine has cores (not {cores:g}), and a step keeps none or some busy (not {step_cores:g})"
         )
     return thread_seconds + codec_seconds * max(0.0, (step_cores + 1) / cores - 1)
+
+
+def nicer_slowdown(cores: float, step_cores: float) -> float:
+    """Return how many times its CPU time a codec takes, whose thread is nicer than the threads of a step: these weigh
+    as much each as CODEC_WEIGHT of it. 1 where a core is left for it. cores, step_cores: as for `held_seconds`.
+
+    Source: sched(7), weights of nice values.
+    """
+    if step_cores + 1 <= cores:
+        return 1.0
+    return max(1.0, (step_cores + CODEC_WEIGHT) / (cores * CODEC_WEIGHT))
 
 
 def stages(load: Load) -> dict[str, float]:
