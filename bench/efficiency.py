@@ -14,6 +14,7 @@ every function is compiled and aggregates have been applied for a while.
 Rule 4: only what the package offers anybody is used.
 
 Columns, besides those that say what was set (per exchange, of one fragment, unless its name says otherwise):
+efficiency_of_steps: the same, over the seconds of a whole step without an exchange, its move of a matrix included.
 period_steps: steps between two aggregates applied.  model_period_steps: the same, times the fragments.
 age_steps: of an aggregate when it is applied, from its offer (median).  mb_per_node_step: sent, 10^6 bytes.
 node_cpu_ns_per_param, hub_cpu_ns_per_param: CPU time of a node, and of the broker for one contribution, per parameter
@@ -260,8 +261,8 @@ def _row(
     def mean(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.fmean(value(node) for node in nodes)
 
-    def efficiency(node: dict[str, Any]) -> float:
-        return float(node["steps"] * node["sleep_seconds"] / node["seconds"])
+    def efficiency(node: dict[str, Any], of: str = "sleep_seconds") -> float:
+        return float(node["steps"] * node[of] / node["seconds"])
 
     carried = nodes[0]["params"] / case.fragments
     bytes_per_second = payload_rate(case.rate)
@@ -294,6 +295,7 @@ def _row(
         "steps": case.steps,
         "slow": case.slow,
         "efficiency": mean(efficiency),
+        "efficiency_of_steps": mean(lambda n: efficiency(n, "step_seconds")),
         "predicted_efficiency": predicted.prediction.efficiency,
         "slow_efficiency": statistics.fmean(map(efficiency, slow)) if slow else None,
         "period_steps": period,

@@ -6,7 +6,9 @@ Rule 2: what is measured begins once every function is compiled and aggregates h
 
 from __future__ import annotations
 
+import statistics
 import time
+from itertools import pairwise
 from typing import Any, Protocol
 
 from children import commands, difference, median_sleep, resident_bytes, say, thread_seconds
@@ -75,14 +77,18 @@ class EmulatedNode:
         self.params = self.sync.step(self.params, score=self.loss)
 
     def baseline(self, start: float) -> dict[str, float]:
-        """Measure the seconds of a step that only sleeps (median), and the CPU seconds of a whole one (mean)."""
+        """Measure the seconds of a step that only sleeps, and of a whole one without an exchange (medians), and the CPU
+        seconds of the latter (mean)."""
         steps = min(BASELINE_STEPS, self.case.steps)
         time.sleep(max(0.0, start - time.monotonic()))
         slept, used = median_sleep(self.seconds, steps), time.process_time()
+        marks = [time.perf_counter()]
         for _ in range(steps):
             self.step_alone()
+            marks.append(time.perf_counter())
         step_cpu = (time.process_time() - used) / steps
-        return {"params": self.count, "sleep_seconds": slept, "step_cpu_seconds": step_cpu}
+        whole = statistics.median(after - before for before, after in pairwise(marks))
+        return {"params": self.count, "sleep_seconds": slept, "step_seconds": whole, "step_cpu_seconds": step_cpu}
 
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""

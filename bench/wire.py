@@ -72,6 +72,7 @@ def _bars() -> list[Bar]:
         efficient, age, sent, exchange, node, of_hub, held = figures
         bars += [
             Bar(f"{size}: efficiency", rows, _of("efficiency"), efficient, at_least=True),
+            Bar(f"{size}: over whole steps, alone", rows, _of("efficiency_of_steps"), efficient, at_least=True),
             Bar(f"{size}: period, steps", rows, _of("model_period_steps"), period),
             Bar(f"{size}: age of an aggregate, steps", rows, _of("age_steps"), age),
             Bar(f"{size}: MB sent per node and step", rows, _of("mb_per_node_step"), sent),

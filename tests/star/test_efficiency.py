@@ -14,6 +14,7 @@ from efficiency import Case, default_cases, main, measure, read_options, work_al
 SETTINGS = {"nodes", "params", "codec", "every"}
 FIGURES = {
     "efficiency",
+    "efficiency_of_steps",
     "period_steps",
     "age_steps",
     "mb_per_node_step",
@@ -46,6 +47,7 @@ def test_a_row_has_every_key_and_numbers_that_can_be(
     assert (row["nodes"], row["codec"], row["fragments"], row["every"], row["delay"]) == (2, "ternary", 2, 2, 1)
     assert 0.9 * 2e4 < row["params"] < 1.1 * 2e4
     assert 0 < row["efficiency"] < 1.5 and 0 < row["busy"] <= 1
+    assert 0 < row["efficiency_of_steps"] < 2
     # of few steps the period is rough: one aggregate more may fall into them than their offers make
     assert row["period_steps"] > 1.5 and row["model_period_steps"] == pytest.approx(2 * row["period_steps"])
     assert all(math.isfinite(row[key]) for key in FIGURES)
