@@ -19,6 +19,7 @@ from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.admission import Seats
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.types import Lane, PeerId, Tally
@@ -119,7 +120,7 @@ def test_a_broker_of_another_run_is_not_believed_and_training_goes_on(tmp_path, 
 
 
 def test_a_node_whose_lane_of_payloads_comes_after_what_it_is_sent_there_keeps_its_place(monkeypatch, caplog):
-    held, sent, connect_now = [], RouterChannel.send, zmq.Socket.connect
+    held, sent, connect_now, awaits = [], RouterChannel.send, zmq.Socket.connect, Seats.awaits
 
     def connect_bulk_later(socket, address):
         if socket.routing_id.startswith(b"Bpc-2"):
@@ -142,6 +143,7 @@ def test_a_node_whose_lane_of_payloads_comes_after_what_it_is_sent_there_keeps_i
         first.wait_until(lambda: first.steps > 4)
         monkeypatch.setattr(zmq.Socket, "connect", connect_bulk_later)
         monkeypatch.setattr(RouterChannel, "send", send)
+        monkeypatch.setattr(Seats, "awaits", lambda seats, peer, lane, _, now: awaits(seats, peer, lane, 60.0, now))
         late = Trainer(hub.address, "pc-2")
         late.wait_until(lambda: late.sync is not None and late.sync.statistics().aggregates_applied > 3)
         for trainer in (first, late):
