@@ -39,6 +39,7 @@ SLOWER = 1.1
 """What a turn of the whole model may take longer, for the sake of younger aggregates."""
 
 SCHEDULES_TRIED = 4
+"""Until what is on its way and the schedule agree."""
 
 MASTERS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""

@@ -222,8 +222,9 @@ def held_seconds(thread_seconds: float, codec_seconds: float, cores: float, step
 
 
 def nicer_slowdown(cores: float, step_cores: float) -> float:
-    """Return how many times its CPU time a codec takes, whose thread is nicer than the threads of a step: these weigh
-    as much each as CODEC_WEIGHT of it. 1 where a core is left for it. cores, step_cores: as for `held_seconds`.
+    """Return how many times its CPU time a codec takes beside a step whose threads all weigh more (CODEC_WEIGHT).
+
+    1 where a core is left for it. cores, step_cores: as for `held_seconds`.
 
     Source: sched(7), weights of nice values.
     """
