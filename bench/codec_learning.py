@@ -3,8 +3,9 @@
     over_sync_% = 100 x (held-out loss / that of synchronous data parallel with the same samples and seed - 1)
     compression = bytes of synchronous data parallel in float32 (4 a parameter, each step, each way) / bytes of a node
 
-Rule 1: a run is `federation.py`'s: nodes and hub in one process, by the one equation.  All methods share the initial
-parameters, the data units, the schedule and the held-out set of a seed.  The last exchange is dense; its bytes count.
+Rule 1: a run is `federation.py`'s: nodes and hub in one process, by the one equation (or `coded_gradients.py`'s, for
+comparison).  All methods share the initial parameters, the data units, the schedule and the held-out set of a seed.
+The last exchange is dense; its bytes count.
 Rule 2: `warm` starts every method at one checkpoint, which the synchronous method reached, with a fresh optimizer, the
 data that follows and a third of the rate.
 Rule 3: a finished run is a line of JSON in a file of results, which `codec_table.py` reads; a run whose line is there,
@@ -31,8 +32,9 @@ import numpy as np
 
 from zmqtrain import Program, load_program
 
-from codec_methods import METHODS, TASKS, CodecTask, Method, parse_row
+from codec_methods import EXCHANGING, METHODS, TASKS, CodecTask, Method, parse_row
 from codec_table import Line, draw, identity, markdown, read_runs, show, summarise
+from coded_gradients import CodedGradients
 from federation import Federation, LocalSteps, cosine_scales, draw_batches, join_batches
 from report import append_line
 
@@ -128,10 +130,11 @@ def run_method(setup: Setup, method: Method, seed: int, checkpoints: Path | None
     watch = Watch(f"{setup.task.name} {setup.inner} {setup.start}, {method.name}, seed {seed}")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     trained = time.perf_counter()
-    if method.kind == "federation":
-        federation = Federation(local, method.exchange, params, setup.nodes)
-        params = federation.run(batches, scales, watch)
-        up, down = federation.bytes_up, federation.bytes_down
+    if method.kind in EXCHANGING:
+        make = Federation if method.kind == "federation" else CodedGradients
+        nodes = make(local, method.exchange, params, setup.nodes)
+        params = nodes.run(batches, scales, watch)
+        up, down = nodes.bytes_up, nodes.bytes_down
     else:
         together = method.kind == "synchronous"
         params = _train_alone(local, params, join_batches(batches) if together else batches[0], scales, watch)

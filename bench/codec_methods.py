@@ -2,16 +2,16 @@
 
 A row is written `name=592x|codec=ternary|every=32|delay=16|outer=nesterov:rate=0.8,momentum=0.5|rate=1`: what is left
 out takes its default; broadcast_codec is the codec's if left out; every=1@0,4@0.25,16@0.5 says k from each fraction of
-the run on; rate is a factor to the task's.
+the run on; rate is a factor to the task's.  `kind=gradients|codec=feedback+topk:density=0.02+sign` exchanges gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.strategies.outer import outer_from_spec
 
 from federation import ExchangeSettings
@@ -66,12 +66,17 @@ TASKS = (
 )
 
 
+Kind = Literal["federation", "gradients", "synchronous", "one node"]
+EXCHANGING = ("federation", "gradients")
+"""The kinds whose exchange settings matter; `gradients` is `CodedGradients`, of which the codecs alone do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How it is learned. rate: a factor to the task's base rate; kind: of the references, or of a federation."""
+    """How it is learned. rate: a factor to the task's base rate."""
 
     name: str
-    kind: Literal["federation", "synchronous", "one node"] = "federation"
+    kind: Kind = "federation"
     rate: float = 1.0
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
 
@@ -79,7 +84,7 @@ class Method:
     def settings(self) -> dict[str, Any]:
         """All that makes a difference to the run: what a line of results is told by."""
         exchange = {one.name: getattr(self.exchange, one.name) for one in fields(self.exchange)}
-        if self.kind != "federation":
+        if self.kind not in EXCHANGING:
             exchange = dict.fromkeys(exchange)
         elif isinstance(self.exchange.every, tuple):
             exchange["every"] = [list(period) for period in self.exchange.every]
@@ -96,11 +101,12 @@ def parse_row(text: str) -> Method:
         given[key] = value
     name, kind = given.pop("name", text), given.pop("kind", "federation")
     rate = float(given.pop("rate", "1"))
-    if kind not in ("federation", "synchronous", "one node"):
-        raise ValueError(f"{text!r}: kind must be federation, synchronous or one node")
+    if kind not in get_args(Kind):
+        raise ValueError(f"{text!r}: kind must be one of {', '.join(get_args(Kind))}")
+    read_codec = codec_from_spec if kind == "gradients" else coding_from_spec
     readers: dict[str, Callable[[str], Any]] = {
-        "codec": lambda value: coding_from_spec(value).name,
-        "broadcast_codec": lambda value: coding_from_spec(value).name,
+        "codec": lambda value: read_codec(value).name,
+        "broadcast_codec": lambda value: read_codec(value).name,
         "every": _read_every,
         "delay": int,
         "fragments": int,

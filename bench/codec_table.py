@@ -19,6 +19,7 @@ from typing import Any
 
 from zmqtrain.codecs.base import CODECS, STAGES
 
+from codec_methods import EXCHANGING
 from federation import ExchangeSettings
 from report import print_table, read_lines
 
@@ -42,7 +43,7 @@ def identity(line: Line) -> str:
 
 def _values(line: Line, keys: Sequence[str]) -> str:
     """Return the values of the keys as text; a setting that the line does not have yet takes its default."""
-    settings = _DEFAULTS if line["kind"] == "federation" else dict.fromkeys(_DEFAULTS)
+    settings = _DEFAULTS if line["kind"] in EXCHANGING else dict.fromkeys(_DEFAULTS)
     complete = {**settings, **line, "rate": float(f"{line['rate']:.6g}")}
     return json.dumps([complete[key] for key in keys], sort_keys=True)
 
@@ -239,7 +240,7 @@ def draw(rows: Sequence[Line], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sent = [row for row in rows if row["kind"] == "federation" and row["over_sync_%"] is not None]
+    sent = [row for row in rows if row["kind"] in EXCHANGING and row["over_sync_%"] is not None]
     panels = {title: _points(panel) for title, panel in _panels(sent).items()}
     columns = min(2, max(1, len(panels)))
     height = max(1, -(-len(panels) // columns))

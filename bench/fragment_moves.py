@@ -18,7 +18,7 @@ from zmqtrain.codecs.base import Codec, coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
 
-__all__ = ["Group", "Moves", "compiled_moves", "initial_state", "spread", "through_all"]
+__all__ = ["Group", "groups", "gather", "Moves", "compiled_moves", "initial_state", "spread", "through_all"]
 
 Leaves = list[jax.Array]
 
@@ -31,7 +31,8 @@ class Group(NamedTuple):
     starts: tuple[int, ...]
 
 
-def _groups(codecs: Sequence[Codec], counts: Sequence[int]) -> tuple[Group, ...]:
+def groups(codecs: Sequence[Codec], counts: Sequence[int]) -> tuple[Group, ...]:
+    """Return the slabs of segments of so many values, each with its codec, by codec and size."""
     starts: dict[tuple[Codec, int], list[int]] = {}
     first = 0
     for codec, count in zip(codecs, counts, strict=True):
@@ -48,16 +49,16 @@ def initial_state(group: Group, rows: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(jnp.broadcast_to(leaf, (slabs, *jnp.shape(leaf)))), state)
 
 
-def _gather(flat: jax.Array, groups: Sequence[Group]) -> list[jax.Array]:
+def gather(flat: jax.Array, of_groups: Sequence[Group]) -> list[jax.Array]:
     """Return per group its slabs, float32[rows * slabs, size], of flat, float32[rows, values]."""
-    slabs = [jnp.stack([flat[:, start : start + g.size] for start in g.starts], axis=1) for g in groups]
+    slabs = [jnp.stack([flat[:, start : start + g.size] for start in g.starts], axis=1) for g in of_groups]
     return [stacked.reshape(-1, stacked.shape[-1]) for stacked in slabs]
 
 
-def spread(slabs: Sequence[jax.Array], groups: Sequence[Group]) -> jax.Array:
-    """Return float32[rows, values]: what `_gather` took apart."""
+def spread(slabs: Sequence[jax.Array], of_groups: Sequence[Group]) -> jax.Array:
+    """Return float32[rows, values]: what `gather` took apart."""
     pieces: dict[int, jax.Array] = {}
-    for stacked, group in zip(slabs, groups, strict=True):
+    for stacked, group in zip(slabs, of_groups, strict=True):
         apart = stacked.reshape(-1, len(group.starts), group.size)
         pieces |= {start: apart[:, number] for number, start in enumerate(group.starts)}
     return jnp.concatenate([pieces[start] for start in sorted(pieces)], axis=1)
@@ -82,7 +83,7 @@ class Moves:
         self.leaves, self.counts = layout.leaves(fragment), layout.counts(fragment)
         up = coding_from_spec(codec).of_fragment(layout, fragment)
         down = coding_from_spec(broadcast_codec).of_fragment(layout, fragment)
-        self.up, self.down = _groups(up, self.counts), _groups(down, self.counts)
+        self.up, self.down = groups(up, self.counts), groups(down, self.counts)
         self.bytes_up, self.bytes_down = payload_size(up, self.counts), payload_size(down, self.counts)
         self.pending = jax.jit(self._pending)
         self.step = jax.jit(self._step, donate_argnums=(1, 2))
@@ -95,7 +96,7 @@ class Moves:
             jnp.concatenate([self.layout.take(p, i, self.fragment) for p, i in zip(node, self.leaves, strict=True)])
             for node in params
         ]
-        return _gather(jnp.stack(rows) - anchor, self.up)
+        return gather(jnp.stack(rows) - anchor, self.up)
 
     def _step(
         self, anchor: jax.Array, hub: jax.Array, momentum: jax.Array, sent: list[jax.Array], rate: Any, mu: Any
@@ -105,7 +106,7 @@ class Moves:
         gradient = jnp.sum(rows, axis=0) / rows.shape[0]
         momentum = mu * momentum + gradient
         hub = hub + rate * (gradient + mu * momentum)
-        return hub, momentum, _gather((hub - anchor)[None], self.down)
+        return hub, momentum, gather((hub - anchor)[None], self.down)
 
     def _publish(
         self, anchor: jax.Array, sent: list[jax.Array], aggregate: list[jax.Array]
@@ -124,9 +125,9 @@ class Moves:
 
 
 def through_all(
-    groups: Sequence[Group], slabs: Sequence[jax.Array], states: Sequence[Any]
+    of_groups: Sequence[Group], slabs: Sequence[jax.Array], states: Sequence[Any]
 ) -> tuple[list[jax.Array], list[Any]]:
-    passed = [_through(g.codec, stacked, state) for g, stacked, state in zip(groups, slabs, states, strict=True)]
+    passed = [_through(g.codec, stacked, state) for g, stacked, state in zip(of_groups, slabs, states, strict=True)]
     return [arrived for arrived, _ in passed], [state for _, state in passed]
 
 

@@ -1,4 +1,5 @@
-"""The federation in one process: the one equation, the bytes, and what the product itself makes of the same run."""
+"""The federation in one process: the one equation, the bytes, what the product itself makes of the same run; and beside
+it replicas that exchange coded gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from runs import broker
 from zmqtrain import RunSettings, TrainingLoop, connect
 from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.errors import ConfigError
 
+from codec_methods import parse_row
+from coded_gradients import CodedGradients
 from federation import (
     ExchangeSettings,
     Federation,
@@ -216,6 +220,54 @@ def test_slabs_of_every_size_come_back_where_they_were(monkeypatch: pytest.Monke
     assert np.asarray(exact.in_flight).shape == (NODES, before[0].size)
     exact.land()
     np.testing.assert_allclose(shared_of(exact), before[0] + 1, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- coded gradients
+
+SPARSE = "feedback+topk:density=0.1+int8"
+
+
+def replicas(codec: str, adam: bool = False) -> CodedGradients:
+    local = local_steps(adam)
+    return CodedGradients(local, parse_row(f"kind=gradients|codec={codec}").exchange, local.program.init(0), NODES)
+
+
+def test_exact_gradients_are_synchronous_training() -> None:
+    local, scales = local_steps(adam=True), cosine_scales(4e-3, STEPS, "cosine")
+    batches = draw_batches(local.program, NODES, STEPS)
+    state = local.init(local.program.init(0))
+    state, _ = local.advance(state, local.load(join_batches(batches)), scales, 0, STEPS)
+    trained = replicas("feedback+float32", adam=True).run(batches, scales)
+    np.testing.assert_allclose(flat(trained), flat(state.params), atol=2e-5)
+
+
+def test_what_was_not_sent_of_the_gradients_waits_at_the_nodes_and_at_the_hub() -> None:
+    rate, program = 0.05, local_steps(adam=False).program
+    together, params = replicas(SPARSE), program.init(0)
+    begun, gradients = flat(params), np.zeros((NODES, flat(params).size))
+    batches = draw_batches(program, NODES, STEPS)
+    for step in range(STEPS):
+        of_step = [of_node[step : step + 1] for of_node in batches]
+        gradients += [flat(jax.grad(program.loss)(params, of_node[0])) for of_node in of_step]
+        params = jax.tree.map(np.array, together.run(of_step, np.full(1, rate, np.float32)))
+    assert np.abs(flat(params) - begun).max() > 1e-3
+    up, down = together.waiting
+    assert np.abs(up).max() > 1e-3 and np.abs(down).max() > 1e-3
+    np.testing.assert_allclose(flat(params), begun - rate * ((gradients - up).mean(axis=0) - down), atol=3e-6)
+
+
+def test_the_bytes_are_those_of_the_frames_of_every_step() -> None:
+    together = replicas(SPARSE)
+    batches = draw_batches(local_steps(adam=False).program, NODES, 5)
+    together.run(batches, np.full(5, 0.05, np.float32))
+    segments = [np.ones(9_600, np.float32), np.ones(60, np.float32)]
+    frames = encode_payload([codec_from_spec(SPARSE)] * len(segments), segments)
+    assert together.bytes_up == together.bytes_down == 5 * sum(map(len, frames))
+
+
+def test_a_codec_that_forgets_what_it_does_not_send_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"say feedback\+int8"):
+        replicas("int8")
 
 
 # ---------------------------------------------------------------------- the local step
