@@ -156,14 +156,21 @@ CODECS = (
 )
 """One of each kind, all at k = 8, d = 2: what the codec costs, nothing else moved."""
 
+GROWING = "1@0,2@0.05,4@0.2,8@0.5,16@0.8"
+
 LADDER = (
     "name=ternary k=2|codec=ternary|every=2|delay=1|rate=3",
     "name=ternary k=2, averaging|codec=ternary|every=2|delay=1",
     "name=ternary k=2, averaging, twice the rate|codec=ternary|every=2|delay=1|rate=2",
+    "name=ternary k=2, no delay|codec=ternary|every=2|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
+    "name=1/2 ternary k=1|codec=ternary|every=1|fragments=2|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
     "name=ternary k=2, nesterov|codec=ternary|every=2|delay=1|outer=nesterov:rate=1,momentum=0.3",
+    "name=ternary k=4|codec=ternary|every=4|delay=1|outer=nesterov:rate=1,momentum=0.5",
     "name=ternary k=32|codec=ternary|every=32|delay=2|outer=nesterov:rate=1,momentum=0.5",
     "name=ternary k 16..64|codec=ternary|every=16@0,32@0.35,64@0.6|delay=2|outer=nesterov:rate=1,momentum=0.5",
     "name=1/8 ternary k=4|codec=ternary|every=4|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
+    f"name=1/8 ternary k 1..16|codec=ternary|every={GROWING}|fragments=8|delay=1|outer=nesterov:rate=1,momentum=0.5",
+    "name=top-10 % sign k=1|codec=topk:density=0.1+sign|every=1|delay=0|rate=3",
     "name=top-2 % sign k=1|codec=topk:density=0.02+sign|every=1|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
     "name=top-1 % sign k=2|codec=topk:density=0.01+sign|every=2|delay=1|rate=2|outer=nesterov:rate=1,momentum=0.3",
     "name=top-5 % sign k=1|codec=topk:density=0.05+sign|every=1|delay=0|rate=2|outer=nesterov:rate=1,momentum=0.3",
@@ -173,9 +180,12 @@ LADDER = (
     "name=ternary k=8, averaging|codec=ternary|every=8|delay=2|rate=2",
     "name=ternary k=8, twice the rate|codec=ternary|rate=2|" + _AT_8,
     "name=ternary k=8, moments|codec=ternary|average_second_moments=8|" + _AT_8,
+    "name=gradients, top-2 % int8|kind=gradients|codec=feedback+topk:density=0.02+int8",
+    "name=gradients, top-2 % int8, momentum|kind=gradients|codec=momentum+topk:density=0.02+int8"
+    "|broadcast_codec=feedback+topk:density=0.02+int8",
 )
 """Every setting at the best of the rates and outer steps that were tried on one seed, and beside some of them another.
-Not tried: those of "sign k=2" and "top-5 % sign k=1", which are their neighbours'."""
+Not tried: those of "ternary k=4", "sign k=2", "top-5 % sign k=1" and "1/8 ternary k 1..16": their neighbours'."""
 
 METHODS = tuple(
     parse_row(row) for row in (*REFERENCES, *(f"name={codec}|codec={codec}|{_AT_8}" for codec in CODECS), *LADDER)

@@ -2,7 +2,8 @@
 
 Rule 1: nothing is trained here, and no file is written but the picture.
 Rule 2: runs are told apart by their settings, never by their names; a name is for the reader.
-Rule 3: a *panel* is one task with one inner optimizer, start and number of steps: what may be compared at a glance.
+Rule 3: a *panel* is one task with one inner optimizer, start, and number of steps and of nodes: what may be compared at
+a glance.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def _summary(runs: Sequence[Line], synchronous: Mapping[int, float]) -> Line:
         "inner": first["inner"],
         "start": first["start"],
         "steps": first["steps"],
+        "nodes": first["nodes"],
         "method": first["method"],
         "kind": first["kind"],
         "rate": first["rate"],
@@ -116,7 +118,9 @@ def _panels(rows: Iterable[Line]) -> dict[str, list[Line]]:
     """Return the rows by the title of their panel."""
     panels: dict[str, list[Line]] = {}
     for row in rows:
-        panels.setdefault(f"{row['task']}, {row['inner']}, {row['start']}, {row['steps']} steps", []).append(row)
+        nodes = f", {row['nodes']} nodes" if row["nodes"] != 4 else ""
+        title = f"{row['task']}, {row['inner']}, {row['start']}, {row['steps']} steps{nodes}"
+        panels.setdefault(title, []).append(row)
     return panels
 
 
