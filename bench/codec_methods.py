@@ -134,6 +134,7 @@ _AT_8 = "every=8|delay=2|outer=nesterov:rate=1,momentum=0.5"
 REFERENCES = (
     "name=synchronous|kind=synchronous",
     "name=synchronous, twice the rate|kind=synchronous|rate=2",
+    "name=synchronous, half the rate|kind=synchronous|rate=0.5",
     "name=one node|kind=one node",
 )
 CODECS = (

@@ -14,6 +14,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.specs import parse_spec
 
 from codec_methods import METHODS
+from codec_table import markdown, read_runs, summarise
 
 PAGE = (Path(__file__).parents[1] / "docs" / "codecs.md").read_text()
 FAMILY = {**CODECS, **STAGES, **WRAPPERS}
@@ -109,3 +110,11 @@ def test_every_row_of_the_tables_is_a_method_of_the_bench():
     rows = re.findall(r"^\| ([^|]+?) \| (?:[\d.,]+x|no bytes) \|", tables, re.MULTILINE)
     assert len(rows) > 30
     assert {row.replace("\\", "") for row in rows} <= {method.name for method in METHODS}
+
+
+def test_the_tables_are_those_of_the_lines():
+    lines = sorted((Path(__file__).parents[1] / "docs" / "examples" / "codecs").glob("*.jsonl"))
+    tables = markdown(summarise(read_runs(lines)))
+    assert PAGE.count("|---|--:|--:|--:|--:|\n") == len(tables) > 0
+    for table in tables:
+        assert table + "\n" in PAGE
