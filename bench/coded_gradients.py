@@ -53,7 +53,7 @@ class CodedGradients:
     def run(
         self, batches: Sequence[Batches], scales: NDArray[np.float32], watch: Watch = lambda step, loss: None
     ) -> Any:
-        """Take as many steps as there are scales; return the parameters.
+        """Take as many steps as there are scales; return the parameters, which the next call uses up.
 
         batches: of each node, as `draw_batches` made them.  watch: called now and then with the step and a loss.
         """
