@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from numpy.typing import NDArray
 
 from zmqtrain.codecs.base import WRAPPERS, codec_from_spec
@@ -77,8 +78,7 @@ class _Step:
     """The step of a program with these codecs, jitted in pieces: a codec is compiled once for all that use it."""
 
     def __init__(self, local: LocalSteps, codec: str, broadcast_codec: str, layout: Layout) -> None:
-        self.local, self.layout = local, layout
-        self.leaves, counts = layout.leaves(0), layout.counts(0)
+        self.local, counts = local, layout.counts(0)
         up, down = ([codec_from_spec(spec)] * len(counts) for spec in (codec, broadcast_codec))
         self.up, self.down = groups(up, counts), groups(down, counts)
         self.bytes_up, self.bytes_down = payload_size(up, counts), payload_size(down, counts)
@@ -100,28 +100,18 @@ class _Step:
     def _gradients(self, params: Any, batches: Any) -> tuple[list[jax.Array], jax.Array]:
         """Return the gradients of all nodes, as the slabs that go up, and the loss of the last node."""
         losses, gradients = zip(*(jax.value_and_grad(self.local.program.loss)(params, b) for b in batches), strict=True)
-        return gather(jnp.stack([self._flat(of_node) for of_node in gradients]), self.up), losses[-1]
+        return gather(jnp.stack([ravel_pytree(of_node)[0] for of_node in gradients]), self.up), losses[-1]
 
     def _mean(self, sent: list[jax.Array]) -> list[jax.Array]:
         """Return the mean of what arrived, as the slabs that go down."""
         return gather(jnp.mean(spread(sent, self.up), axis=0)[None], self.down)
 
     def _advance(self, replica: TrainState, aggregate: list[jax.Array], scale: Any) -> TrainState:
-        step = self._tree(spread(aggregate, self.down)[0], replica.params)
+        _, unravel = ravel_pytree(replica.params)
+        step = unravel(spread(aggregate, self.down)[0])
         updates, opt_state = self.local.optimizer.update(step, replica.opt_state, replica.params)
         scaled = jax.tree.map(lambda update: update * scale, updates)
         return TrainState(optax.apply_updates(replica.params, scaled), opt_state)
-
-    def _flat(self, tree: Any) -> jax.Array:
-        leaves = jax.tree.leaves(tree)
-        return jnp.concatenate([self.layout.take(leaves[index], index, 0) for index in self.leaves])
-
-    def _tree(self, flat: jax.Array, like: Any) -> Any:
-        leaves, tree = jax.tree.flatten(like)
-        ends = np.cumsum(self.layout.counts(0))[:-1].tolist()
-        for index, segment in zip(self.leaves, jnp.split(flat, ends), strict=True):
-            leaves[index] = self.layout.add(jnp.zeros_like(leaves[index]), index, 0, segment)
-        return jax.tree.unflatten(tree, leaves)
 
 
 _compiled = lru_cache(maxsize=64)(_Step)
