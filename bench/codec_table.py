@@ -197,6 +197,8 @@ def _times(compression: float) -> str:
 
 # ---------------------------------------------------------------------- the plot
 
+CROWDED = 16
+"""A panel of more points takes both columns."""
 LOWEST_PERCENT, HIGHEST_PERCENT = -12.0, 45.0
 """Where the loss axis ends: what lies above is drawn at the edge; bars are cut."""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b04a8a", "#8a6200", "#3b3b3b")
@@ -235,7 +237,7 @@ class _Point:
 
 
 def draw(rows: Sequence[Line], file: Path) -> None:
-    """Draw the loss over synchronous against the compression, one panel beside the other; the references are left out.
+    """Draw the loss over synchronous against the compression, a panel for each comparison; the references are left out.
 
     The grey line joins the methods that no other beats in both.
     """
@@ -246,21 +248,36 @@ def draw(rows: Sequence[Line], file: Path) -> None:
 
     sent = [row for row in rows if row["kind"] in EXCHANGING and row["over_sync_%"] is not None]
     panels = {title: _points(panel) for title, panel in _panels(sent).items()}
-    columns = min(2, max(1, len(panels)))
-    height = max(1, -(-len(panels) // columns))
-    figure, axes = pyplot.subplots(height, columns, figsize=(9 * columns, 6.2 * height), squeeze=False, dpi=110)
-    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
+    places = _places(list(panels.values()))
+    height = 1 + max((row for row, _ in places), default=0)
+    figure = pyplot.figure(figsize=(18, 6.2 * height), dpi=110)
+    grid = figure.add_gridspec(height, 2)
+    axes = [figure.add_subplot(grid[place]) for place in places]
+    for axis, (title, points) in zip(axes, panels.items(), strict=True):
         _draw_points(axis, title, points)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.remove()
     note = "grey line: nothing else has less loss for fewer bytes; dotted: 1 %; bars: one standard deviation over seeds"
     figure.supxlabel(f"{note}; arrows: above {HIGHEST_PERCENT:.0f} %", fontsize=8, color="0.3")
     figure.tight_layout()
     figure.canvas.draw()  # now the axes have their last size, and pixels are known
-    for axis, points in zip(axes.flat, panels.values(), strict=False):
+    for axis, points in zip(axes, panels.values(), strict=True):
         _draw_names(axis, points)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def _places(panels: Sequence[Sequence[_Point]]) -> list[tuple[int, slice]]:
+    """Return the row and the columns of each panel: two beside each other, a crowded or only one alone."""
+    places: list[tuple[int, slice]] = []
+    row = column = 0
+    for points in panels:
+        if len(points) > CROWDED or len(panels) == 1:
+            place = (row + column, slice(0, 2))
+            row, column = row + column + 1, 0
+        else:
+            place = (row, slice(column, column + 1))
+            row, column = row + column, 1 - column
+        places.append(place)
+    return places
 
 
 def _points(rows: Sequence[Line]) -> list[_Point]:
