@@ -197,7 +197,7 @@ def _times(compression: float) -> str:
 
 # ---------------------------------------------------------------------- the plot
 
-CROWDED = 16
+CROWDED = 20
 """A panel of more points takes both columns."""
 LOWEST_PERCENT, HIGHEST_PERCENT = -12.0, 45.0
 """Where the loss axis ends: what lies above is drawn at the edge; bars are cut."""
@@ -256,7 +256,8 @@ def draw(rows: Sequence[Line], file: Path) -> None:
     for axis, (title, points) in zip(axes, panels.items(), strict=True):
         _draw_points(axis, title, points)
     note = "grey line: nothing else has less loss for fewer bytes; dotted: 1 %; bars: one standard deviation over seeds"
-    figure.supxlabel(f"{note}; arrows: above {HIGHEST_PERCENT:.0f} %", fontsize=8, color="0.3")
+    note += f"; arrows: above {HIGHEST_PERCENT:.0f} %"
+    figure.supxlabel(note, y=0.1 / figure.get_figheight(), fontsize=8, color="0.3")
     figure.tight_layout()
     figure.canvas.draw()  # now the axes have their last size, and pixels are known
     for axis, points in zip(axes, panels.values(), strict=True):
