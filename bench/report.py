@@ -131,9 +131,9 @@ def print_table(rows: Sequence[Row], title: str = "") -> None:
         table.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*(_format_cell(row.get(column)) for column in columns))
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:  # a file is as wide as the table
-        console = Console(width=200)
+        console = Console(width=200, markup=False)
     console.print(table)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import threading
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from tests.terminals import pseudo_terminal
+from zmqtrain.cli import terminal
 from zmqtrain.cli.display import (
     Display,
     format_bytes,
@@ -16,10 +19,12 @@ from zmqtrain.cli.display import (
     format_number,
     format_scores,
     format_seconds,
+    log_to_stderr,
     roster_headline,
     roster_line,
     roster_table,
 )
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.protocol.messages import Roster
 
 
@@ -113,8 +118,8 @@ def test_the_plain_line_sums_over_the_members_and_says_who_waits() -> None:
 
 
 def render(table: object, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table)
+    console = Terminal(io.StringIO())
+    console.print(table, width=width)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -168,3 +173,66 @@ def test_a_display_that_was_never_started_may_be_closed_and_one_may_be_closed_tw
     display.close()
     display.close()
     assert stream.getvalue() == roster_line(roster(TRAINING)) + "\n"
+
+
+NAMES = (
+    "x[/red]y",
+    "[bold]b",
+    "a\x1b[2Jb\x1b]0;title\x07",
+    "n" * 10_000,
+    ":smile:",
+    "two\nlines\r",
+    "\u202eright",
+    "[",
+    "",
+)
+
+
+def test_on_a_terminal_any_name_is_shown_as_it_is_written_and_moves_no_cursor(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    members = tuple(member(name, waiting="for [/] \x1b[31m" * 1000) for name in NAMES)
+    with pseudo_terminal() as terminal, open(terminal.child, "w", closefd=False) as stream:
+        display = Display(lambda: roster(*members), "at [/red] \x1b[2J", stream=stream)
+        with display:
+            display.say("it says [/red] \x1b[2J")
+        stream.flush()
+        shown = terminal.end()
+    for text in (
+        "x[/red]y",
+        "[bold]b",
+        "a?[2Jb",
+        "n" * 23 + "…",
+        ":smile:",
+        "?right",
+        "it says [/red] ?[2J",
+        "at [/red] ?[2J",
+    ):
+        assert text in shown
+    assert "\x1b[2J" not in shown and "\x1b]0" not in shown and "n" * 24 not in shown
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 2**63, "a text", "\x1b[2J", True])
+def test_any_figure_that_a_hub_sends_can_be_shown(value) -> None:
+    figures = dict.fromkeys(
+        ("step", "samples_per_second", "loss", "age_steps", "bytes_sent", "bytes_received", "staleness", "link_rate"),
+        value,
+    )
+    counts = dict.fromkeys(("term", "refused", "turned_away", "former", "standby", "waits_for_room"), value)
+    served = dict.fromkeys(("keys", "bytes", "pushes", "clients"), value)
+    number = value if isinstance(value, float) else 0.0
+    odd = roster(
+        TRAINING | figures, {"loss": value}, {}, hub=counts, served=served, seconds=number, scores={"loss": number}
+    )
+    shown = roster_line(odd) + render(roster_table(odd), 100)
+    assert "\x1b" not in shown and all(len(line) < 600 for line in shown.splitlines())
+
+
+def test_a_log_line_holds_no_escape_code(capsys) -> None:
+    log_to_stderr(False)
+    logging.getLogger("zmqtrain.test").warning("%s left", "x[/red]\x1b[2Jy")
+    assert capsys.readouterr().err.endswith(" x[/red]?[2Jy left\n")
+
+
+def test_every_command_shows_its_text_on_the_terminal_that_reads_no_markup() -> None:
+    others = [path for path in Path(terminal.__file__).parent.glob("*.py") if path.name != "terminal.py"]
+    assert others and not [path.name for path in others if "rich.console import Console" in path.read_text()]

@@ -200,3 +200,13 @@ def test_the_devices_are_asked_for_in_another_process_and_said_in_json():
     assert {"platform", "kind", "memory_bytes"} == machine.devices[0].keys()
     assert machine.cores >= 1 and machine.versions["libzmq"]
     json.dumps(machine.versions)
+
+
+def test_a_remedy_with_brackets_is_shown_whole(monkeypatch, capsys):
+    without = replace(MACHINE, devices=(), devices_error="", has_nvidia_driver=True)
+    monkeypatch.setattr(doctor, "find_way", lambda *_: WAY)
+    monkeypatch.setattr(doctor, "measure_link", lambda *_: LINK)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda _: without)
+    assert doctor.main(["tcp://10.0.0.1:5555"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pip install 'zmqtrain[cuda12]'" in said and "pip install 'zmqtrain[fast]'" in said

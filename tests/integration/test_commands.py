@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.terminals import pseudo_terminal
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.transport.key_folder import KeyFolder
 
 SMALL = "data={text},width=8,layers=1,heads=1,context=8,batch=2,batches_per_unit=4"
@@ -273,3 +275,24 @@ LocalStep.compile = compile
 atexit.register(print, "the regular end")
 sys.exit(main(["node", sys.argv[1], "--name", "pc-1"]))
 """
+
+
+def test_a_broker_on_a_terminal_serves_nodes_of_any_name_and_shows_it(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    names = ("x[/red]y", "[bold]b", "n" * 64)
+    argv = command("broker", "--bind", "tcp://127.0.0.1:0")
+    with pseudo_terminal() as terminal, subprocess.Popen(argv, stdout=terminal.child, stderr=terminal.child) as hub:
+        try:
+            said = terminal.wait_until(lambda shown: 'connect("tcp://' in shown)
+            address = re.search(r'connect\("([^"]+)"', said)[1]
+            with contextlib.ExitStack() as nodes:
+                for name in names:
+                    nodes.enter_context(connect(address, name))
+                for row in ("x[/red]y ", "[bold]b ", "n" * 23 + "…"):
+                    terminal.wait_until(lambda shown, row=row: row in shown)
+                status = run("status", address)
+                assert status.returncode == 0 and "x[/red]y " in status.stdout, status
+            hub.send_signal(signal.SIGTERM)
+            assert hub.wait(BOUND_SECONDS) == 0, terminal.end()
+        finally:
+            hub.kill()

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.chaos.proxy import Proxy
@@ -31,6 +30,7 @@ from zmqtrain.chaos.services import Service
 from zmqtrain.cli.display import format_count, format_number, format_seconds
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, ZmqTrainError
 
 __all__ = ["ChaosConfig", "HERE_KINDS", "main", "outcome_table"]
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: ChaosConfig) -> int:
-    console = Console(highlight=False)
-    say = partial(console.print, markup=False, soft_wrap=True)
+    console = Terminal()
+    say = partial(console.print, soft_wrap=True)
     names = [f"node-{number + 1}" for number in range(config.nodes)]
     seconds = 60 * config.minutes
     schedule = draw_schedule(

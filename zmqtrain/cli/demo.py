@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.cli.display import Display, format_bytes, format_count, format_number, log_to_stderr
@@ -24,6 +23,7 @@ from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.fields import Verbose, require
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.settings import RunSettings
@@ -194,7 +194,7 @@ def _run(config: DemoConfig) -> int:
             return 0
         curves.append(curve)
     together, single = curves
-    Console(highlight=False).print(summary_table(together, single))
+    Terminal().print(summary_table(together, single))
     print(f"({paced})")
     if (kept := min(curve.kept_pace(config.pace_seconds) for curve in curves)) < KEPT_PACE:
         print(

@@ -2,13 +2,13 @@
 
 Rule 1: what is shown comes from a Roster alone, so that broker, node, local and status show the same.
 Rule 2: where the output is no terminal, no control code is written.  Rule 3: units are a person's: 1.2 MB, 3.4 k/s.
+Rule 4: names and figures of a roster are its sender's: any text and any number in it can be shown.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,15 +16,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from zmqtrain.cli.terminal import StderrHandler, Terminal, VisibleFormatter, visible
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.protocol.words import words
 
 __all__ = [
     "format_bytes",
@@ -43,6 +45,9 @@ __all__ = [
 REDRAW_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
 NOTHING = "–"
+MOST_COUNT = 1 << 63
+MOST_DIGITS = 1e12
+"""Numbers from here on are written with an exponent, or a unit."""
 NAME_LENGTH = 24
 DROPPED = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.NOW)
 """What the hub counts of the messages that it has dropped."""
@@ -60,6 +65,8 @@ def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
         if abs(value) < step * 0.9995:
             break
         value, unit = value / step, larger
+    if abs(value) >= MOST_DIGITS:
+        return f"{value:.1e} {unit}".rstrip()
     digits = 0 if unit == units[0] and float(value).is_integer() else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}".rstrip()
 
@@ -82,6 +89,10 @@ def format_rate(bytes_per_second: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return 75 as "1:15", 3700 as "1:01:40"."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    if seconds >= MOST_DIGITS:
+        return f"{seconds:.1e} s"
     whole = max(0, int(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -89,7 +100,9 @@ def format_seconds(seconds: float) -> str:
 
 def format_number(value: float, digits: int = 3) -> str:
     """Return a loss or an age; a dash where it is not known."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else NOTHING
+    if not math.isfinite(value):
+        return NOTHING
+    return f"{value:.{digits}f}" if abs(value) < MOST_DIGITS else f"{value:.{digits}e}"
 
 
 def format_scores(scores: Mapping[str, float]) -> str:
@@ -100,6 +113,17 @@ def format_scores(scores: Mapping[str, float]) -> str:
 def _figure(member: Member, name: str) -> float:
     value = member.get(name, math.nan)
     return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _count(facts: Member, name: str) -> int:
+    """A count, 0 if there is none, or if it is not a number."""
+    value = facts.get(name, 0)
+    return int(max(0, min(value, MOST_COUNT))) if isinstance(value, int | float) and math.isfinite(value) else 0
+
+
+def _word(facts: Member, name: str) -> str:
+    """A text of one line, "" if there is none."""
+    return words(str(facts.get(name, "")))
 
 
 # ---------------------------------------------------------------------- a roster
@@ -113,19 +137,19 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     if roster.samples or not roster.exchange:  # past the broker, they are counted in the end
         parts.append(f"{format_count(roster.samples)} samples")
     if roster.exchange:
-        parts.append(f"exchange {roster.exchange.partition(',')[0]}")
+        parts.append(f"exchange {words(roster.exchange.partition(',')[0])}")
     elif roster.every:
         parts.append(f"k {roster.every}, d {roster.delay}")
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
-    if dropped := sum(count for count in (roster.hub.get(kind, 0) for kind in DROPPED) if isinstance(count, int)):
+    if dropped := sum(_count(roster.hub, kind) for kind in DROPPED):
         parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
     parts += _refusals(roster)
     if roster.hub.get("waits_for_room"):
         parts.append("the broker's disk is full: nothing is released until there is room")
-    if term := roster.hub.get("term"):
+    if term := _count(roster.hub, "term"):
         parts.append(f"term {term}")
-    if standby := roster.hub.get("standby"):
+    if standby := _word(roster.hub, "standby"):
         parts.append(f"standby {standby}")
     if missing := name_missing(roster.masters):
         parts.append(f"without {missing}")
@@ -133,9 +157,9 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         keys, pushes, clients = (
             f"{format_count(count)} {one if count == 1 else several}"
             for one, several in (("key", "keys"), ("push", "pushes"), ("client", "clients"))
-            for count in (int(served.get(several, 0)),)
+            for count in (_count(served, several),)
         )
-        size = format_bytes(int(served.get("bytes", 0)))
+        size = format_bytes(_count(served, "bytes"))
         parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
     line = " · ".join(parts)
     return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
@@ -144,7 +168,7 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
 def _refusals(roster: Roster) -> list[str]:
     """What the broker does not take: of nodes, and of whom it does not let in."""
     quarantined = sum(member.get("state") == "quarantined" for member in roster.members)
-    refused, turned_away = (int(roster.hub.get(name, 0)) for name in ("refused", "turned_away"))
+    refused, turned_away = _count(roster.hub, "refused"), _count(roster.hub, "turned_away")
     said = [f"{quarantined} quarantined"] if quarantined else []
     if refused:
         said.append(f"{format_count(refused)} delta{'s' * (refused != 1)} refused")
@@ -163,7 +187,7 @@ def _version(roster: Roster) -> str:
 def roster_line(roster: Roster) -> str:
     """Return the run and the sums over its members in one plain line."""
     if not roster.members:
-        return roster_headline(roster)
+        return visible(roster_headline(roster))
     losses = [loss for member in roster.members if math.isfinite(loss := _figure(member, "loss"))]
     rate = sum(rate for member in roster.members if math.isfinite(rate := _figure(member, "samples_per_second")))
     sent = sum(count for member in roster.members if math.isfinite(count := _figure(member, "bytes_sent")))
@@ -172,8 +196,10 @@ def roster_line(roster: Roster) -> str:
     if losses:
         line += f" · loss {format_number(sum(losses) / len(losses))}"
     line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"
-    waiting = [f"{member['name']} waits for {member['waiting']}" for member in roster.members if member.get("waiting")]
-    return line + (f" · {'; '.join(waiting)}" if waiting else "")
+    waiting = [
+        f"{_name(member)} waits for {_word(member, 'waiting')}" for member in roster.members if member.get("waiting")
+    ]
+    return visible(line + (f" · {'; '.join(waiting)}" if waiting else ""))
 
 
 def roster_table(roster: Roster) -> Table:
@@ -191,16 +217,16 @@ def roster_table(roster: Roster) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for member in roster.members:
-        state = "" if member["state"] == "live" else str(member["state"])
-        doing = f"waits for {member['waiting']}" if member.get("waiting") else state
+        state = "" if member.get("state") == "live" else _word(member, "state")
+        doing = f"waits for {_word(member, 'waiting')}" if member.get("waiting") else state
+        evaluates = member.get("peer") == roster.evaluator and len(roster.members) > 1
         table.add_row(
-            _shortened(str(member["name"]))
-            + (" *" if member["peer"] == roster.evaluator and len(roster.members) > 1 else ""),
+            _name(member) + (" *" if evaluates else ""),
             _cell(_figure(member, "step"), "{:.0f}"),
             format_count(_figure(member, "samples_per_second")),
             format_number(_figure(member, "loss")),
             _cell(_figure(member, "age_steps"), "{:.0f}"),
-            str(member["staleness"]),
+            _cell(_figure(member, "staleness"), "{:.0f}"),
             format_bytes(_figure(member, "bytes_sent")),
             format_bytes(_figure(member, "bytes_received")),
             *([format_rate(_figure(member, "link_rate"))] if measured else []),
@@ -209,12 +235,17 @@ def roster_table(roster: Roster) -> Table:
     return table
 
 
-def _shortened(name: str) -> str:
+def _name(member: Member) -> str:
+    """A member's name, cut short."""
+    name = _word(member, "name")
     return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
 
 
 def _cell(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else NOTHING
+    """A number in its form; as a count (3.4 T) where that would fill the screen; a dash where it is not known."""
+    if not math.isfinite(value):
+        return NOTHING
+    return form.format(value) if abs(value) < MOST_DIGITS else format_count(value)
 
 
 # ---------------------------------------------------------------------- alive
@@ -236,7 +267,7 @@ class Display:
         plain_seconds: float = PLAIN_SECONDS,
     ) -> None:
         self.source, self.title, self.plain_seconds = source, title, plain_seconds
-        self.console = Console(file=stream, highlight=False, soft_wrap=False)
+        self.console = Terminal(stream)
         self._said: deque[str] = deque()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zmqtrain-display", daemon=True)
@@ -294,23 +325,16 @@ class Display:
 
     def _print(self, text: str) -> None:
         if self._live is not None:
-            self.console.print(text, markup=False)
+            self.console.print(text)
         else:
-            print(text, file=self.console.file, flush=True)
+            print(visible(text), file=self.console.file, flush=True)
 
     def _render(self) -> RenderableType:
         roster = self.source()
-        title = Text(self.title, style="bold")
+        title = Text(visible(self.title), style="bold")
         if roster is None:
             return Group(title, Text("waiting for the first report", style="dim"))
-        return Group(title, Text(roster_headline(roster, "\n")), roster_table(roster))
-
-
-class _CurrentStderr(logging.Handler):
-    """Writes to what sys.stderr is now: a live table puts itself in its place, so that a line lands above the table."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        return Group(title, roster_headline(roster, "\n"), roster_table(roster))
 
 
 def log_to_stderr(verbose: bool, log_file: Path | None = None) -> None:
@@ -321,14 +345,14 @@ def log_to_stderr(verbose: bool, log_file: Path | None = None) -> None:
     logger = logging.getLogger("zmqtrain")
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     logger.propagate = False
-    handlers: list[logging.Handler] = [_CurrentStderr()]
+    handlers: list[logging.Handler] = [StderrHandler()]
     if log_file is not None:
         try:
             handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot write the log file {log_file}: {error.strerror}; name another one") from error
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(VisibleFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

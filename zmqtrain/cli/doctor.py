@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.cli.display import format_bytes, log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips, measure_link
@@ -92,7 +92,7 @@ def _run(config: DoctorConfig) -> int:
     log_to_stderr(False)
     credentials = read_credentials(config.server_key, config.keys)
     findings: list[Finding] = []
-    console = Console(highlight=False)
+    console = Terminal()
 
     def add(more: Iterator[Finding]) -> None:
         for finding in more:

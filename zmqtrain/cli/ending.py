@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from zmqtrain.cli.terminal import visible
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused, NotHereYet, SteppedDown, ZmqTrainError
 
 __all__ = ["run_command", "leave_at_once", "leave_without_teardown", "first_interrupt"]
@@ -34,7 +35,7 @@ def run_command(program: str, command: Callable[[], int], service: bool = False)
     try:
         return command()
     except ZmqTrainError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(visible(f"{program}: {error}"), file=sys.stderr)
         return NO_USE if service and _is_final(error) else ERROR
     except KeyboardInterrupt:
         return 0

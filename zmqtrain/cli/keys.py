@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import Folder
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
@@ -128,7 +128,7 @@ def _list(config: ListConfig) -> None:
     for entry in entries:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
         table.add_row(entry.name, entry.fingerprint, made, words[entry.state])
-    Console(highlight=False).print(table, markup=False)
+    Terminal().print(table)
 
 
 def _revoke(config: RevokeConfig) -> None:

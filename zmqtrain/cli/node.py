@@ -17,7 +17,6 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain import __version__
@@ -34,6 +33,7 @@ from zmqtrain.cli.display import (
 from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.settings import check_host, read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
@@ -106,7 +106,7 @@ def _run(config: NodeConfig) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-    Console(highlight=False).print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
+    Terminal().print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
     return 0
 
 

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.cli.display import format_bytes, format_count
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
@@ -134,14 +134,14 @@ def _run(config: PlanConfig) -> int:
     if config.json:
         print(json.dumps(_as_json(plan, others, memory, limit)))
     else:
-        console = Console(highlight=False)
+        console = Terminal()
         console.print(_plan_table(config, plan))
-        console.print(settings_line(plan), markup=False, soft_wrap=True)
+        console.print(settings_line(plan), soft_wrap=True)
         console.print(_variants_table(others))
         console.print(_memory_table(memory))
         if limit is not None:
             kept = f"({format_bytes(CARD_BYTES_OF_OTHERS)} of the card are CUDA's and the desktop's)"
-            console.print(f"{memory.advice(max(0, limit))} {kept}", markup=False, soft_wrap=True)
+            console.print(f"{memory.advice(max(0, limit))} {kept}", soft_wrap=True)
     return 0 if fits else DOES_NOT_FIT
 
 

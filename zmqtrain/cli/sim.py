@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zmqtrain.cli.display import (
@@ -28,6 +27,7 @@ from zmqtrain.cli.display import (
 )
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _simulate(config: SimConfig, scenario_file: Path) -> int:
     scenario = read_scenario(scenario_file, None if config.seed < 0 else config.seed)
     if config.json is not None:
         write_records(config.json, ())  # to know now, not after the run, that it cannot be written
-    console = Console(highlight=False)
+    console = Terminal()
     watch = None if config.quiet else partial(_show, console)
     if config.record is not None:
         _make_folder(config.record)
@@ -127,12 +127,12 @@ def _replay(files: Sequence[Path]) -> int:
         if not records:
             raise ConfigError(f"{file} holds no event: that node never joined the run; leave the file out")
     result = replay(broker, nodes)
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(replay_table(result))
     if result.equal:
         console.print(f"equal: {_crcs(result)}", soft_wrap=True)
         return 0
-    console.print(f"different: {result.difference}", markup=False, soft_wrap=True)
+    console.print(f"different: {result.difference}", soft_wrap=True)
     return 1
 
 
@@ -157,14 +157,14 @@ def replay_table(result: ReplayResult) -> Table:
     return table
 
 
-def _show(console: Console, record: dict[str, Any]) -> None:
+def _show(console: Terminal, record: dict[str, Any]) -> None:
     """Print what is worth a line while the simulation runs."""
     when = f"{record['seconds']:10.2f} s  "
     if record["kind"] == "evaluation":
         samples = format_count(record["samples"])
         console.print(f"{when}version {record['version']}, {samples} samples: loss {format_number(record['loss'], 4)}")
     elif record["kind"] == "membership":
-        console.print(f"{when}{record['node']} {record['what']}", markup=False)
+        console.print(f"{when}{record['node']} {record['what']}")
 
 
 def result_tables(result: SimResult) -> list[Table]:

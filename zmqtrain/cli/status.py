@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-
 from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import File, Hubs, require
 from zmqtrain.cli.settings import check_host, read_config
+from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.node.connect import connect
@@ -81,12 +80,12 @@ def _run(config: StatusConfig) -> int:
         elif config.json:
             print(roster_as_json(roster))
         else:
-            console, headline = Console(highlight=False), roster_headline(roster, "\n")
-            console.print(f"{title}\n{headline}", markup=False)
+            console, headline = Terminal(), roster_headline(roster, "\n")
+            console.print(f"{title}\n{headline}")
             for shard, address in enumerate(roster.masters):
                 if shard:
                     where = address or "no address: its master is not here"
-                    console.print(f"shard {shard} is at {where}", markup=False)
+                    console.print(f"shard {shard} is at {where}")
             if roster.members:
                 console.print(roster_table(roster))
     return 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmqtrain.protocol.words import MAX_SENTENCE, words
+
 __all__ = [
     "WireProcess",
     "JoinGroup",
@@ -73,6 +75,9 @@ class GroupLost:
     rank: int
     why: str
     left: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "why", words(self.why, MAX_SENTENCE))
 
 
 @dataclass(frozen=True, slots=True)

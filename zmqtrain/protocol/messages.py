@@ -3,7 +3,8 @@
 Rule 1: a message is frozen, flat and of plain types; arrays never ride in one, they follow as `Chunk`s of a transfer.
 Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the bytes of each frame, so that the receiver can
 refuse before it allocates.
-Rule 3: what is said in groups, to a standby, to a parameter server and to measure a link is in `group_messages`,
+Rule 3: a sentence for people is bounded and has no control characters (`words`), whoever makes or decodes the message.
+Rule 4: what is said in groups, to a standby, to a parameter server and to measure a link is in `group_messages`,
 `standby_messages`, `keys` and `probes`.
 """
 
@@ -19,6 +20,7 @@ from zmqtrain.protocol.group_messages import GroupMessage
 from zmqtrain.protocol.keys import KEY_REQUESTS, Declare, Enrol, Founded, Initialise, KeyMessage, Pull, Push, Values
 from zmqtrain.protocol.probes import Probe, Probed
 from zmqtrain.protocol.standby_messages import Replica, StandbyMessage
+from zmqtrain.protocol.words import MAX_NAME, MAX_SENTENCE, words
 from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
@@ -135,6 +137,10 @@ class Refused:
     text: str
     sequence: int = -1
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", words(self.reason, MAX_NAME))
+        object.__setattr__(self, "text", words(self.text, MAX_SENTENCE))
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
@@ -153,6 +159,9 @@ class Goodbye:
     """The sender leaves and will not be waited for."""
 
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", words(self.reason, MAX_SENTENCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +337,10 @@ class Quarantine:
     reason: str
     text: str
     seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", words(self.reason, MAX_NAME))
+        object.__setattr__(self, "text", words(self.text, MAX_SENTENCE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zmqtrain.interfaces import HubChannel
@@ -19,10 +19,9 @@ from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
 from zmqtrain.protocol.framing import encode_message, split
 from zmqtrain.protocol.keys import Values
-from zmqtrain.protocol.messages import Aggregate, Credit, Message, Probed, Refused, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Credit, Message, Probed, Snapshot
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.protocol.standby_messages import Replica
-from zmqtrain.protocol.words import words
 from zmqtrain.runtime.broker.alarm import Alarm
 from zmqtrain.runtime.broker.intake import Intake
 from zmqtrain.runtime.equation.aggregator import Released
@@ -36,8 +35,6 @@ OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20
 """What may queue for one peer, at least; with more it is sent a snapshot instead."""
-REFUSAL_CHARACTERS = 1000
-"""Of a sentence for people: what it quotes may be a megabyte."""
 HEADS_BYTES = 1 << 20
 """The heads of one transfer are less: room for them is kept."""
 PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
@@ -106,12 +103,7 @@ class Traffic:
     # ------------------------------------------------------------------ toward the peers
 
     def send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
-        """Send a control message. stamp: None for the next of the peer's connection.
-
-        The words of a refusal may quote what was said: they are bounded.
-        """
-        if isinstance(message, Refused):
-            message = replace(message, text=words(message.text, REFUSAL_CHARACTERS))
+        """Send a control message. stamp: None for the next of the peer's connection."""
         head = encode_message(message, self._stamp(peer, True) if stamp is None else stamp)
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
