@@ -9,8 +9,7 @@ its healthy nodes alone: their held-out loss may be at most BAR times that.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from report import print_table, write_json
 from zmqtrain.errors import NonFiniteDelta
 from zmqtrain.programs.datasets import load_digits
 from zmqtrain.settings import RunSettings
@@ -106,7 +104,7 @@ class Case:
 
 
 def _sync_of(case: Case) -> Any:
-    """Return what makes the DelayedSync of a node: the steps of a bad one are as many times as long as its rate says."""
+    """Return what makes the DelayedSync of a node: a bad one makes longer steps."""
     factor = case.rate / RATE
 
     class Faster(DelayedSync):

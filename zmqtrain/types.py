@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import isfinite, prod
+from math import isfinite, nan, prod
 from typing import Any, NamedTuple, NewType
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "PeerId",
     "Version",
     "Score",
+    "number_of",
     "BARRIER_SHARE",
     "is_barrier",
     "Buffer",
@@ -77,6 +78,17 @@ LOCAL_UNITS = 1 << 40
 def is_barrier(own: Score, mean: Score) -> bool:
     """Return whether a mean is worse by BARRIER_SHARE than parameters of this score; NaN: nothing to compare by."""
     return isfinite(own) and mean > own + BARRIER_SHARE * abs(own)
+
+
+def number_of(value: Any) -> float:
+    """Return a number that may be a device scalar as a float; NaN for one that cannot be read any more.
+
+    A training loop may donate the buffer of a loss that it has reported: then it is deleted, here or meanwhile.
+    """
+    try:
+        return float(value)
+    except RuntimeError:
+        return nan
 
 
 def first_local_unit(name: str) -> int:

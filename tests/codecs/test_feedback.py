@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.chain import chain
 from zmqtrain.codecs.codec import Codec, read_buffers
-from zmqtrain.codecs.feedback import WARM_UP_DENSITIES, DensityWarmUp, error_feedback, momentum_correction
+from zmqtrain.codecs.feedback import error_feedback, momentum_correction
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.codecs.rotate import fragment, fragment_stage
+from zmqtrain.codecs.rotate import fragment
 from zmqtrain.codecs.ternary import ternary
 from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
 
@@ -236,43 +235,8 @@ def test_names_say_what_is_kept_and_by_what():
         (lambda: error_feedback(int8(), 1.5), r"decay=1.5 is not in 0.001..1"),
         (lambda: error_feedback(int8(), float("nan")), r"decay=nan"),
         (lambda: momentum_correction(int8(), 1), r"factor=1.0 is not in 0.001..0.999"),
-        (lambda: DensityWarmUp(lambda density: int8(), (0.1, 0.2)), "must fall"),
-        (lambda: DensityWarmUp(lambda density: int8(), ()), "must fall"),
-        (lambda: DensityWarmUp(lambda density: int8(), (2.0,)), "at most 1"),
-        (lambda: DensityWarmUp(lambda density: int8(), (0.1, 0.0)), "above 0"),
-        (lambda: DensityWarmUp(lambda density: int8(), (0.1,), 0), "encodes=0"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_its_range(make, place):
     with pytest.raises(ConfigError, match=place):
         make()
-
-
-def picks(density: float) -> Codec:
-    """Return a codec that sends a share `density` of the values."""
-    return error_feedback(chain(fragment_stage(round(1 / density)), bf16()))
-
-
-def test_the_density_falls_by_steps_and_the_last_one_stays():
-    plan = DensityWarmUp(picks, (0.5, 0.25, 0.125), encodes=10)
-    assert plan.changes() == (10, 20)
-    assert [plan.at(count).name for count in (0, 9)] == 2 * [picks(0.5).name]
-    assert [plan.at(count).name for count in (10, 19)] == 2 * [picks(0.25).name]
-    assert [plan.at(count).name for count in (20, 10**9)] == 2 * [picks(0.125).name]
-    assert plan.at(3) is plan.at(4)
-    assert DensityWarmUp(picks).densities == WARM_UP_DENSITIES
-    with pytest.raises(ValueError, match="-1 encodes"):
-        plan.at(-1)
-
-
-def test_the_residual_goes_on_from_density_to_density_and_nothing_is_lost():
-    plan, rng, size = DensityWarmUp(picks, (0.5, 0.25, 0.125), encodes=30), np.random.default_rng(5), 240
-    came, sent, state, lengths = np.zeros(size), np.zeros(size), plan.at(0).init(size), []
-    for count in range(120):
-        x = rng.standard_normal(size).astype(np.float32)
-        buffers, state = plan.at(count).encode(x, state)
-        lengths.append(sum(map(len, raw(buffers))))
-        came += x
-        sent += plan.at(count).decode(buffers, size)
-    assert (lengths[0], lengths[30], lengths[60], lengths[119]) == (260, 132, 68, 68)
-    np.testing.assert_allclose(sent + state[0], came, atol=1e-4)

@@ -10,8 +10,6 @@ A run keeps the residual in the model instead, where it trains on: that is bette
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,13 +23,11 @@ from zmqtrain.codecs.codec import (
     needs_finite,
     needs_slab,
 )
-from zmqtrain.errors import ConfigError
 from zmqtrain.specs import format_spec
 from zmqtrain.types import Array
 
-__all__ = ["WARM_UP_DENSITIES", "DensityWarmUp", "error_feedback", "momentum_correction"]
+__all__ = ["error_feedback", "momentum_correction"]
 
-WARM_UP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The densities of Deep Gradient Compression, sec. 3.3: four epochs of warm-up, and what is kept after them."""
 
 _MAGNITUDE = 0x7FFFFFFF
@@ -104,47 +100,6 @@ def momentum_correction(codec: Codec, factor: float = 0.9) -> Codec:
         return buffers, (velocity, _subtract(waiting, sent), inner)
 
     return codec._replace(name=name, init=init, encode=encode)
-
-
-@dataclass(frozen=True)
-class DensityWarmUp:
-    """Send much at first and less by steps, while the gradients still change fast: which codec encodes when.
-
-    make: density -> codec, such as lambda density: error_feedback(chain(top_k(density), int8())).
-    densities: falling, each in 0..1; the last one stays.  encodes: how many encodes each of the others lasts.
-    A codec's buffers have sizes that follow from the number of values alone, so this is no codec but a plan on the
-    host, over a plain count of the encodes made. Sender and receiver need not count alike: a codec's name travels with
-    (and is covered by the checksum of) every payload, so the receiver either keeps the same count, or looks the name
-    up among `codecs`; a wrong guess is refused, never decoded.
-    The state goes on from codec to codec as it is: what `error_feedback` and `momentum_correction` keep depends on the
-    number of values only, and a stage that picks by a density keeps nothing, or a counter.
-    Raises ConfigError for densities that are none, not falling or out of range, and for encodes < 1.
-    Source: Lin et al. 2018, Deep Gradient Compression, sec. 3.3 (there one epoch for each density).
-    """
-
-    make: Callable[[float], Codec]
-    densities: tuple[float, ...] = WARM_UP_DENSITIES
-    encodes: int = 1000
-    codecs: tuple[Codec, ...] = field(init=False, repr=False, compare=False)
-    """The codec of each density: always the same objects, so that what is jitted over them is compiled once."""
-
-    def __post_init__(self) -> None:
-        falling = all(after < before for before, after in zip(self.densities, self.densities[1:], strict=False))
-        if not self.densities or not falling or not 0 < self.densities[-1] <= self.densities[0] <= 1:
-            raise ConfigError(f"densities={self.densities}: they must fall from at most 1 and stay above 0")
-        if self.encodes < 1:
-            raise ConfigError(f"encodes={self.encodes}: each density lasts one encode at least")
-        object.__setattr__(self, "codecs", tuple(self.make(density) for density in self.densities))
-
-    def at(self, count: int) -> Codec:
-        """Return the codec for the next encode, `count` encodes having been made. Raises ValueError if count < 0."""
-        if count < 0:
-            raise ValueError(f"{count} encodes cannot have been made")
-        return self.codecs[min(count // self.encodes, len(self.codecs) - 1)]
-
-    def changes(self) -> tuple[int, ...]:
-        """Return the counts at which `at` gives another codec than one count before, in order."""
-        return tuple(self.encodes * rung for rung in range(1, len(self.codecs)))
 
 
 def _tidy(x: Array) -> Array:

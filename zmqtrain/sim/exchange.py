@@ -10,8 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from zmqtrain.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.peer import Peer
@@ -131,7 +129,7 @@ class SimExchange(PeerExchange):
 
     def make_report(self) -> Report:
         """See Listener. The loss is waited for, which costs no virtual time: a run can be repeated."""
-        self._progress.loss = float(np.asarray(self._progress.loss))
+        self._progress.settle_loss()
         wire, waiting = self.link.wire, "data units" if self.units.waiting else ""
         return self._progress.report(wire.up, wire.down, waiting, self._coded_seconds())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zmqtrain.types import Tally
+from zmqtrain.types import Tally, number_of
 
 __all__ = ["Account"]
 
@@ -38,7 +38,12 @@ class _Unsaid:
 
     def to_plain(self) -> list[Any]:
         """Return it as JSON can hold it; waits for scores that a device still computes."""
-        return [self.samples, self.steps, [float(one) for one in self.scores], [float(one) for one in self.said]]
+        return [
+            self.samples,
+            self.steps,
+            [number_of(one) for one in self.scores],
+            [number_of(one) for one in self.said],
+        ]
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> _Unsaid:

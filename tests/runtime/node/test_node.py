@@ -13,7 +13,7 @@ import pytest
 
 from tests.clocks import VirtualClock
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import ConfigError, HubUnreachable, ZmqTrainError
+from zmqtrain.errors import ConfigError, HubUnreachable, LocalProtocolError, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -406,3 +406,10 @@ def test_a_node_that_has_had_no_hub_for_a_minute_says_where_it_looks_and_why(nod
         link._say_alone(seconds)
     said = "pc has had no hub for 60 s, at tcp://hub:5555: nobody answers. Training goes on alone; trying again."
     assert [message for name, _, message in caplog.record_tuples if name == HubLink.__module__] == [said]
+
+
+def test_a_second_model_of_one_node_is_refused_with_what_to_do(node):
+    with pytest.raises(LocalProtocolError, match=r"joined the run already.*Give both models to one, as DelayedSync\("):
+        for _ in range(2):
+            hear(node, welcome(-1))
+            node.begin_join(MODEL, LEAVES)

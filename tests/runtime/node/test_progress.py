@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
 from tests.clocks import VirtualClock
@@ -42,3 +43,17 @@ def test_the_pace_of_a_node_whose_step_does_not_end_falls(clock):
 
 def test_who_has_made_no_step_has_no_pace(clock):
     assert Progress(clock).report(0, 0, "").samples_per_second == 0.0
+
+
+def test_a_loss_whose_buffer_was_donated_is_never_read_and_the_last_known_one_is_reported(clock):
+    mine, first, donated = Progress(clock), jnp.float32(0.5), jnp.float32(0.25)
+    for loss in (first, donated):
+        mine.loss = loss.block_until_ready()
+    assert mine.report(0, 0, "").loss == 0.5
+    donated.delete()
+    assert mine.report(0, 0, "").loss == 0.5
+    clock.sleep(1.0)
+    mine.loss = jnp.float32(0.125)
+    assert mine.report(0, 0, "").loss == 0.5
+    mine.loss = 0.0625
+    assert mine.report(0, 0, "").loss == 0.0625

@@ -30,7 +30,7 @@ from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.moments import decode_moments, split_snapshot
 from zmqtrain.runtime.equation.vectors import Vectors
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, number_of
 
 __all__ = [
     "DENSE",
@@ -83,8 +83,16 @@ def decode_snapshot(layout: Layout, frames: Sequence[Buffer]) -> list[Vector]:
 
 
 def mean_score(offer: Offer) -> float:
-    """Return the mean of an offer's scores, NaN if it has none; waits for those that a device is still computing."""
-    return fmean(float(score) for score in offer.scores) if offer.scores else nan
+    """Return the mean of an offer's scores, NaN if it has none; waits for those that a device is still computing.
+
+    Scores whose buffers the training loop has donated are left out.
+    """
+    scores = [number_of(score) for score in offer.scores if not _is_deleted(score)]
+    return fmean(scores) if scores else nan
+
+
+def _is_deleted(score: Any) -> bool:
+    return bool(getattr(score, "is_deleted", bool)())
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,13 @@ class PeerExchange(ABC):
     def begin_join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
     ) -> None:
-        """Ask to join, without waiting: the first third of `join`."""
+        """Ask to join, without waiting: the first third of `join`. Raises LocalProtocolError for a second time."""
+        if self._jobs.coder is not None:
+            raise LocalProtocolError(
+                f"{self.name} has joined the run already, with another DelayedSync: a node exchanges one tree. Give "
+                'both models to one, as DelayedSync(node, {"generator": g, "discriminator": d}), and to its `step` '
+                "too; or connect another node, to a broker of its own, for the second model"
+            )
         self._joining.begin(self._make_coder(model), leaves, moments)
         if self._events is not None:
             going_on = self._joining.goes_on_from

@@ -1,6 +1,8 @@
 """Turn what a training thread says of itself into the report that the hub gets, and read what others have said.
 
-Rule: the training thread only leaves values here; a loss that is still computed on the device is not waited for.
+Rule 1: the training thread only leaves values here; a loss that is still computed on the device is not waited for.
+Rule 2: a device's loss is read in the training thread alone, one step later: that thread may donate its buffer at any
+moment, and in another thread the read could meet a buffer that is deleted.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from typing import Any
 
 from zmqtrain.interfaces import Clock
 from zmqtrain.protocol.messages import Report, Roster
-from zmqtrain.types import PeerId, Version
+from zmqtrain.types import PeerId, Version, number_of
 
 __all__ = ["Progress", "paces"]
+
+
+LOSS_SECONDS = 0.1
+"""A device's loss is read so often at most: each read copies one value to the host."""
 
 
 def paces(roster: Roster | None, peer: PeerId) -> tuple[float, list[float]]:
@@ -28,11 +34,11 @@ class Progress:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.step = self.offers_refused = 0
-        self.loss: Any = math.nan
+        self._loss: Any = math.nan
         self.age_steps = math.nan
         self.scores: dict[str, float] | None = None
         self.score_version: Version = -1
-        self._loss_known = math.nan
+        self._loss_known, self._loss_read_at = math.nan, -math.inf
         self._counted: tuple[int, int, float] = (0, 0, math.nan)  # samples, those of the last step, when it ended
         self._measured: tuple[int, float, float] = (0, math.nan, 0.0)  # samples, when, and the pace until then
 
@@ -45,11 +51,27 @@ class Progress:
     def samples(self, samples: int) -> None:
         self._counted = (samples, samples - self._counted[0], self._clock.monotonic())
 
+    @property
+    def loss(self) -> float:
+        """The newest loss that is known."""
+        return self._loss_known
+
+    @loss.setter
+    def loss(self, loss: Any) -> None:
+        before, self._loss = self._loss, loss
+        if not hasattr(loss, "is_ready"):
+            self._loss_known = float(loss)
+        elif hasattr(before, "is_ready") and not before.is_deleted() and before.is_ready():
+            now = self._clock.monotonic()
+            if now - self._loss_read_at >= LOSS_SECONDS:
+                self._loss_known, self._loss_read_at = float(before), now
+
+    def settle_loss(self) -> None:
+        """Wait for the newest loss: where time is virtual, and nobody donates it meanwhile."""
+        self._loss_known = number_of(self._loss)
+
     def report(self, bytes_sent: int, bytes_received: int, waiting: str, exchange_seconds: float = 0.0) -> Report:
         """Return the report of now. exchange_seconds: CPU of the codec for one exchange."""
-        loss = self.loss  # the training thread may leave another one meanwhile
-        if getattr(loss, "is_ready", lambda: True)():
-            self._loss_known = float(loss)
         samples, pace = self._pace()
         return Report(
             step=self.step,
