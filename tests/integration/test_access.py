@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 from contextlib import closing, suppress
@@ -253,6 +254,17 @@ def connect_raw(hub: RouterChannel, source: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection((host, port), source_address=(source, 0))
 
 
+def null_handshake(routing_id: bytes) -> bytes:
+    """Return all that a DEALER without keys says before its first message."""
+    properties = b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+        for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", routing_id))
+    )
+    ready = b"\x05READY" + properties
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    return greeting + b"\x04" + bytes([len(ready)]) + ready
+
+
 def is_shut(connection: socket.socket) -> bool:
     """Wait until the other end sends something or closes; tell which, past the greeting."""
     connection.settimeout(60.0)
@@ -280,6 +292,26 @@ def test_a_flood_of_half_open_connections_is_cut_and_keeps_no_node_out() -> None
         await meet(hub, known)
         assert hub.connections <= 12 + 2
         assert await asyncio.to_thread(is_shut, raw[0])
+        for connection in raw:
+            connection.close()
+        await end(known, hub)
+
+    run(main)
+
+
+def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks() -> None:
+    async def main() -> None:
+        limits = ConnectionLimits(total=8, half_open_per_address=8, half_open=8)
+        hub = RouterChannel.bind(HERE, limits=limits)
+        hub._doorway.clock = itertools.count(0.0, 100.0).__next__  # every look is long after the one before
+        raw = [connect_raw(hub, f"127.0.0.{2 + index % 4}") for index in range(8)]
+        for index, connection in enumerate(raw):
+            connection.sendall(null_handshake(f"Csilent#{index}".encode()))
+        while hub.connections < 8:
+            await hub.changed()
+        known = DealerChannel.connect(hub.address, peer=A)
+        await meet(hub, known)
+        assert hub.connections == 8 and hub.refusals["half-open"] == 2 and not hub.refusals["full"]
         for connection in raw:
             connection.close()
         await end(known, hub)

@@ -1,6 +1,7 @@
 """Every message survives the wire, and nothing else does."""
 
 import contextlib
+import sys
 
 import msgpack
 import pytest
@@ -15,11 +16,15 @@ from zmqtrain.protocol.framing import (
     ProtocolVersionError,
     decode_message,
     encode_message,
+    open_head,
+    read_fields,
     split,
 )
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Chunk,
+    Fetch,
+    Roster,
     Snapshot,
 )
 from zmqtrain.types import MAX_FRAME_BYTES
@@ -88,6 +93,68 @@ def test_a_transfer_that_lies_about_its_size_is_refused_before_anything_is_kept(
     assembler.add(Chunk(1, 0), b"x" * 10)
     with pytest.raises(FramingError, match="repeated"):
         assembler.add(Chunk(1, 0), b"x" * 10)
+
+
+def test_a_refused_announcement_takes_nothing_of_the_limit():
+    assembler = Assembler(limit_bytes=100)
+    for _ in range(10):
+        with pytest.raises(FramingError, match="of other sizes"):
+            assembler.expect(Snapshot(1, 1, (60,)), held=[b"not of that size"])
+    assert assembler.expected_bytes == 0
+    assembler.expect(Snapshot(1, 1, (60,)))
+
+
+def test_the_kind_of_a_head_is_read_before_its_fields_and_whatever_these_are():
+    broken = msgpack.packb([PROTOCOL_VERSION, 7, 8, "Roster", {}])[:-1] + b"\xc1"  # a byte that msgpack never uses
+    head = open_head(broken)
+    assert (head.stamp, head.kind) == ((7, 8), Roster)
+    with pytest.raises(FramingError):
+        read_fields(head)
+
+
+def test_a_head_of_many_small_values_is_checked_by_columns_and_not_by_calls():
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    leaves = (("w", (3, 4), "float32"),) * 5000
+    head = open_head(encode_message(Fetch(1, leaves)))
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        read = read_fields(head)
+    finally:
+        sys.setprofile(before)
+    assert calls < 100 and read.model == leaves
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("model", [["w", [3, "4"], "float32"]], "expected int, got str"),
+        ("model", [["w", [3, 4]]], "expected 3 fields, got 2"),
+        ("model", [["w", [3, 4], "float32"], 7], "expected tuple, got int"),
+        ("model", [["w", 3, "float32"]], "expected tuple, got int"),
+        ("score", "high", "expected float, got str"),
+    ],
+)
+def test_one_wrong_value_among_many_is_found_and_named(field, value, text):
+    fields = msgpack.unpackb(encode_message(Fetch(1)))[4] | {field: value}
+    with pytest.raises(FramingError, match=rf"Fetch\.{field}: {text}"):
+        decode_message(msgpack.packb([PROTOCOL_VERSION, 0, 0, "Fetch", fields]))
+
+
+def test_a_map_of_a_roster_holds_texts_and_scalars_and_an_int_is_a_float_where_one_is_due():
+    fields = msgpack.unpackb(encode_message(EXAMPLES[[type(one) for one in EXAMPLES].index(Roster)]))[4]
+    sent = fields | {"members": [{"name": "a", "step": 1}], "scores": {"loss": 2}, "seconds": 3}
+    read = decode_message(msgpack.packb([PROTOCOL_VERSION, 0, 0, "Roster", sent]))
+    assert read.members == ({"name": "a", "step": 1},) and type(read.members[0]["step"]) is int
+    assert type(read.scores["loss"]) is float and type(read.seconds) is float
+    for wrong in ({"members": [{"name": []}]}, {"scores": {"loss": "low"}}, {"members": [[]]}):
+        with pytest.raises(FramingError):
+            decode_message(msgpack.packb([PROTOCOL_VERSION, 0, 0, "Roster", sent | wrong]))
 
 
 def test_a_chunk_of_a_transfer_that_was_given_up_is_no_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_too_many_half_open_in_all_cost_the_address_that_has_most() -> None:
     assert summary(table.accepted(9, "d", 9, now=0.0)) == [(3, "half-open")]
 
 
-def test_who_was_heard_or_is_older_than_a_handshake_is_not_half_open() -> None:
+def test_who_was_heard_is_not_half_open_and_who_was_not_is_so_however_long_ago_it_came() -> None:
     table = Connections(SMALL)
     for descriptor in (1, 2, 3):
         table.accepted(descriptor, "a", descriptor, now=0.0)
@@ -45,7 +46,24 @@ def test_who_was_heard_or_is_older_than_a_handshake_is_not_half_open() -> None:
     assert table.half_open == 0
     for descriptor in (4, 5, 6):
         table.accepted(descriptor, "b", descriptor, now=0.0)
-    assert table.accepted(7, "b", 7, now=6.0) == [] and table.half_open == 1
+    assert summary(table.accepted(7, "b", 7, now=1e6)) == [(4, "half-open")] and table.half_open == 3
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_silent_connections_that_fill_the_port_lose_to_a_new_one_however_old_they_are(greeted: bool) -> None:
+    table = Connections(ConnectionLimits(total=12, per_address=6, half_open=20, half_open_per_address=6))
+    table.accepted(0, "honest", 1, now=0.0)
+    table.proved(0), table.spoke(0)
+    for descriptor in range(1, 12):
+        table.accepted(descriptor, f"silent {descriptor % 2}", descriptor, now=1.0)
+        if greeted:  # the handshake is done and the first, empty message has come
+            table.proved(descriptor)
+    assert summary(table.accepted(20, "new", 20, now=100.0)) == [(1, "half-open")]
+    table.proved(20), table.spoke(20)
+    for descriptor in range(21, 60):
+        cuts = table.accepted(descriptor, f"silent {descriptor % 3}", descriptor, now=200.0)
+        assert not {0, 20} & {one for one, _ in summary(cuts)}
+    assert table.get(0) is not None and table.get(20) is not None
 
 
 def test_an_address_has_so_many_connections_and_no_more_however_well_known() -> None:
@@ -59,18 +77,18 @@ def test_an_address_has_so_many_connections_and_no_more_however_well_known() -> 
     assert [one.descriptor for one in table.of("a")] == [1, 2, 3, 4, 5, 7]
 
 
-def test_when_all_places_are_taken_by_who_was_heard_the_new_one_goes() -> None:
+def test_when_all_places_are_taken_by_who_has_spoken_the_new_one_goes() -> None:
     table = Connections(SMALL)
     for descriptor in range(12):
         table.accepted(descriptor, f"address {descriptor // 6}", descriptor, now=0.0)
-        table.proved(descriptor)
+        table.proved(descriptor), table.spoke(descriptor)
     assert summary(table.accepted(12, "c", 12, now=0.0)) == [(12, "full")]
 
 
 @settings(max_examples=40)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("apc"), st.integers(0, 30), st.sampled_from("xyz"), st.floats(0, 3)), max_size=120
+        st.tuples(st.sampled_from("apsc"), st.integers(0, 30), st.sampled_from("xyz"), st.floats(0, 3)), max_size=120
     )
 )
 def test_no_bound_is_ever_passed(events: list[tuple[str, int, str, float]]) -> None:
@@ -84,6 +102,8 @@ def test_no_bound_is_ever_passed(events: list[tuple[str, int, str, float]]) -> N
                 del open_now[cut.connection.descriptor]
         elif kind == "p":
             table.proved(descriptor)
+        elif kind == "s":
+            table.spoke(descriptor)
         else:
             table.closed(descriptor)
             open_now.pop(descriptor, None)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
-from typing import Any
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -24,6 +26,9 @@ __all__ = [
     "PROTOCOL_VERSION",
     "MAX_HEAD_BYTES",
     "ProtocolVersionError",
+    "Head",
+    "open_head",
+    "read_fields",
     "encode_message",
     "decode_message",
     "decode_head",
@@ -34,7 +39,19 @@ __all__ = [
 PROTOCOL_VERSION = 3
 MAX_HEAD_BYTES = 1 << 20
 
+OPENED_BYTES = 64
+"""So many bytes of a head hold all that stands before its fields."""
+
 Check = Callable[[Any], Any]
+ColumnCheck = Callable[[Collection[Any]], None]
+
+
+class Head(NamedTuple):
+    """A head whose fields are not read yet."""
+
+    stamp: Stamp
+    kind: type[Message]
+    fields: Buffer
 
 
 class ProtocolVersionError(FramingError):
@@ -51,22 +68,23 @@ class ProtocolVersionError(FramingError):
 
 def _plain(wanted: type) -> Check:
     def check(value: Any) -> Any:
+        if type(value) is wanted:
+            return value
         if wanted is float and type(value) is int:
             return float(value)
-        if type(value) is not wanted:
-            raise FramingError(f"expected {wanted.__name__}, got {type(value).__name__}")
-        return value
+        raise FramingError(f"expected {wanted.__name__}, got {type(value).__name__}")
 
     return check
 
 
-def _union(checks: Sequence[Check]) -> Check:
+def _one_of(wanted: Collection[type]) -> Check:
+    """Return the check of a union of plain types; an int stays one, also beside float."""
+
     def check(value: Any) -> Any:
-        for one in checks:
-            try:
-                return one(value)
-            except FramingError:
-                continue
+        if type(value) in wanted:
+            return value
+        if float in wanted and type(value) is int:
+            return float(value)
         raise FramingError(f"unexpected {type(value).__name__}")
 
     return check
@@ -75,33 +93,90 @@ def _union(checks: Sequence[Check]) -> Check:
 def _checker(annotation: Any) -> Check:
     """Build the check of one annotated field: plain types, X | Y, tuple[X, ...], tuple[X, Y], dict[str, X], None."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is None or annotation is types.NoneType:
-        return _plain(types.NoneType)
-    if origin in (types.UnionType, typing.Union):
-        # int before float, so that an int stays one
-        return _union([_checker(one) for one in arguments])
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        inner = _checker(arguments[0])
-        return lambda value: tuple(inner(one) for one in _plain(tuple)(value))
-    if origin is tuple:
-        inners = [_checker(one) for one in arguments]
+    if origin in (tuple, dict) and (check_all := _column_check(annotation)) is not None:
 
-        def check_fixed(value: Any) -> Any:
-            if len(_plain(tuple)(value)) != len(inners):
-                raise FramingError(f"expected {len(inners)} fields, got {len(value)}")
-            return tuple(inner(one) for inner, one in zip(inners, value, strict=True))
+        def check(value: Any) -> Any:
+            check_all((value,))
+            return value
 
-        return check_fixed
+        return check
     if origin is dict:
-        key, inner = (_checker(one) for one in arguments)
-        return lambda value: {key(name): inner(one) for name, one in _plain(dict)(value).items()}
+        check_names, inner = _column_check(arguments[0]), _checker(arguments[1])
+        assert check_names is not None, "the keys of a map are texts"
+
+        def check_map(value: Any) -> Any:
+            check_names(_plain(dict)(value))
+            return {name: inner(one) for name, one in value.items()}
+
+        return check_map
+    if origin in (types.UnionType, typing.Union):
+        plain = frozenset(one for one in arguments if typing.get_origin(one) is None)
+        others = [_checker(one) for one in arguments if one not in plain]
+        assert len(others) <= 1, "a union has one container at most"
+        if not others:
+            return _one_of(plain)
+        return lambda value: value if type(value) in plain else others[0](value)
+    assert origin is None, f"no check is known for {annotation}"
     return _plain(annotation)
 
 
+def _column_check(annotation: Any) -> ColumnCheck | None:
+    """Build the check of many values of one annotation at once, without a Python call for each of them.
+
+    None: one by one, as some must be converted (an int where a float is due).
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is tuple:
+        endless = len(arguments) == 2 and arguments[1] is Ellipsis
+        inners = [_column_check(one) for one in (arguments[:1] if endless else arguments)]
+        checks = [one for one in inners if one is not None]
+        return None if len(checks) < len(inners) else _tuples_check(checks, endless)
+    if origin is dict:
+        keys, values = (_column_check(one) for one in arguments)
+        return None if keys is None or values is None else _maps_check(keys, values)
+    wanted = frozenset(arguments or (annotation,))
+    return None if float in wanted and int not in wanted else _types_check(wanted)
+
+
+def _types_check(wanted: frozenset[type]) -> ColumnCheck:
+    words = " or ".join(sorted(one.__name__ for one in wanted))
+
+    def check(column: Collection[Any]) -> None:
+        for other in {*map(type, column)} - wanted:
+            raise FramingError(f"expected {words}, got {other.__name__}")
+
+    return check
+
+
+def _tuples_check(inners: Sequence[ColumnCheck], endless: bool) -> ColumnCheck:
+    check_types = _types_check(frozenset([tuple]))
+
+    def check(column: Collection[Any]) -> None:
+        check_types(column)
+        if endless:
+            return inners[0]([*chain.from_iterable(column)])
+        for count in {*map(len, column)} - {len(inners)}:
+            raise FramingError(f"expected {len(inners)} fields, got {count}")
+        for place, inner in enumerate(inners):
+            inner([*map(itemgetter(place), column)])
+
+    return check
+
+
+def _maps_check(keys: ColumnCheck, values: ColumnCheck) -> ColumnCheck:
+    check_types = _types_check(frozenset([dict]))
+
+    def check(column: Collection[Any]) -> None:
+        check_types(column)
+        keys([*chain.from_iterable(column)])
+        values([*chain.from_iterable(one.values() for one in column)])
+
+    return check
+
+
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in MESSAGES}
-_CHECKS: dict[str, dict[str, Check]] = {
-    name: {field: _checker(hint) for field, hint in typing.get_type_hints(kind).items()}
-    for name, kind in _KINDS.items()
+_CHECKS: dict[type[Message], dict[str, Check]] = {
+    kind: {field: _checker(hint) for field, hint in typing.get_type_hints(kind).items()} for kind in MESSAGES
 }
 _FIELDS: dict[type[Message], tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in MESSAGES}
 
@@ -114,40 +189,57 @@ def encode_message(message: Message, stamp: Stamp = UNSTAMPED) -> bytes:
     return packed
 
 
-def decode_message(head: Buffer) -> Message:
+def decode_message(frame: Buffer) -> Message:
     """Read one head, whatever its stamp. Raises what `decode_head` does."""
-    return decode_head(head)[1]
+    return read_fields(open_head(frame))
 
 
-def decode_head(head: Buffer) -> tuple[Stamp, Message]:
+def decode_head(frame: Buffer) -> tuple[Stamp, Message]:
     """Read one head. Raises FramingError for anything that is no message, ProtocolVersionError for another version."""
-    if len(head) > MAX_HEAD_BYTES:
-        raise FramingError(f"a head of {len(head)} bytes; at most {MAX_HEAD_BYTES} are read")
+    head = open_head(frame)
+    return head.stamp, read_fields(head)
+
+
+def open_head(frame: Buffer) -> Head:
+    """Read of a head its stamp and its kind, at the same cost however large it is. Raises as `decode_head` does."""
+    if len(frame) > MAX_HEAD_BYTES:
+        raise FramingError(f"a head of {len(frame)} bytes; at most {MAX_HEAD_BYTES} are read")
+    beginning = msgpack.Unpacker(use_list=False, strict_map_key=True, max_buffer_size=OPENED_BYTES)
+    beginning.feed(frame[:OPENED_BYTES])
     try:
-        parts = msgpack.unpackb(head, use_list=False, strict_map_key=True)
+        count, version = beginning.read_array_header(), beginning.unpack()
+        ours = type(version) is int and version == PROTOCOL_VERSION
+        if ours:
+            incarnation, number, name = beginning.unpack(), beginning.unpack(), beginning.unpack()
     except Exception as error:  # msgpack raises several kinds, ValueError and its own among them
-        raise FramingError(f"no msgpack: {error}") from None
-    if type(parts) is not tuple or len(parts) < 3:
+        raise FramingError(f"no head, which is [version, incarnation, number, kind, fields]: {error!r:.100}") from None
+    if count >= 3 and not ours:
+        raise ProtocolVersionError(version)
+    if count != 5 or not ours:
         raise FramingError("a head is [version, incarnation, number, kind, fields]")
-    if type(parts[0]) is not int or parts[0] != PROTOCOL_VERSION:
-        raise ProtocolVersionError(parts[0])
-    if len(parts) != 5:
-        raise FramingError("a head is [version, incarnation, number, kind, fields]")
-    _, incarnation, number, name, body = parts
-    if not all(type(count) is int and 0 <= count < MAX_INCARNATION for count in (incarnation, number)):
+    if not all(type(one) is int and 0 <= one < MAX_INCARNATION for one in (incarnation, number)):
         raise FramingError("a head is stamped with two numbers of at most 63 bits")
-    if type(name) is not str or name not in _KINDS or type(body) is not dict:
-        raise FramingError(f"unknown message {name[:40]!r}" if type(name) is str else "a message without a name")
-    checks = _CHECKS[name]
-    if body.keys() != checks.keys():
+    if type(name) is not str or name not in _KINDS:
+        raise FramingError(f"unknown message {name!r}" if type(name) is str else "a message without a name")
+    return Head(Stamp(incarnation, number), _KINDS[name], memoryview(frame)[beginning.tell() :])
+
+
+def read_fields(head: Head) -> Message:
+    """Read the fields of a head. Raises FramingError for others than its message has, and for other types."""
+    name = head.kind.__name__
+    try:
+        body = msgpack.unpackb(head.fields, use_list=False, strict_map_key=True)
+    except Exception as error:  # as above
+        raise FramingError(f"no msgpack: {error!r:.100}") from None
+    checks = _CHECKS[head.kind]
+    if type(body) is not dict or body.keys() != checks.keys():
         raise FramingError(f"{name} has the fields {', '.join(checks)}")
-    checked = {}
     for field, value in body.items():
         try:
-            checked[field] = checks[field](value)
+            body[field] = checks[field](value)
         except FramingError as error:
             raise FramingError(f"{name}.{field}: {error}") from None
-    return Stamp(incarnation, number), _KINDS[name](**checked)
+    return head.kind(**body)
 
 
 def split(transfer: int, frames: Sequence[Buffer], stamp: Stamp = UNSTAMPED) -> list[tuple[bytes, Buffer]]:
@@ -178,10 +270,10 @@ class Assembler:
             raise FramingError(f"a frame is 1 to {MAX_FRAME_BYTES} bytes; {max(sizes)} and {min(sizes)} are announced")
         if self.expected_bytes + sum(sizes) > self.limit_bytes:
             raise FramingError(f"{sum(sizes)} bytes are announced; at most {self.limit_bytes} are expected")
-        self.expected_bytes += sum(sizes)
         missing = len(sizes) - len(held)
         if missing < 1 or any(len(frame) != size for frame, size in zip(held, sizes, strict=False)):
             raise FramingError(f"{len(held)} frames are here of {len(sizes)} that are announced, of other sizes")
+        self.expected_bytes += sum(sizes)
         self._open[transfer] = (announcement, [*held, *[None] * missing], missing)
 
     def has(self, chunk: Chunk) -> bool:

@@ -53,7 +53,7 @@ class Seat:
     """A peer's place. name: under which it came.  key: its public key.  life: what tells its connections from those of
     its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard, with
     their numbers.  lanes: those heard in this life, since it was last without any connection, each with
-    when that was first."""
+    when that was first.  spoke: more than the empty first message has come in this life."""
 
     name: str
     key: str
@@ -61,6 +61,7 @@ class Seat:
     newest: int
     descriptors: dict[int, int] = field(default_factory=dict)
     lanes: dict[Lane, float] = field(default_factory=dict)
+    spoke: bool = False
 
 
 class Seats:
@@ -110,7 +111,7 @@ class Seats:
                 return "life", {descriptor} if former is None else ended
             if former is None:
                 ended = {one for one, its_number in seat.descriptors.items() if its_number < number}
-            seat.life, seat.descriptors, seat.lanes = life, {}, {}
+            seat.life, seat.descriptors, seat.lanes, seat.spoke = life, {}, {}, False
         seat.key, seat.newest = key, max(seat.newest, number)
         self._keep(peer, seat, descriptor, number)
         return "", ended

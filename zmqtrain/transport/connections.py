@@ -1,11 +1,12 @@
 """Bound the connections at a hub's port: how many there are, from one address and in all, and how many are half open.
 
-Rule 1: a connection is half open until a message has come over it, or until it is older than a handshake may last:
-libzmq closes what has not finished its handshake by then.
-Rule 2: who has too many loses its own.  From an address with too many half-open connections the oldest of them goes; if
-there are too many in all, the oldest of the address that has most.  A connection that was heard is never given up for a
-new one.
-Rule 3: nothing here waits, or touches a socket: it says which descriptors are to be cut, and why.
+Rule 1: a connection is half open until a message has come over it, however long ago its handshake ended; it is greeted
+until its peer has said something: the first message on each lane is empty.
+Rule 2: an address over a limit loses its own connections.  From an address with too many half-open connections the
+oldest of them goes; if there are too many in all, the oldest of the address that has most.
+Rule 3: when all places are taken, a new connection takes that of a half-open one, else of a greeted one.  One whose
+peer has said something is never given up for a new one.
+Rule 4: nothing here waits, or touches a socket: it says which descriptors are to be cut, and why.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Connections:
         self._all: dict[int, Connection] = {}
         self._of: dict[str, dict[int, Connection]] = {}
         self._half: dict[str, dict[int, Connection]] = {}  # by address, the oldest first
+        self._greeted: dict[str, dict[int, Connection]] = {}  # likewise
         self._half_open = self._accepted = 0
 
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class Connections:
 
     @property
     def half_open(self) -> int:
-        """How many are half open, those not looked at for long included."""
+        """How many are half open."""
         return self._half_open
 
     def get(self, descriptor: int) -> Connection | None:
@@ -79,7 +81,6 @@ class Connections:
     def accepted(self, descriptor: int, address: str, port: int, now: float) -> list[Cut]:
         """Take note of a new connection; return those that are to be cut for it, itself perhaps."""
         self.closed(descriptor)
-        self._forget_old(now)
         self._accepted += 1
         new = Connection(descriptor, address, port, now, self._accepted)
         self._all[descriptor] = self._of.setdefault(address, {})[descriptor] = new
@@ -91,14 +92,19 @@ class Connections:
         if len(self._half[address]) > limits.half_open_per_address:
             return [self._cut_oldest(address)]
         if len(self._all) > limits.total:
-            oldest = self._crowded()
-            return [self._cut_oldest(oldest) if len(self._half[oldest]) > 1 else self._cut(new, "full")]
+            least = self._least_known()
+            return [self._cut(least, "full" if least is new else "half-open")]
         if self._half_open > limits.half_open:
-            return [self._cut_oldest(self._crowded())]
+            return [self._cut_oldest(_crowded(self._half))]
         return []
 
     def proved(self, descriptor: int) -> None:
-        """Take note that a message has come over this connection: it is not half open any more."""
+        """Record that a message has come over this connection: it is not half open any more."""
+        if (connection := self._all.get(descriptor)) is not None and self._leave_half(connection):
+            self._greeted.setdefault(connection.address, {})[descriptor] = connection
+
+    def spoke(self, descriptor: int) -> None:
+        """Record that the peer of this connection has said something: it is never given up for a new one."""
         if (connection := self._all.get(descriptor)) is not None:
             self._settle(connection)
 
@@ -111,9 +117,11 @@ class Connections:
             if not here:
                 del self._of[connection.address]
 
-    def _crowded(self) -> str:
-        """Return the address with most half-open connections (there is one)."""
-        return max(self._half, key=lambda address: len(self._half[address]))
+    def _least_known(self) -> Connection:
+        """Return whose place a new connection takes when none is free; its own, if all others have spoken."""
+        address = _crowded(self._half)
+        table = self._greeted if self._greeted and len(self._half[address]) == 1 else self._half
+        return next(iter(table[_crowded(table)].values()))
 
     def _cut_oldest(self, address: str) -> Cut:
         return self._cut(next(iter(self._half[address].values())), "half-open")
@@ -123,16 +131,24 @@ class Connections:
         return Cut(connection, reason)
 
     def _settle(self, connection: Connection) -> None:
-        half = self._half.get(connection.address, {})
-        if half.pop(connection.descriptor, None) is not None:
-            self._half_open -= 1
-            if not half:
-                del self._half[connection.address]
+        if not self._leave_half(connection):
+            _take_out(self._greeted, connection)
 
-    def _forget_old(self, now: float) -> None:
-        """Take those for open that have outlived a handshake."""
-        for half in list(self._half.values()):
-            for connection in list(half.values()):
-                if now - connection.since <= self.limits.handshake_seconds:
-                    break
-                self._settle(connection)
+    def _leave_half(self, connection: Connection) -> bool:
+        left = _take_out(self._half, connection)
+        self._half_open -= left
+        return left
+
+
+def _crowded(table: dict[str, dict[int, Connection]]) -> str:
+    """Return the address with most connections in a table (there is one)."""
+    return max(table, key=lambda address: len(table[address]))
+
+
+def _take_out(table: dict[str, dict[int, Connection]], connection: Connection) -> bool:
+    """Take a connection out of a table by address; return whether it was there."""
+    here = table.get(connection.address, {})
+    found = here.pop(connection.descriptor, None) is not None
+    if found and not here:
+        del table[connection.address]
+    return found

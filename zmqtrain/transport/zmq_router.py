@@ -265,6 +265,10 @@ class RouterChannel:
             return None
         if not self._counts(frames[1], *sender) or (len(frames) == 2 and not len(frames[1])):
             return None
+        if (seat := self._seats.get(sender[0])) is not None and not seat.spoke:
+            seat.spoke = True
+            for descriptor in seat.descriptors:
+                self._doorway.connections.spoke(descriptor)
         return sender[0], sender[1], [as_buffer(frame) for frame in frames[1:]]
 
     def _counts(self, frame: zmq.Frame, peer: PeerId, lane: Lane, life: bytes) -> bool:
@@ -304,6 +308,8 @@ class RouterChannel:
         self._speakers[descriptor] = speaker
         self._seats.note_lane(peer, lane, self._doorway.clock())
         self._doorway.connections.proved(descriptor)
+        if (seat := self._seats.get(peer)) is not None and seat.spoke:
+            self._doorway.connections.spoke(descriptor)
         return True
 
     def _end_soon(self, descriptor: int) -> bool:
