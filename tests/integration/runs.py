@@ -141,6 +141,7 @@ class BrokerProcess:
         place: MasterPlace | None = None,
         standby: StandbyPlace | None = None,
         every: str = "0.3s",
+        keys: Path | None = None,
     ) -> None:
         program = (
             "import json, sys, logging\n"
@@ -149,17 +150,21 @@ class BrokerProcess:
             "from zmqtrain.runtime.broker.serve import serve\n"
             "from zmqtrain.runtime.broker.standby import StandbyPlace\n"
             "from zmqtrain.settings import RunSettings\n"
-            "settings, folder, port, place, standby, every = json.loads(sys.argv[1])\n"
+            "from zmqtrain.transport.key_folder import KeyFolder\n"
+            "settings, folder, port, place, standby, every, keys = json.loads(sys.argv[1])\n"
             "logging.basicConfig(level=logging.INFO)\n"
             "def ready(broker): print(broker.channel.address, flush=True)\n"
             "def following(standby): print(standby.address, flush=True)\n"
             "serve(f'tcp://127.0.0.1:{port}', RunSettings(**settings) if settings else None, ready=ready,\n"
             "      place=MasterPlace(**place) if place else None, following=following,\n"
             "      standby=StandbyPlace(**standby) if standby else None, interrupted=lambda count: None,\n"
-            "      checkpoint=Path(folder) if folder else None, checkpoint_every=every)\n"
+            "      checkpoint=Path(folder) if folder else None, checkpoint_every=every,\n"
+            "      keys=KeyFolder(Path(keys)) if keys else None)\n"
         )
         run, where, follows = settings and settings.to_dict(), place and asdict(place), standby and asdict(standby)
-        facts = json.dumps([run, str(checkpoint) if checkpoint else "", port, where, follows, every])
+        facts = json.dumps([
+            run, str(checkpoint) if checkpoint else "", port, where, follows, every, str(keys) if keys else "",
+        ])  # fmt: skip
         self.process = subprocess.Popen([sys.executable, "-c", program, facts], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

@@ -17,7 +17,7 @@ from channels import HERE, StrangeSockets, meet, run
 from zmqtrain.errors import PeerLost
 from zmqtrain.runtime.broker import doorkeeper
 from zmqtrain.transport import refusals
-from zmqtrain.transport.address import parse_address
+from zmqtrain.transport.address import is_own_address, parse_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.key_folder import KeyFolder
@@ -408,3 +408,19 @@ def test_a_port_takes_no_more_connections_than_the_process_may_open_files(monkey
     assert descriptor_room(4096) == 1024 - 128 and asked == []
     assert descriptor_room(4096, grow=True) == 2048 - 128 and asked == [(2048, 2048)]
     assert descriptor_room(100) == 100
+
+
+def test_a_peer_is_of_this_machine_if_all_its_connections_come_from_addresses_of_it(monkeypatch):
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        channel = DealerChannel.connect(hub.address, peer=A)
+        await channel.send(Lane.CONTROL, [b"here"])
+        assert (await hub.receive())[0] == A
+        assert hub.is_of_this_machine(A) and not hub.is_of_this_machine(B)
+        monkeypatch.setattr("zmqtrain.transport.zmq_router.is_own_address", lambda address: address != "127.0.0.1")
+        assert not hub.is_of_this_machine(A)
+        await end(channel, hub)
+
+    run(main)
+    assert is_own_address("127.0.0.1")
+    assert not any(is_own_address(host) for host in ("192.0.2.1", "2001:db8::1"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from runs import BrokerProcess, Trainer, batches, loss, parameters, sgd
 
+from zmqtrain.errors import JoinRefused
 from zmqtrain.runtime.broker.standby import StandbyPlace
 from zmqtrain.runtime.node.connect import connect, promote
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
+from zmqtrain.transport.key_folder import KeyFolder
 
 SETTINGS = RunSettings(
     every=2, delay=1, release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1",
@@ -63,6 +66,19 @@ def test_a_standby_that_is_told_to_takes_over_and_the_first_steps_down_by_itself
             trainer.wait_until(lambda: trainer.node.term == 1 and version(trainer) > at)
             trainer.stop.set()
             trainer.join()
+
+
+def test_where_there_are_keys_a_node_cannot_tell_a_standby_to_take_over_and_the_hubs_own_pair_can(tmp_path):
+    folder = KeyFolder(tmp_path / "keys")
+    (lab,) = folder.new(["lab1"])
+    with BrokerProcess(SETTINGS, None, keys=folder.path) as first:
+        place = StandbyPlace(first=first.address)
+        with BrokerProcess(None, None, standby=place, keys=folder.path) as standby:
+            with pytest.raises(JoinRefused, match="only an operator"):
+                promote(standby.address, keys=lab, timeout_seconds=WAIT_SECONDS)
+            assert first.process.poll() is None
+            _, _, term = promote(standby.address, keys=folder.path / "hub.key_secret", timeout_seconds=WAIT_SECONDS)
+            assert term == 1 and first.process.wait(30) != 0
 
 
 def train(address, folder, until):

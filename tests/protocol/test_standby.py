@@ -7,11 +7,13 @@ from math import nan
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Reduce, Replicate, Send
+from zmqtrain.protocol.fencing import LIFE, Stamp
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import (
     Aggregate,
     Fetch,
     Goodbye,
+    Heartbeat,
     Hello,
     Publish,
     Refused,
@@ -23,7 +25,7 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.search import MOST_LEARNT
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
-from zmqtrain.protocol.standby_messages import Books, Replica
+from zmqtrain.protocol.standby_messages import Books, Promote, Replica
 from zmqtrain.runtime.broker.replicas import Replicas
 from zmqtrain.settings import RunSettings
 
@@ -35,13 +37,19 @@ def follower(books=None, holds=5):
     one.receive(Welcome("run-1", holds, SETTINGS.to_dict()), 0.0)
     one.receive(Replica(1, holds, (8,), 1), 0.0)
     assert [type(effect) for effect in one.received(1)] == [Deliver, Send]
-    one.receive(Books(json.dumps(books or {"nodes": ["a", "b"], "in_step": True})), 0.0)
+    one.receive(books or told("a", "b"), 0.0)
     return one
 
 
-def turned(succession, *peers, version=5, now=2.0):
+def told(*crew, in_step=True, number=1, **incarnations):
+    """Books that name a crew: of these nodes, each with its incarnation (0, if none is given)."""
+    crew = dict.fromkeys(crew, 0) | incarnations
+    return Books(json.dumps({"crew": crew, "in_step": in_step, "number": number}))
+
+
+def turned(succession, *peers, version=5, now=2.0, incarnation=0):
     for peer in peers:
-        succession.turned_to(peer, Hello(peer, run="run-1", version=version), now)
+        succession.turned_to(peer, Hello(peer, run="run-1", version=version, incarnation=incarnation), now)
 
 
 def test_a_standby_takes_over_when_the_first_is_gone_and_half_of_the_nodes_say_so():
@@ -57,7 +65,7 @@ def test_a_standby_takes_over_when_the_first_is_gone_and_half_of_the_nodes_say_s
 
 
 def test_a_standby_that_was_not_in_step_or_knows_less_than_a_node_says_so_and_does_not_take_over():
-    behind = follower({"nodes": ["a"], "in_step": False})
+    behind = follower(told("a", in_step=False))
     behind.gone(1.0)
     succession = Succession(behind, 1.0)
     turned(succession, "a")
@@ -89,21 +97,123 @@ def test_a_standby_ends_with_the_run_and_reads_no_nonsense():
     assert one.over
 
 
-def test_a_first_goes_on_without_its_standby_only_with_more_than_half_of_its_nodes():
+def tenure_of(*crew):
+    """A hub whose standby was told this crew, and is lost."""
     tenure = Tenure()
-    assert tenure.holds(0)  # it never had one
     tenure.joined(SECOND)
-    tenure.lost(["a", "b", "c", "d"])
-    assert [tenure.holds(nodes) for nodes in (2, 3)] == [False, True]
-    tenure.said_goodbye()
-    assert tenure.holds(2)
-    again = Tenure()
-    again.restore(tenure.state(9))
-    assert (again.standby, again.holds(1), again.holds(2)) == (SECOND, False, True)
+    tenure.tell(crew)
+    tenure.lost()
+    return tenure
+
+
+def test_a_first_goes_on_without_its_standby_only_with_more_than_half_of_its_crew():
+    assert Tenure().holds(()), "it never had one"
+    tenure = tenure_of(*"abcd")
+    assert [tenure.holds(nodes) for nodes in ("ab", "abc", "abxyz", "wxyz")] == [False, True, False, False]
     tenure.dismissed("")
-    assert tenure.holds(0) and tenure.standby == ""
+    assert tenure.holds(()) and tenure.standby == ""
+
+
+def test_only_a_node_of_the_crew_counts_as_one_that_has_left_and_as_one_that_is_here_when_it_comes_again():
+    tenure = tenure_of(*"abcd")
+    tenure.said_goodbye("process"), tenure.said_goodbye("x")
+    assert not tenure.holds("ab")
+    tenure.said_goodbye("d")
+    assert tenure.holds("ab")
+    tenure.came("d")
+    assert not tenure.holds("ab") and tenure.holds("abd")
+    for peer in "abcd":
+        tenure.said_goodbye(peer)
+    assert tenure.holds(()), "nobody of the crew can turn to the standby any more"
+
+
+def test_a_first_needs_more_than_half_of_every_crew_that_its_standby_may_have_been_told_last():
+    tenure = Tenure()
+    tenure.joined(SECOND)
+    first, second = tenure.tell("ab"), tenure.tell("abcdef")
+    tenure.lost()
+    assert not tenure.holds("cdef"), "the standby may have read the first books alone, and needs one of a and b"
+    assert not tenure.holds("ab") and tenure.holds("abcd")
+    tenure.read(second)
+    assert not tenure.holds("cdef"), "what it reads from now on says nothing of what it has read"
+    tenure.joined(SECOND)
+    tenure.tell("ab"), tenure.tell("abcdef"), tenure.read(second + 2)
+    tenure.lost()
+    assert tenure.holds("cdef") and first < second
+
+
+def test_a_takeover_and_what_a_checkpoint_says_of_the_crew_outlive_a_restart():
+    tenure, again, older = tenure_of(*"abcd"), Tenure(), Tenure()
+    tenure.said_goodbye("d")
+    again.restore(json.loads(json.dumps(tenure.state())))
+    assert (again.standby, again.holds("ab"), again.holds("a"), again.holds("axyz")) == (SECOND, True, False, False)
+    older.restore({"standby": SECOND, "crew": 3})  # of a release that counted
+    assert (older.standby, older.holds("a"), older.holds("ab")) == (SECOND, False, True)
     again.dismissed(TAKES_OVER)
-    assert again.ended and not again.holds(9)
+    assert again.ended and not again.holds("abcd")
+
+
+def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_books_it_has_read():
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    hub.receive("a#1", Hello("a", incarnation=7), 0.0)
+    hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
+    one = follower()
+    (books,) = (effect.message for effect in hub.in_step() if getattr(effect, "peer", "") == "s#1")
+    one.receive(books, 0.5)
+    assert one.crew == {"a#1": 7} and one.in_step
+    (beat, *_) = (effect.message for effect in one.tick(2.0) if isinstance(effect, Send))
+    hub.receive("b#1", Hello("b"), 2.0)
+    hub.receive("s#1", beat, 2.0)
+    assert beat.heard == one.read == json.loads(books.text)["number"]
+    hub.gone("s#1", "cut", 2.0)
+    assert hub.may_announce
+    hub.unreachable("a#1", 2.5)
+    assert not hub.may_announce, "b#1 is of no crew, and a#1 may be with the standby"
+
+
+def test_of_a_node_that_was_started_anew_since_the_crew_was_told_the_standby_does_not_count_the_word():
+    one = follower(told(a=100, b=100))
+    one.gone(1.0)
+    succession = Succession(one, 1.0)
+    turned(succession, "a", incarnation=100 + LIFE)
+    assert not succession.is_due(3.0)
+    turned(succession, "a", incarnation=105)
+    assert succession.is_due(3.0)
+
+
+def test_a_standby_that_was_told_of_no_node_takes_over_only_when_it_is_told_to():
+    one = follower(told())
+    one.gone(1.0)
+    succession = Succession(one, 1.0)
+    turned(succession, "a", "b")
+    assert not succession.is_due(3.0), "the first may go on with whoever comes"
+
+
+def said_to(succession, *said, peer="p#1", is_operator=True):
+    """What a standby answers to these."""
+    answers = [succession.receive(peer, stamp, message, is_operator, 2.0) for stamp, message in said]
+    return [answer and answer[0].reason for answer in answers]
+
+
+def test_a_standby_obeys_promote_only_after_hello_on_a_connection_of_now_and_only_an_operator():
+    hello, promote = (Stamp(7, 1), Hello("p", "observer", incarnation=7)), (Stamp(7, 2), Promote())
+    stranger = Succession(follower(), 1.0)
+    assert said_to(stranger, hello, promote, is_operator=False) == ["standby", "keys"]
+    assert said_to(stranger, promote) == ["unknown"], "without a Hello"
+    assert said_to(stranger, (Stamp(), Hello("p", "observer")), (Stamp(), Promote())) == ["standby", "unknown"]
+    assert said_to(stranger, hello, (Stamp(6, 2), Promote()), (Stamp(7, 1), Promote())) == ["standby", None, None]
+    assert not stranger.promoted and not stranger.is_due(9.0)
+    assert said_to(stranger, hello, promote) == ["standby", None]
+    assert stranger.promoted and stranger.is_due(2.0)
+
+
+def test_a_standby_remembers_few_operators_and_answers_others_that_it_is_one():
+    succession = Succession(follower(), 1.0)
+    for number in range(40):
+        said_to(succession, (Stamp(7, 1), Hello("p", "observer", incarnation=7)), peer=f"p#{number}")
+    assert said_to(succession, (Stamp(7, 2), Promote()), peer="p#0") == ["unknown"]
+    assert said_to(succession, (Stamp(7, 2), Heartbeat()), (Stamp(7, 3), Goodbye())) == ["unknown", None]
+    assert said_to(succession, (Stamp(7, 2), Promote()), peer="p#39") == [None] and succession.promoted
 
 
 def test_a_hub_takes_one_standby_and_says_why_not_another():
@@ -119,7 +229,7 @@ def test_a_hub_takes_one_standby_and_says_why_not_another():
 
 
 def test_who_was_not_there_when_the_first_was_lost_has_no_vote_for_the_standby():
-    one = follower({"nodes": ["a", "b", "c"], "in_step": True})
+    one = follower(told("a", "b", "c"))
     one.gone(1.0)
     succession = Succession(one, 1.0)
     turned(succession, "a", *(f"stranger {number}" for number in range(3000)))
@@ -172,7 +282,8 @@ def test_a_first_that_waits_for_its_nodes_takes_its_standby_back():
     sent_away, told = [], []
     replicas = Replicas(hub, lambda peer, text: sent_away.append(peer), lambda effects: None)
     hub.tenure.joined(SECOND)
-    hub.tenure.lost(["a", "b"])
+    hub.tenure.tell(["a", "b"])
+    hub.tenure.lost()
     replicas.announce(1, lambda: told.append(1), 0.0)
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 10.0)
     replicas.tick(15.0)  # it is being copied, which takes its time

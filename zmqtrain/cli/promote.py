@@ -24,14 +24,17 @@ class PromoteConfig:
 
     For maintenance, and where too few nodes are left to say that the broker is gone. The broker that was followed steps
     down as soon as it hears of it; what it has accepted and not sent to the standby is offered again by the nodes.
+
+    Only an operator is obeyed: with the hub's own keys, or, where the brokers have none (--insecure), on the standby's
+    own PC.
     """
 
     hub: Hub
     """The standby's address, for example tcp://192.168.1.11:5555."""
     keys: File = None
-    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
+    """The hub's own pair, where the brokers have keys: hub.key_secret, from their keys folder."""
     server_key: str = ""
-    """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys
+    """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: as the pair of --keys
     says."""
     wait_seconds: float = 10.0
     """How long to wait for the takeover."""

@@ -16,7 +16,7 @@ from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import Groups
 from zmqtrain.protocol.masters import Masters
-from zmqtrain.protocol.members import Member, MemberState, training
+from zmqtrain.protocol.members import Member, MemberState, crew
 from zmqtrain.protocol.messages import Publish, Roster, Schedule, model_from_wire
 from zmqtrain.protocol.quarantine import Quarantines
 from zmqtrain.protocol.records import Records
@@ -110,7 +110,9 @@ class HubBook:
     @property
     def may_announce(self) -> bool:
         """Whether this hub, without its standby, has enough of its nodes to go on: see `standby.Tenure`."""
-        return self.tenure.holds(len(training(self.members)))
+        return self.tenure.holds(
+            [peer for peer, member in self.members.items() if member.is_node and member.unreachable_since is None]
+        )
 
     def roster(self, now: float) -> Roster:
         """Describe the run and its members as they stand."""
@@ -148,7 +150,7 @@ class HubBook:
             "contributions": self.contributions,
             "records": self.records.state(),
             "term": self.term,
-            "tenure": self.tenure.state(len(training(self.members))),
+            "tenure": self.tenure.state(),
             **self._between_releases(),
         }
 
@@ -163,9 +165,11 @@ class HubBook:
         }
 
     def books(self) -> str:
-        """Return what a standby must hear of besides releases, and who is live, as JSON."""
-        crew = {"nodes": sorted(training(self.members)), "in_step": self.tenure.follows}
-        return json.dumps({**self._between_releases(), **crew}, separators=(",", ":"))
+        """Return what a standby must hear of besides releases, and who is its crew, as JSON; it goes by them once it
+        has read them."""
+        here = {peer: self.records.incarnation(peer) for peer in sorted(crew(self.members))}
+        told = {"crew": here, "in_step": self.tenure.follows, "number": self.tenure.tell(here)}
+        return json.dumps({**self._between_releases(), **told}, separators=(",", ":"))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""

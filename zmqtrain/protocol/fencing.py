@@ -20,6 +20,7 @@ from typing import NamedTuple
 from zmqtrain.types import PeerId
 
 __all__ = [
+    "LIFE",
     "MAX_INCARNATION",
     "UNKNOWN",
     "SUPERSEDED",

@@ -278,6 +278,8 @@ class Hub(HubBook):
         return lose(self, member, text, now, reason="goodbye")
 
     def _on_heartbeat(self, member: Member, heartbeat: Heartbeat, now: float) -> list[HubEffect]:
+        if member.state is MemberState.STANDBY:
+            self.tenure.read(heartbeat.heard)
         return [SendTo(member.peer, Heartbeat(heartbeat.sent, self.records.heard(member.peer)))]
 
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:

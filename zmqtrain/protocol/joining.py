@@ -15,7 +15,7 @@ from zmqtrain.protocol.fencing import MAX_INCARNATION, SUPERSEDED, Stamp, Verdic
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.leaving import lose
 from zmqtrain.protocol.masters import ADDRESS, Claim
-from zmqtrain.protocol.members import MOST_CHECKPOINTS, MOST_WAITING, Member, MemberState, training
+from zmqtrain.protocol.members import MOST_CHECKPOINTS, MOST_WAITING, Member, MemberState
 from zmqtrain.protocol.messages import Hello, Quarantine, Refused, Welcome, model_to_wire
 from zmqtrain.protocol.publishing import release
 from zmqtrain.protocol.rounds import AfterAll
@@ -91,7 +91,7 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
     effects: list[HubEffect] = []
     if hello.role == "standby" and (other := book.standby) is not None:  # it, or one in its place, begins anew
         if other.peer == sender:
-            book.tenure.lost(training(book.members))
+            book.tenure.lost()
         else:
             effects += lose(book, other, "another took its place at its address", now)
     before = book.members.pop(sender, None)
@@ -101,6 +101,8 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
     if succeeds is not None and succeeds in book.members:
         effects += lose(book, book.members[succeeds], "another broker took its place at its address", now)
     member = book.members[sender] = _member(sender, hello, before, now)
+    if member.is_node:
+        book.tenure.came(sender)
     if before is not None:  # what was on its way on the old connection will not come any more
         effects.append(Disconnect(sender, "again", f"{member.name} connected again"))
         effects += book.groups.gone(sender, "it connected again")

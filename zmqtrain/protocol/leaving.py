@@ -12,7 +12,7 @@ from __future__ import annotations
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.members import Member, MemberState, training
+from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.publishing import release
 
 __all__ = ["LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
@@ -60,16 +60,16 @@ def lose(book: HubBook, member: Member, text: str, now: float, reason: str = "lo
     if member.state is MemberState.OBSERVER:
         return [Disconnect(member.peer, "observer", text)]
     if member.state is MemberState.STANDBY:
-        book.tenure.lost(training(book.members))
+        book.tenure.lost()
         return [Disconnect(member.peer, "standby", text), Broadcast(book.roster(now))]
-    if reason == "goodbye":
-        book.tenure.said_goodbye()
     if member.state is MemberState.PROCESS:
         gone = book.groups.gone(member.peer, text, left=reason == "goodbye")
         return [Disconnect(member.peer, "process", text), *gone]
     if member.state is MemberState.MASTER:
         book.masters.forget(member.peer)
         return [Disconnect(member.peer, "master", text), Broadcast(book.roster(now))]
+    if reason == "goodbye":
+        book.tenure.said_goodbye(member.peer)
     effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
     effects += book.dealing.lost(member.peer)
     effects += book.founding.left(member)

@@ -30,7 +30,7 @@ from zmqtrain.protocol.standby_messages import Holding, Promote
 from zmqtrain.protocol.words import words
 from zmqtrain.types import ModelSpec, PeerId
 
-__all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training"]
+__all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "crew"]
 
 MOST_WAITING = 64
 """So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
@@ -168,3 +168,8 @@ class Member:
 def training(members: Mapping[PeerId, Member]) -> set[PeerId]:
     """Return the nodes that a mean is over: idle ones too, or the last to finish would weigh more than the others."""
     return {peer for peer, member in members.items() if member.state is MemberState.LIVE and not member.quarantined}
+
+
+def crew(members: Mapping[PeerId, Member]) -> set[PeerId]:
+    """Return the nodes whose word decides between a hub and its standby: those that train; before any does, all."""
+    return training(members) or {peer for peer, member in members.items() if member.is_node}

@@ -147,7 +147,7 @@ class Heartbeat:
     """I live. A node's carries its own clock; the hub sends it back, which gives the round trip.
 
     heard: in the hub's answer the highest sequence of this node's publishes that reached it: one that was sent before
-    this heartbeat and is higher was lost on its way.
+    this heartbeat and is higher was lost on its way.  In a standby's the number of the books that it has read last.
     """
 
     sent: float = 0.0

@@ -121,7 +121,7 @@ class Peer(PeerBook):
             return []
         self._beat_at = now + self.settings.heartbeat_seconds
         self._beats[now] = max(self.in_flight, default=-1)
-        return [Send(Heartbeat(now)), *self._resync_if_behind(now)]
+        return [Send(self._beat(now)), *self._resync_if_behind(now)]
 
     def stamp(self, counted: bool = True) -> Stamp:
         """Return the stamp of what is said next. counted: on the lane of control."""
@@ -249,6 +249,9 @@ class Peer(PeerBook):
         hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term)
         # with each: of what was said to one that did not answer in time nothing is said again
         return [Send(hello), Send(Promote())] if self.promotes else [Send(hello)]
+
+    def _beat(self, now: float) -> Heartbeat:
+        return Heartbeat(now)
 
     def _greeting(self) -> Hello:
         if (claim := self.claim) is not None:

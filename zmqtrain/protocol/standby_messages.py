@@ -25,7 +25,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and who is live."""
+    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and who is its crew.
+
+    The standby says in its Heartbeats which books it has read last.
+    """
 
     text: str
 
@@ -39,7 +42,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Observer to standby: take over now, whoever else is there."""
+    """Operator (an observer) to standby: take over now, whoever else is there."""
 
 
 StandbyMessage = Replica | Books | Holding | Promote

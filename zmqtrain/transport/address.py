@@ -19,6 +19,7 @@ __all__ = [
     "check_reachable",
     "connectable_host",
     "is_loopback",
+    "is_own_address",
     "local_address",
     "parse_address",
     "parse_addresses",
@@ -80,6 +81,16 @@ def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
+        return False
+
+
+def is_own_address(host: str) -> bool:
+    """Tell whether a number (192.168.1.10, fe80::1%eth0) is an address of this machine: only one's own can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+            return True
+    except OSError:
         return False
 
 

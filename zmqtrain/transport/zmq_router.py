@@ -26,7 +26,7 @@ from dataclasses import replace
 import zmq
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
-from zmqtrain.transport.address import bind_error, connectable_host, parse_address
+from zmqtrain.transport.address import bind_error, connectable_host, is_own_address, parse_address
 from zmqtrain.transport.admission import EVERYBODY, Admission, Seats
 from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.gate import Fairness, Gate
@@ -168,6 +168,13 @@ class RouterChannel:
         """Return the name of the key with which a peer came; "" where no keys are asked for, or it never came."""
         seat = self._seats.get(peer)
         return "" if seat is None else seat.name
+
+    def is_of_this_machine(self, peer: PeerId) -> bool:
+        """Return whether a peer is connected, and from an address of this machine alone."""
+        seat = self._seats.get(peer)
+        self._doorway.look()
+        there = [self._doorway.connections.get(descriptor) for descriptor in ([] if seat is None else seat.descriptors)]
+        return bool(there) and all(one is not None and is_own_address(one.address) for one in there)
 
     def admit(self, names: Mapping[str, str]) -> dict[str, str]:
         """Let clients with these public keys in from now on, under these names, and no others.

@@ -97,7 +97,13 @@ def serve(
         try:
             if standby is not None:
                 public = standby.address or public_address(address, channel.address, standby.first)
-                follower = Standby(channel, standby, public, open_line)
+                follower = Standby(
+                    channel,
+                    standby,
+                    public,
+                    open_line,
+                    channel.is_of_this_machine if folder is None else lambda peer: channel.name_of(peer) == HUB,
+                )
                 if interrupted is not None:
                     _stop_at_signals(follower, interrupted)
                 if (inheritance := await follower.run(following)) is None:

@@ -22,16 +22,18 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refused, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Hello, Message, Snapshot
 from zmqtrain.protocol.peer import PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession
+from zmqtrain.protocol.standby import TAKES_OVER, Follower, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Promote, Replica
+from zmqtrain.protocol.words import words
 from zmqtrain.runtime.broker.onlooker import Onlooker
 from zmqtrain.runtime.broker.replicas import OpenLine, unpack_replica
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Buffer, Lane, PeerId
 
@@ -69,18 +71,29 @@ class Inheritance:
 
 
 class Standby(Onlooker):
-    """A standby on `channel`, which nodes reach at `address`. open_line: how it reaches the first."""
+    """A standby on `channel`, which nodes reach at `address`. open_line: how it reaches the first.
 
-    def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, open_line: OpenLine) -> None:
+    is_operator: whether a peer may tell it to take over.
+    """
+
+    def __init__(
+        self,
+        channel: HubChannel,
+        place: StandbyPlace,
+        address: str,
+        open_line: OpenLine,
+        is_operator: Callable[[PeerId], bool],
+    ) -> None:
         super().__init__()
         self.place, self.address = place, address
         peer = PeerId(f"standby#{secrets.token_hex(4)}")
         self.follower = Follower(peer, "the standby", address, begin_incarnation(0, time.time_ns()))
         self._succession = Succession(self.follower, place.takeover_seconds)
-        self._channel = channel
+        self._channel, self._is_operator = channel, is_operator
         self._hub: Hub | None = None
         self._aggregator: Aggregator | None = None
-        self._promoted = self._stopped = False
+        self._stopped = False
+        self._log = SparingLogger(logger)
         self._said, self._said_at = "", 0.0
         self._worker = Worker("zmqtrain-replica", MOST_RELEASES, self._broken)
         self._link = HubLink(
@@ -137,8 +150,6 @@ class Standby(Onlooker):
             await asyncio.sleep(LOOK_SECONDS)
 
     def _is_due(self, now: float) -> bool:
-        if self._promoted:
-            return True
         due = self._succession.is_due(now)
         lost_at = self.follower.lost_at
         if not due and lost_at is not None and now - lost_at >= self.place.takeover_seconds:
@@ -162,14 +173,16 @@ class Standby(Onlooker):
                 "again, with its checkpoint"
             )
         self._aggregator.gate.open()  # the first's has seen the run's deltas, this one only what was made of them
-        books = {name: part for name, part in follower.books.items() if name not in ("nodes", "in_step")}
-        state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": {"standby": "", "crew": 0}}
+        books = {name: part for name, part in follower.books.items() if name not in ("crew", "in_step", "number")}
+        state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": Tenure().state()}
         logger.warning(
             "this standby takes over %s at version %d, as term %d: %s",
             follower.run,
             self._hub.version,
             follower.term + 1,
-            "it was told to" if self._promoted else f"the broker at {self.place.first} is gone, and its nodes say so",
+            "it was told to"
+            if self._succession.promoted
+            else f"the broker at {self.place.first} is gone, and its nodes say so",
         )
         assert follower.settings is not None
         return Inheritance(state, follower.settings, self._aggregator)
@@ -190,18 +203,13 @@ class Standby(Onlooker):
                 self._take(peer, *decode_head(frames[0]))
 
     def _take(self, peer: PeerId, stamp: Stamp, message: Message) -> None:
+        is_operator = isinstance(message, Hello | Promote) and self._is_operator(peer)
         if isinstance(message, Promote):
-            logger.warning("%s tells this standby to take over", peer)
-            self._promoted = True
-            return
-        if isinstance(message, Goodbye):
-            return
-        answer = Refused("unknown", STANDBY)
-        if isinstance(message, Hello):
-            self._succession.turned_to(peer, message, time.monotonic())
-            stamp, answer = Stamp(message.incarnation), Refused("standby", STANDBY)
-        head = encode_message(answer, Stamp(stamp.incarnation))
-        self._channel.send(peer, Lane.CONTROL, [head])
+            text = "an operator, %s, tells this standby to take over"
+            self._log.warning(text if is_operator else "%s tells this standby to take over, and may not", words(peer))
+        answer = self._succession.receive(peer, stamp, message, is_operator, time.monotonic())
+        if answer is not None:
+            self._channel.send(peer, Lane.CONTROL, [encode_message(*answer)])
 
     # ------------------------------------------------------------------ Listener (network thread)
 

@@ -27,7 +27,7 @@ from zmqtrain.runtime.node.node import Node
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
+from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import PeerId, Version
 
 __all__ = ["NO_CHECKPOINT_IN_LOCKSTEP", "connect", "promote", "new_incarnation"]
@@ -196,11 +196,15 @@ def promote(
 ) -> tuple[str, Version, int]:
     """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
 
-    server_key, keys: as in `connect`.
-    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused.
+    server_key, keys: the hub's own pair, or its file (hub.key_secret), where the hub has keys; without keys it is told
+    from the standby's own machine.
+    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused (of who may not).
     """
     peer = PeerId(f"promote#{secrets.token_hex(4)}")
-    hub_key, pair = read_credentials(server_key, keys)
+    pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(keys) if keys else None
+    if pair is not None and not pair.server and not server_key:  # the hub's own pair: its file names no other hub
+        server_key = pair.public
+    hub_key, pair = read_credentials(server_key, pair)
     told = Node(
         lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key),
         peer,
@@ -208,6 +212,7 @@ def promote(
         address,
         observer=True,
         promotes=True,
+        incarnation=new_incarnation(),
     )
     try:
         told.wait_welcome(timeout_seconds)
