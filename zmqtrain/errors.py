@@ -28,6 +28,7 @@ __all__ = [
     "ChannelFull",
     "PeerLost",
     "CollectiveMismatch",
+    "OperationError",
     "CollectiveTimeout",
     "ReplicasDiffer",
     "AggregateTimeout",
@@ -145,6 +146,11 @@ class PeerLost(ZmqTrainError):
 
 class CollectiveMismatch(ZmqTrainError):
     """Two ranks of a group made different calls where all must make the same: the message names both."""
+
+
+class OperationError(ConfigError):
+    """A caller's function cannot reduce arrays, or failed at it: the message names it. The call ends with this on all
+    ranks that are in it; the communicator goes on."""
 
 
 class CollectiveTimeout(ZmqTrainError):

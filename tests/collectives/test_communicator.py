@@ -20,6 +20,7 @@ from zmqtrain.errors import (
     ConfigError,
     LocalProtocolError,
     NonFiniteDelta,
+    OperationError,
     PeerLost,
 )
 
@@ -304,7 +305,7 @@ def test_a_function_that_fails_fails_the_call_on_all_ranks(ranks: Make) -> None:
         raise ZeroDivisionError("on purpose")
 
     results = ranks(2).play(lambda comm: comm.allreduce(np.ones(3), divide, algorithm="naive"))
-    assert all(isinstance(result, CollectiveMismatch) and "on purpose" in str(result) for result in results)
+    assert all(isinstance(result, OperationError) and "on purpose" in str(result) for result in results)
 
 
 def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(
@@ -398,3 +399,60 @@ def test_figures_count_what_moves(ranks: Make) -> None:
     results = good(group.play(part))
     assert sum(result.values_sent for result in results) == 2 * 3 * 4 * values
     assert all(result.bytes_sent > result.values_sent and result.relayed == () for result in results)
+
+
+@pytest.mark.parametrize("op", [sum, np.sum, "sum"])
+def test_the_example_of_the_lecture_is_a_sum(ranks: Make, op: Any) -> None:
+    arrays = [np.array([1, 2, 3]), np.array([1, 0, 1])]
+    for result in good(ranks(2).play(lambda comm: comm.allreduce(arrays[comm.rank], op=op))):
+        assert result.tolist() == [2, 2, 4]
+
+
+def test_two_lambdas_that_differ_are_told_apart_on_all_ranks(ranks: Make) -> None:
+    operations = [lambda first, second: first + second, lambda first, second: first * second]
+    for result in ranks(3).play(lambda comm: comm.allreduce(np.arange(3), op=operations[comm.rank // 2])):
+        assert isinstance(result, CollectiveMismatch) and "<lambda>#" in str(result)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_operation_that_fails_is_an_error_that_names_it_and_the_communicator_goes_on(
+    ranks: Make, algorithm: str
+) -> None:
+    def careful(first: Any, second: Any) -> Any:
+        if (first > 100).any() or (second > 100).any():
+            raise ArithmeticError("a value over 100")
+        return first + second
+
+    def part(comm: Any) -> Any:
+        large = comm.iallreduce(np.full(1000, 90 + 20 * (comm.rank == 1)), op=careful, algorithm=algorithm)
+        small = comm.iallreduce(np.full(1000, comm.rank), op=careful, algorithm=algorithm)
+        with pytest.raises(OperationError, match=r"careful#.* failed .* ArithmeticError: a value over 100"):
+            large.wait()
+        return [small.wait(), comm.allreduce(np.arange(5), op=careful, algorithm=algorithm)]
+
+    for first, second in good(ranks(4).play(part)):
+        assert first.tolist() == [6] * 1000 and second.tolist() == [0, 4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("call", ["allreduce", "reduce_scatter", "allgather", "gather", "reduce", "all_to_all"])
+@pytest.mark.parametrize("values", [0, 1])
+def test_no_rank_has_a_result_of_values_of_all_while_another_makes_a_call_that_differs(
+    ranks: Make, call: str, values: int
+) -> None:
+    group = ranks(3)
+    made = threading.Event()
+
+    def part(comm: Any) -> Any:
+        if comm.rank == 2:
+            assert made.wait(30)  # the others' calls are all that can be, before this one
+            return comm.allgather(np.zeros(7))
+        x = np.zeros(values, np.float32)
+        request = getattr(comm, f"i{call}")([x] * 3 if call == "all_to_all" else x)
+        if comm.rank == 0:
+            made.set()
+        return request.wait()
+
+    results = group.play(part)
+    assert isinstance(results[0], CollectiveMismatch), results
+    if values or call not in ("gather", "reduce"):
+        assert all(isinstance(result, CollectiveMismatch) for result in results[1:] if result is not None), results

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import operator
+import os
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from zmqtrain.collectives.functions import describe_function
 from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
 from zmqtrain.collectives.steps import Values
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import ConfigError, OperationError
 
 DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "bfloat16"]
 UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
@@ -99,13 +110,13 @@ def test_a_function_of_two_arrays_is_an_operation_with_a_name() -> None:
     def longer(first: Values, second: Values) -> Values:
         return np.maximum(first, second)
 
-    assert find_reduction(longer, values.dtype).name.endswith("an_operation_with_a_name.<locals>.longer")
+    assert find_reduction(longer, values.dtype).name.partition("#")[0].endswith("with_a_name.<locals>.longer")
 
 
 @pytest.mark.parametrize("function", [np.less, lambda first, second: first.sum(), lambda first, second: None])
 def test_a_function_that_returns_another_kind_of_array_is_refused_by_name(function: object) -> None:
     values = np.ones(2, np.float32)
-    with pytest.raises(ConfigError, match=r"op=.*(less|lambda).* made .* of two arrays of float32\[2\]"):
+    with pytest.raises(ConfigError, match=r"op=.*(less|lambda).* made .* of two arrays of float32\[4\]"):
         find_reduction(function, values.dtype).combine(values, values.copy(), values)  # type: ignore[arg-type]
 
 
@@ -119,3 +130,115 @@ def test_what_cannot_be_reduced_is_refused_with_advice() -> None:
     for dtype in ("O", "S3", "M8[s]", "V4", "i4,f4"):
         with pytest.raises(ConfigError, match="is not for arrays of"):
             find_reduction("max", np.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("sum", (sum, math.fsum, operator.add, np.sum, np.add, jnp.sum, jnp.add)),
+        ("mean", (np.mean, jnp.mean)),
+        ("max", (max, np.max, np.amax, np.maximum, jnp.max, jnp.maximum)),
+        ("min", (min, np.min, np.amin, np.minimum, jnp.min, jnp.minimum)),
+        ("prod", (math.prod, operator.mul, np.prod, np.multiply, jnp.prod, jnp.multiply)),
+    ],
+)
+def test_the_usual_functions_are_the_named_operations(name: str, functions: tuple[object, ...]) -> None:
+    for function in functions:
+        reduction, values = find_reduction(function, np.dtype("f4")), np.array([1, 2, 3], "f4")  # type: ignore[arg-type]
+        assert reduction.name == name
+        reduction.combine(values, np.array([1, 0, 1], "f4"), values)
+        assert values.tolist() == UFUNCS[name](np.array([1, 2, 3]), [1, 0, 1]).tolist()
+
+
+def fails(first: Values, second: Values) -> Values:
+    raise ZeroDivisionError("in the user's code")
+
+
+def in_place(first: Values, second: Values) -> Values:
+    first += second
+    return first
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda first, second: first - second, "is not commutative"),
+        (lambda first, second: first, "is not commutative"),
+        (lambda first, second: (first + second) / 2, "is not associative"),
+        (lambda first, second: first + second - np.minimum(first, second).min(), "value by value"),
+        (lambda first: first, "failed on two arrays of float32"),
+        (fails, "fails#[0-9a-f]+ failed on two arrays .* ZeroDivisionError: in the user's code"),
+        (in_place, "write into neither"),
+        (any, "failed on two arrays"),
+        (np.array_equal, "made bool"),
+    ],
+)
+def test_a_function_that_cannot_reduce_is_refused_before_anything_is_sent(function: Any, why: str) -> None:
+    with pytest.raises(OperationError, match=why):
+        find_reduction(function, np.dtype("f4"))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_sound_functions_pass_the_trial_with_every_dtype(name: str) -> None:
+    sound = [lambda first, second: first + second, lambda first, second: first * second]
+    if dtype_of(name).kind not in "?c":
+        sound += [
+            lambda first, second: np.maximum(first, second),
+            lambda first, second: np.where(first > second, first, second),
+        ]
+    if name[0] == "f":
+        sound += [
+            np.hypot,
+            np.logaddexp,
+            lambda first, second: np.sqrt(first * first + second * second).astype(first.dtype),
+        ]
+    if dtype_of(name).kind in "?iu":
+        sound += [np.bitwise_xor, np.bitwise_and]
+    for function in sound:
+        find_reduction(function, dtype_of(name))
+
+
+def made(scale: int, default: int = 1) -> Any:
+    return lambda first, second, more=default: first + second + 0 * scale * more
+
+
+SCALE = 3
+
+
+def test_functions_have_one_name_only_if_they_compute_the_same() -> None:
+    def name(function: Any) -> str:
+        return describe_function(function)
+
+    assert name(made(1)) == name(made(1))
+    different = [
+        name(made(1)), name(made(2)), name(made(1, 2)),
+        name(lambda first, second: first + second), name(lambda first, second: first * second),
+        name(lambda first, second: first + second + 0), name(lambda first, second: first + second + 1),
+        name(partial(np.add, 1)), name(partial(np.add, 2)), name(lambda first, second: first + SCALE),
+        name(lambda first, second: np.where(first > 1, first, second)),
+    ]  # fmt: skip
+    assert len(set(different)) == len(different)
+    before = name(reads_a_global)
+    globals()["SCALE"] = 4
+    try:
+        assert name(reads_a_global) != before
+    finally:
+        globals()["SCALE"] = 3
+    assert name(reads_a_global) == before
+    assert name(jax.jit(made(1))) != name(jax.jit(made(2)))
+
+
+def reads_a_global(first: Values, second: Values) -> Values:
+    return first + SCALE * second
+
+
+def test_a_fingerprint_is_the_same_in_another_process() -> None:
+    code = "f = lambda a, b, m={'x', 'y', 'z'}: a + b if 1 in {1, 2, 3} else b\n"
+    code += "from zmqtrain.collectives.functions import describe_function; print(describe_function(f))"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1 and "__main__.<lambda>#" in said.pop()

@@ -4,7 +4,8 @@ Rule 1: the n-th collective call of a rank belongs with the n-th of every other.
 and what goes from rank to rank carries the text's digest: who sees another one than his own sends his, and both know.
 Rule 2: who waits says so to all others after a while, with his call's text: so two that only wait for one another find
 out too, and everybody knows what the others do.
-Rule 3: a call that comes to nothing on one rank is of no use on any: what `hear` and `begin` raise ends them all.
+Rule 3: a call that comes to nothing on one rank is of no use on any: what `hear` and `begin` raise ends them all. A
+caller's operation that fails ends its own call only, on all ranks that are in it (FAILED); the others go on.
 Rule 4: each call has `windows` of its own: in whatever order the ranks wait, none keeps another one from going on. At
 the hub, where a rank has one window, its calls have it one after another.
 Rule 5: a call ends when its algorithm has, and when those whom it sent memory of its own have taken all of that; where
@@ -27,7 +28,7 @@ from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
 from zmqtrain.collectives.transfers import Outgoing
 from zmqtrain.collectives.windows import Inflow, Outflow
 from zmqtrain.collectives.wire import CONFIRM, Head, Kind, digest
-from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
+from zmqtrain.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
 
 __all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "Call", "Calls", "Phases"]
 
@@ -100,6 +101,7 @@ class Calls:
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, str] = {}
         self._theirs: dict[int, dict[int, str]] = {}  # by number and rank: calls that this rank has not made yet
+        self._failed: dict[int, tuple[int, int, OperationError]] = {}  # by number the rank, the digest, and why
         self._at_hub: deque[Call] = deque()  # those that the hub reduces for: it is the first one's turn
 
     @property
@@ -122,7 +124,9 @@ class Calls:
         different = [rank for rank, source in call._sources.items() if source.digest != call.digest]
         for rank in different:
             self._tell(rank, call.number)  # the answer ends this call
-        if not different:
+        if self.number in self._failed:
+            different += self._hear_failed(*self._failed.pop(self.number), self.number)
+        if not different and not call.ended:
             self._advance(call)
         return call
 
@@ -130,6 +134,7 @@ class Calls:
         if len(self._texts) > 2 * _REMEMBERED:
             kept = self.number - _REMEMBERED
             self._texts = {n: text for n, text in self._texts.items() if n > kept or n in self._calls}
+            self._failed = {n: failed for n, failed in self._failed.items() if n > kept}
 
     def fail(self, error: ZmqTrainError) -> None:
         """End all calls with this error."""
@@ -179,10 +184,39 @@ class Calls:
             self.answered[source] = self.answered.get(source, 0) + 1
         elif kind == Kind.CALLED:
             self._compare(number, source, head.text)
+        elif kind == Kind.FAILED:
+            error = OperationError(head.text)
+            if self.number < number <= self.number + _AHEAD:
+                self._failed[number] = source, head.digest, error
+            elif number <= self.number:
+                self._hear_failed(source, head.digest, error, number)
         elif kind == Kind.WAITING:
             if number:
                 self._compare(number, source, head.text)
             self.outgoing.append((source, Head(Kind.DOING, number=self.number, text=self._doing()), None))
+
+    def _hear_failed(self, source: int, theirs: int, error: OperationError, number: int) -> list[int]:
+        """End a call in which the operation failed on another rank; return that rank if its call differs."""
+        call = self._calls.get(number)
+        if call is None or not call.text:  # it has ended here
+            return []
+        if theirs != call.digest:
+            self._tell(source, number)  # the answer ends this call
+            return [source]
+        self._end_alone(call, error)
+        return []
+
+    def _give_up(self, call: Call, error: OperationError) -> None:
+        """The caller's operation failed here: end this call, here and on all others."""
+        head = Head(Kind.FAILED, number=call.number, digest=call.digest, text=f"{error} (on {self._name(self.rank)})")
+        self.outgoing += [(to, head, None) for to in range(self.size) if to != self.rank]
+        self._end_alone(call, error)
+
+    def _end_alone(self, call: Call, error: OperationError) -> None:
+        """End one call with an error; what others still send of it is dropped."""
+        self._failed[call.number] = self.rank, call.digest, error
+        self._calls.pop(call.number, None)
+        self._end(call, error)
 
     def _hear_part(self, source: int, head: Head, values: memoryview | None) -> None:
         number = head.number
@@ -190,6 +224,8 @@ class Calls:
         if call is None:
             if number <= self.number:
                 if number not in self._texts:  # so long ago that nobody knows
+                    return
+                if number in self._failed and self._failed[number][1] == head.digest:
                     return
                 if digest(self._texts[number]) == head.digest:
                     raise FramingError(f"{self._name(source)} sent more of call {number} than it consists of")
@@ -247,6 +283,8 @@ class Calls:
             except StopIteration:
                 call._steps = lent = None
                 continue
+            except OperationError as error:
+                return self._give_up(call, error)
             lent = None
             if isinstance(step, Send):
                 self._send(call, step)
@@ -255,7 +293,8 @@ class Calls:
             done, lent = self._take(call, step)
             if not done:
                 return
-        self._look_whether_ended(call)
+        if not call.ended:
+            self._look_whether_ended(call)
 
     def _next_phase(self, call: Call) -> bool:
         assert call._phases is not None

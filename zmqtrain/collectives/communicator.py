@@ -5,13 +5,16 @@ way; the order in which they are made is what all ranks share, not the order in 
 Rule 2: arrays are numpy or jax, numbers, or trees of them (dict, list, tuple, NamedTuple, None); results are of the
 same kind, on the same device, and the caller's own; what a root has given it gets back itself.
 Rule 3: what differs between ranks is CollectiveMismatch on all of them; a lost rank is PeerLost on all; both end the
-communicator, and `shrink` goes on.
+communicator, and `shrink` goes on. A caller's operation that fails is OperationError on all; the communicator goes on.
+Rule 4: a result with values of all ranks is given out only if all made the same call. Of `broadcast` and `scatter` a
+rank has the root's values once its own call is the same as the root's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,7 +39,8 @@ from zmqtrain.errors import CollectiveMismatch, ConfigError
 __all__ = ["Communicator", "Op"]
 
 Op = str | Function | Reduction
-"""How two arrays become one: "sum", "mean", "max", "min", "prod", or an associative and commutative function."""
+"""How two arrays become one: "sum", "mean", "max", "min", "prod", or an associative and commutative function; Python's
+and numpy's own (`sum`, `max`, `math.prod`, `np.sum`) are the named operations."""
 
 _BYTES = np.dtype(np.uint8)
 _TOLD_BYTES = 512  # of what a root tells about its arrays, in the first message
@@ -68,7 +72,8 @@ class Communicator(Messenger):
         order in which values are reduced is the algorithm's (its docstring).  codec: what goes over the network is
         encoded (float32, "sum" or "mean" only; by the owners of shares, whatever the algorithm).  into: where the
         result of one numpy array is put, x itself for in place: saves a copy of large arrays.
-        Raises ConfigError for what cannot be reduced so, CollectiveMismatch, PeerLost, CollectiveTimeout.
+        Raises ConfigError for what cannot be reduced so, OperationError where a function cannot be or has failed,
+        CollectiveMismatch, PeerLost, CollectiveTimeout.
         """
         return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
 
@@ -109,6 +114,7 @@ class Communicator(Messenger):
                         ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, self._chunk(flat, algorithm)),
                         flat.dtype,
                     )
+            yield from self._meet(tree.nbytes == 0)
 
         return self._call(
             text,
@@ -134,6 +140,7 @@ class Communicator(Messenger):
             for flat, reduction in zip(flats, reductions, strict=True):
                 chunk = self._chunk(flat, algorithm)
                 yield REDUCE[algorithm](self.rank, self.size, flat, reduction, root, chunk), flat.dtype
+            yield from self._meet(tree.nbytes == 0)
 
         text = f"reduce({tree.text}, op={operation}, root={root})"
         return self._call(text, phases(), lambda: tree.unpack(flats) if self.rank == root else None, confirm=True)
@@ -157,7 +164,8 @@ class Communicator(Messenger):
         own = slice(bounds[self.rank], bounds[self.rank + 1])
         steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat, "ring"))
         text = f"reduce_scatter({tree.text}, op={reduction.name})"
-        return self._call(text, iter([(steps, flat.dtype)]), lambda: tree.leaves[0].rebuild(flat[own].copy()))
+        phases = chain([(steps, flat.dtype)], self._meet(flat.size < self.size))
+        return self._call(text, phases, lambda: tree.leaves[0].rebuild(flat[own].copy()))
 
     # ------------------------------------------------------------------ spread and gather
 
@@ -175,7 +183,9 @@ class Communicator(Messenger):
         bounds = [nbytes * rank for rank in range(self.size + 1)]
         steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined, algorithm), bounds)
         return self._call(
-            f"allgather({tree.text})", iter([(steps, _BYTES)]), lambda: _unpack_all(tree, joined, self.size)
+            f"allgather({tree.text})",
+            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
+            lambda: _unpack_all(tree, joined, self.size),
         )
 
     def broadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
@@ -257,7 +267,7 @@ class Communicator(Messenger):
         steps = exchanges.gather(self.rank, self.size, part, parts, root, self._chunk(part))
         return self._call(
             f"gather({tree.text}, root={root})",
-            iter([(steps, _BYTES)]),
+            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
             lambda: _unpack_all(tree, joined, self.size) if is_root else None,
             confirm=True,
         )
@@ -280,7 +290,9 @@ class Communicator(Messenger):
         into[self.rank][:] = parts[self.rank]
         steps = exchanges.all_to_all(self.rank, self.size, parts, into, self._chunk(joined))
         return self._call(
-            f"all_to_all({tree.text})", iter([(steps, _BYTES)]), lambda: _unpack_all(tree, joined, self.size)
+            f"all_to_all({tree.text})",
+            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
+            lambda: _unpack_all(tree, joined, self.size),
         )
 
     def barrier(self, *, timeout_seconds: float | None = None) -> None:
@@ -316,6 +328,12 @@ class Communicator(Messenger):
 
     def _rooted(self, nbytes: int) -> str:
         return "tree" if self.size <= 2 or nbytes <= 256 << 10 else "chain"
+
+    def _meet(self, needed: bool) -> Phases:
+        """A barrier, where needed: a result that holds values of all ranks shows that their calls were the same, and
+        one without values needs messages that do."""
+        if needed:
+            yield exchanges.barrier(self.rank, self.size), _BYTES
 
     def _check_algorithm(self, algorithm: str, operation: str, tree: Tree) -> None:
         if algorithm not in ALLREDUCE:

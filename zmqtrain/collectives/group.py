@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 EXPLAIN_SECONDS = 0.5
 """So long a wait that ran out waits for the others to say what they do."""
 
-_OF_CALLS = frozenset((Kind.PART, Kind.CONSUMED, Kind.CALLED, Kind.WAITING, Kind.DOING))
+_OF_CALLS = frozenset((Kind.PART, Kind.CONSUMED, Kind.CALLED, Kind.WAITING, Kind.DOING, Kind.FAILED))
 _LEFT = "it has closed its communicator"
 
 

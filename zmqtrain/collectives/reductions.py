@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from zmqtrain.collectives.functions import call_function, describe_function, named_operation, try_function
 from zmqtrain.collectives.steps import Values
 from zmqtrain.errors import ConfigError
 
@@ -51,9 +51,10 @@ _UFUNCS: dict[str, np.ufunc] = {
 class Reduction:
     """How arrays of one dtype become one.
 
-    name: as it was asked for, or the function's module and name: ranks whose reductions have different names differ.
+    name: as it was asked for, or the function's module, name and fingerprint: ranks whose reductions have different
+      names differ.
     combine(first, second, out): write the reduction of both to `out`, which may be one of them. All three are of one
-      length. Raises ConfigError if the caller's function gives another shape or dtype.
+      length. Raises OperationError if the caller's function fails, or gives another shape or dtype.
     finish(values, size): what is left to do, in place, once the arrays of all `size` ranks are combined.
     """
 
@@ -65,13 +66,18 @@ class Reduction:
 def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Reduction:
     """Return the reduction for arrays of this dtype: of a name in OPERATIONS, or of a caller's function.
 
+    Python's and numpy's own functions for these (`sum`, `max`, `math.prod`, `np.sum`) are the named operations.
     A function is given pieces of the arrays, flat: it must neither look at the place of a value, nor write into a piece
-    or keep it. Raises ConfigError: no such name, or an operation that is not for this dtype.
+    or keep it. It is tried on small arrays here. Raises ConfigError: no such name, or an operation that is not for this
+    dtype; OperationError for a function that fails the trial.
     """
     if isinstance(op, Reduction):
         return op
     if callable(op):
-        return _of_function(op)
+        named = named_operation(op)
+        if named is None:
+            return _of_function(op, dtype)
+        op = named
     if op not in OPERATIONS:
         choices = ", ".join(OPERATIONS)
         raise ConfigError(f"op={op!r}: choose one of {choices}, or give a function of two arrays")
@@ -88,21 +94,12 @@ def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Redu
     return Reduction(op, combine, _divide if op == "mean" else _leave)
 
 
-def _of_function(function: Function) -> Reduction:
-    named = function
-    while isinstance(named, partial):  # what its object is called differs from process to process
-        named = named.func
-    named = named if hasattr(named, "__name__") else type(named)
-    name = f"{named.__module__}.{getattr(named, '__qualname__', named.__name__)}"
+def _of_function(function: Function, dtype: np.dtype[Any]) -> Reduction:
+    name = describe_function(function)
+    try_function(function, name, dtype)
 
     def combine(first: Values, second: Values, out: Values) -> None:
-        result = np.asarray(function(first, second))
-        if result.shape != out.shape or result.dtype != out.dtype:
-            raise ConfigError(
-                f"op={name} made {result.dtype}{list(result.shape)} of two arrays of {out.dtype}{list(out.shape)}: "
-                "it must return an array like them, value by value"
-            )
-        out[:] = result
+        out[:] = call_function(function, name, first, second)
 
     return Reduction(name, combine, _leave)
 

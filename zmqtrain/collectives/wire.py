@@ -41,6 +41,7 @@ class Kind(IntEnum):
     CALLED     text: the sender's call of that number; compare it with your own
     WAITING    text: the sender's call of that number, in which it waits for `place`; compare, and answer with DOING
     DOING      number: of the sender's last call; text: what it did last
+    FAILED     text: why the caller's operation failed on the sender, which has ended this call; digest: of that call
     Of everything:
     BROKEN     the communicator is of no use any more. flag 0: rank `place` is lost; 1: calls differ; text: why
     LEAVING    the sender closes the communicator: nothing comes from it after this
@@ -72,6 +73,7 @@ class Kind(IntEnum):
     RETURNED = 14
     WITHDRAW = 15
     WITHDRAWN = 16
+    FAILED = 17
 
 
 class Head(NamedTuple):
