@@ -69,18 +69,24 @@ def wait_until_it_waits(hub, name, **arguments):
         error = str(raised.value)
 
 
-def test_who_asks_for_something_else_than_those_who_wait_is_refused_once_it_is_sure_that_they_live(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # who gives up before is refused then
+@pytest.mark.parametrize(
+    ("size", "rank", "words"),
+    [
+        (3, 0, "rank 0 .* is taken, by first"),
+        (2, None, "first forms the group 'few' for 3 processes, other wants one of 2"),
+    ],
+)
+def test_processes_that_ask_for_different_groups_all_hear_so_at_once(hub, monkeypatch, size, rank, words):
+    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # who gives up by itself does so much later
     with ThreadPoolExecutor(3) as pool:
         waiting = pool.submit(open_port, hub, 3, 0, group="few", name="first", timeout_seconds=WAIT_SECONDS)
         wait_until_it_waits(hub, "first", group="few")
-        with pytest.raises(JoinRefused, match=r"rank 0 .* is taken, by first"):
-            open_port(hub, 3, 0, group="few", name="other", timeout_seconds=6)
-        monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", 0.5)
-        with pytest.raises(JoinRefused, match="first forms the group 'few' for 3 processes, other wants one of 2"):
-            open_port(hub, 2, group="few", name="other", timeout_seconds=20)
-        others = [pool.submit(open_port, hub, 3, group="few", timeout_seconds=WAIT_SECONDS) for _ in range(2)]
-        for port in (waiting, *others):
+        with pytest.raises(JoinRefused, match=words):
+            open_port(hub, size, rank, group="few", name="other", timeout_seconds=WAIT_SECONDS)
+        with pytest.raises(JoinRefused, match=words):
+            waiting.result()
+        again = [pool.submit(open_port, hub, 3, group="few", timeout_seconds=WAIT_SECONDS) for _ in range(3)]
+        for port in again:
             port.result().close()
 
 

@@ -1,8 +1,9 @@
 """Let processes meet in groups: who is which rank, who is missing, who is gone, what goes through the hub (pure).
 
 Rule 1: a process is refused with a sentence that says what to do, and as one that may ask again where others are in its
-way: they may be dead and not known to be. Who waits is told who is here and how many are missing.  Rule 2: the hub
-alone says who of a group is lost, to all in one order: the first word about a rank counts, and who is lost is not
+way: they may be dead and not known to be. If they are heard from after that, they live, and the group cannot form: all
+who wait for it are refused with the same sentence. Who waits is told who is here and how many are missing.  Rule 2: the
+hub alone says who of a group is lost, to all in one order: the first word about a rank counts, and who is lost is not
 listened to any more.  Rule 3: a complete group takes nobody in; the same name can be formed anew once somebody of it is
 gone, or by those who are in it.  Rule 4: everything is bounded: groups, processes, the length of what they say, and
 what is on its way through the hub of each.
@@ -65,12 +66,15 @@ def list_names(names: Iterable[str]) -> str:
 
 @dataclass(eq=False)
 class _Forming:
-    """A group that is not complete: who waits, in the order of their coming."""
+    """A group that is not complete: who waits, in the order of their coming.
+
+    disputed: when a process first asked for something else than those who wait.
+    """
 
     size: int
     description: str
-    first: str
-    waiting: dict[PeerId, tuple[str, JoinGroup]] = field(default_factory=dict)
+    waiting: dict[PeerId, tuple[Member, JoinGroup]] = field(default_factory=dict)
+    disputed: dict[PeerId, float] = field(default_factory=dict)
     told_at: float = float("-inf")
     news: bool = False
 
@@ -122,39 +126,28 @@ class Groups:
             raise RemoteProtocolError(peer, member.state.value, "a second JoinGroup")
         if why := _unsound(asked):
             return [SendTo(peer, Refused("group", why))]
-        if why := self._complete_already(member.name, asked) or self._unwelcome(member.name, asked):
+        if why := self._complete_already(member.name, asked) or self._full(asked):
             return [SendTo(peer, Refused("occupied", why))]
-        forming = self._forming.setdefault(asked.group, _Forming(asked.size, asked.description, member.name))
-        forming.waiting[peer] = (member.name, asked)
+        forming = self._forming.setdefault(asked.group, _Forming(asked.size, asked.description))
+        holder, why = _dispute(forming, member.name, asked)
+        if holder is not None:
+            since = forming.disputed.setdefault(peer, now)
+            if holder.last_seen <= since:
+                return [SendTo(peer, Refused("occupied", why))]
+            del self._forming[asked.group]
+            return [SendTo(other, Refused("group", why)) for other in (peer, *forming.waiting)]
+        forming.disputed.pop(peer, None)
+        forming.waiting[peer] = (member, asked)
         if len(forming.waiting) == forming.size:
             return self._meet(asked.group, self._forming.pop(asked.group))
         forming.news = len(forming.waiting) > 1
         return [SendTo(peer, _describe(asked.group, forming))]
 
-    def _unwelcome(self, name: str, asked: JoinGroup) -> str:
-        """Return who has asked for something else before, "" if nobody has."""
-        forming = self._forming.get(asked.group)
-        if forming is None:
-            full = len(self._forming) + len(self._complete) >= MAX_GROUPS
-            return f"this broker has {MAX_GROUPS} groups already: end some, or use another broker" if full else ""
-        if asked.size != forming.size:
-            return (
-                f"{forming.first} forms the group {asked.group!r} for {forming.size} processes, {name} wants one of "
-                f"{asked.size}: start all with the same size, or choose another name for the group"
-            )
-        if asked.description != forming.description:
-            return (
-                f"in the group {asked.group!r} {forming.first} is for {forming.description!r}, {name} for "
-                f"{asked.description!r}: start the same program with the same options, or choose another name for the "
-                "group"
-            )
-        for holder, other in forming.waiting.values():
-            if asked.rank >= 0 and other.rank == asked.rank:
-                return (
-                    f"rank {asked.rank} of the group {asked.group!r} is taken, by {holder}: give {name} another one of "
-                    f"0 to {asked.size - 1}, or none"
-                )
-        return ""
+    def _full(self, asked: JoinGroup) -> str:
+        """Return why no other group can be formed here, "" if it can."""
+        if asked.group in self._forming or len(self._forming) + len(self._complete) < MAX_GROUPS:
+            return ""
+        return f"this broker has {MAX_GROUPS} groups already: end some, or use another broker"
 
     def _complete_already(self, name: str, asked: JoinGroup) -> str:
         """Return why nobody of this name can join a group that has met, "" if it has not, or not with all it had."""
@@ -174,7 +167,7 @@ class Groups:
         members: list[WireProcess] = []
         for rank in range(forming.size):
             process, asked = forming.waiting[by_rank[rank]]
-            members.append((process, asked.address, asked.key, asked.token))
+            members.append((process.name, asked.address, asked.key, asked.token))
         here = {by_rank[rank]: rank for rank in range(forming.size)}
         self._generation += 1
         complete = _Complete(name, self._generation, tuple(member[0] for member in members), here)
@@ -205,11 +198,10 @@ class Groups:
             if peer in forming.waiting:
                 del forming.waiting[peer]
                 forming.news = True
-                if forming.waiting:
-                    forming.first = next(iter(forming.waiting.values()))[0]
-                else:
+                if not forming.waiting:
                     del self._forming[name]
                 break
+            forming.disputed.pop(peer, None)
         return []
 
     def accused(self, member: Member, lost: GroupLost, now: float) -> list[HubEffect]:
@@ -281,8 +273,32 @@ class Groups:
         return [Combine(group.generation, group.here[member.peer], tuple(group.here), fold)]
 
 
+def _dispute(forming: _Forming, name: str, asked: JoinGroup) -> tuple[Member | None, str]:
+    """Return who waits for something else than this process asks for, and what differs; (None, "") if nobody does."""
+    if not forming.waiting:
+        return None, ""
+    first, _ = next(iter(forming.waiting.values()))
+    if asked.size != forming.size:
+        return first, (
+            f"{first.name} forms the group {asked.group!r} for {forming.size} processes, {name} wants one of "
+            f"{asked.size}: start all with the same size, or choose another name for the group"
+        )
+    if asked.description != forming.description:
+        return first, (
+            f"in the group {asked.group!r} {first.name} is for {forming.description!r}, {name} for "
+            f"{asked.description!r}: start the same program with the same options, or choose another name for the group"
+        )
+    for holder, other in forming.waiting.values():
+        if asked.rank >= 0 and other.rank == asked.rank:
+            return holder, (
+                f"rank {asked.rank} of the group {asked.group!r} is taken, by {holder.name}: give {name} another one "
+                f"of 0 to {asked.size - 1}, or none"
+            )
+    return None, ""
+
+
 def _describe(name: str, forming: _Forming) -> Forming:
-    here = tuple(process for process, _ in forming.waiting.values())
+    here = tuple(process.name for process, _ in forming.waiting.values())
     return Forming(name, here, forming.size - len(here))
 
 
