@@ -74,7 +74,7 @@ class HubWorld:
     transfers: (peer, number) -> announcement, of those that the hub expects.  heard: of each peer, the highest sequence
     that the hub has let come.  accepted: (peer, sequence) -> publish, of those that have come; added: which of them are
     in a sum.  voters: who is to say how the mean scores; own: how each of them does itself.
-    hands, held: the data units that each has, and had when it was lost.
+    hands, held: the data units that each has, and had when it was lost.  unbacked: those done before a delta came.
     """
 
     def __init__(self, settings, nodes=0, seen=None):
@@ -87,6 +87,7 @@ class HubWorld:
         self.accepted, self.added, self.landed, self.refused = {}, set(), set(), 0
         self.until, self.quarantined = {}, set()
         self.hands, self.held, self.done = {peer: set() for peer in PEERS}, {peer: set() for peer in PEERS}, set()
+        self.unbacked, self.units = {}, set(range(settings.units)) or {None}
         self.founders, self.served = [], set()
         for peer in PEERS[:nodes]:
             self.join(peer, 0.5)
@@ -127,8 +128,10 @@ class HubWorld:
                 case Expect(peer, announcement):
                     assert peer in self.hub.members
                     self.transfers[peer, announcement.transfer] = announcement
-                case Disconnect(peer):
+                case Disconnect(peer, reason):
                     assert peer in known
+                    if reason != "again":  # nothing of its work has come: others do it
+                        self.done -= self.unbacked.pop(peer, set()) if self.done != self.units else set()
                     for here in (self.asked, self.served, self.quarantined, self.voters):
                         here.discard(peer)
                     self.transfers = {key: one for key, one in self.transfers.items() if key[0] != peer}
@@ -268,6 +271,7 @@ class HubWorld:
         announcement = self.transfers.pop(key)
         is_publish, before = isinstance(announcement, Publish), self.states()
         if sound and is_publish:
+            self.unbacked.pop(key[0], None)
             self.accepted[key[0], announcement.sequence] = announcement
         if sound:
             self.carry_out(self.hub.received(*key, self.now), before)
@@ -281,7 +285,11 @@ class HubWorld:
         finished, held = tuple(self.hands[peer]) if done else (), tuple(self.held[peer])
         self.hands[peer] -= set(finished)
         self.held[peer] = set()
-        self.done |= set(finished)
+        member = self.hub.members[peer]
+        if not member.quarantined:
+            self.done |= set(finished)
+            if not member.contributions:
+                self.unbacked.setdefault(peer, set()).update(finished)
         self.tell(peer, WorkRequest(finished, want, not self.hands[peer], held))
 
     # -- what befalls them

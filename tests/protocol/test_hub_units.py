@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from tests.protocol.hubs import WIRE, contribute, live_hub, of, sent
+from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Reduce, SendTo
 from zmqtrain.protocol.hub import MemberState
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, WorkRequest, WorkUnit
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Report, WorkRequest, WorkUnit
 
 
 def test_units_are_dealt_to_who_asks():
@@ -96,3 +101,46 @@ def test_in_strict_mode_units_come_back_to_their_own_lane():
         hub.receive(peer, Hello(peer), 0.0), hub.receive(peer, Fetch(0, WIRE), 0.0)
     assert sent(hub.receive("b", WorkRequest((), 3, False), 0.0), WorkUnit) == [("b", WorkUnit((1, 3, 5)))]
     assert sent(hub.receive("a", WorkRequest((), 3, False), 0.0), WorkUnit) == [("a", WorkUnit((0, 2, 4)))]
+
+
+def test_a_node_whose_deltas_do_not_stand_for_the_units_that_it_says_are_done_is_out_and_ends_no_run():
+    hub = live_hub("honest", "liar", units=10**6)
+    said = ()
+    with pytest.raises(RemoteProtocolError, match="more units than its deltas"):
+        for _ in range(10**4):
+            effects = hub.receive("liar", WorkRequest(said, 64, False), 0.0)
+            ((_, dealt),) = sent(effects, WorkUnit)
+            said = dealt.numbers
+    assert hub.ledger.done_count <= 64 * 2 * 16
+    hub.gone("liar", "it lied", 0.0)
+    assert hub.ledger.done_count == 0
+    ((_, dealt),) = sent(hub.receive("honest", WorkRequest((), 2, False), 0.0), WorkUnit)
+    assert dealt.numbers == (0, 1)
+
+
+def test_a_node_that_trains_has_as_many_units_done_as_it_likes():
+    hub = live_hub("a", units=10**6, every=1, delay=0)
+    said = ()
+    for sequence in range(500):
+        ((_, dealt),) = sent(hub.receive("a", WorkRequest(said, 8, False), 0.0), WorkUnit)
+        said = dealt.numbers
+        contribute(hub, "a", sequence, steps=1)
+    assert hub.ledger.done_count == 8 * 499
+
+
+def test_what_a_quarantined_node_works_on_is_not_done():
+    hub = live_hub("a", "b", units=4)
+    hub.receive("a", WorkRequest((), 2, False), 0.0)
+    hub.members["a"].quarantined = True
+    hub.receive("a", WorkRequest((0, 1), 0, False), 0.0)
+    assert hub.ledger.done_count == 0
+    assert sent(hub.receive("b", WorkRequest((), 2, False), 0.0), WorkUnit) == [("b", WorkUnit((0, 1)))]
+
+
+def test_only_what_the_evaluator_says_of_the_model_is_believed():
+    hub = live_hub("evaluator", "other")
+    report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, scores={"loss": 0.1}, score_version=0)
+    hub.receive("other", report, 0.0)
+    assert hub.scores == {} and not hub.believes("other", report)
+    hub.receive("evaluator", replace(report, scores={"loss": 0.4}), 0.0)
+    assert hub.scores == {"loss": 0.4} and hub.believes("evaluator", report)

@@ -92,6 +92,10 @@ class HubBook:
             if member.state is MemberState.LIVE and not (member.idle or member.drained or member.quarantined)
         )
 
+    def backs(self, member: Member) -> bool:
+        """Return whether work of this node is in the run: deltas have come, or it exchanges past this hub."""
+        return bool(self.exchange or member.contributions)
+
     @property
     def nodes(self) -> int:
         """How many nodes are here, in whatever state."""

@@ -42,13 +42,16 @@ class Dealing:
         self.ledger = WorkLedger.from_state(state)
         self.ledger.total = self._units
 
-    def asked(self, member: Member, request: WorkRequest) -> list[HubEffect]:
-        """Take a node's word on what it has done, and deal what it wants, if there is any."""
+    def asked(self, member: Member, request: WorkRequest, backed: bool = True) -> list[HubEffect]:
+        """Take a node's word on what it has done, and deal what it wants, if there is any. backed: as in the ledger."""
         lane = self._lane(member.peer)
         if lane is not None and request.reached >= 0:
             self.ledger.reach(lane, request.reached)
         own = () if self._shard else self.ledger.claim(member.peer, request.held[:MOST_UNITS])
-        self.ledger.done(member.peer, request.done)
+        if member.quarantined:  # nothing of its work is taken
+            self.ledger.give_back(member.peer, request.done)
+        else:
+            member.units += self.ledger.done(member.peer, request.done, backed)
         member.idle = False
         if self._shard:
             self._told(member, request)
@@ -76,9 +79,9 @@ class Dealing:
     def _data_ended(self) -> None:
         self.nodes_at_the_end = max(self.nodes_at_the_end, len(training(self._members)))
 
-    def lost(self, peer: PeerId) -> list[HubEffect]:
-        """Take back what a peer had in hand: it is gone, or has forgotten it."""
-        return self._feed_idle() if self.ledger.lost(peer) else []
+    def lost(self, peer: PeerId, unbacked: bool = False) -> list[HubEffect]:
+        """Take back what a peer had in hand: it is gone, or has forgotten it. unbacked: as in the ledger."""
+        return self._feed_idle() if self.ledger.lost(peer, unbacked) else []
 
     def end_when_drained(self, version: Version) -> list[HubEffect]:
         """Let everybody go once nothing is pending anywhere."""

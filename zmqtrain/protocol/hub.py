@@ -61,6 +61,8 @@ from zmqtrain.types import PeerId
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
 ROSTER_SECONDS = 1.0
+UNITS_OF_A_STEP = 64
+"""No node takes more data units in one step: what says that it has done more lies."""
 MAX_SCORES = 32
 """What one Report may hold, besides words: the Roster holds those of all nodes, and is one head."""
 
@@ -169,6 +171,8 @@ class Hub(HubBook):
         self.quarantines.accepted(peer)
         member.contributions += 1
         member.samples += announcement.samples
+        settings = self.timetable.at(self.version)
+        member.steps += min(announcement.steps, 2 * (settings.every + settings.delay))
         member.staleness = self.version - announcement.base_version
         accumulate: list[HubEffect] = [] if self.rounds.rule.one_each else [Accumulate(peer, announcement)]
         return accumulate + release(self, now)
@@ -288,9 +292,14 @@ class Hub(HubBook):
         if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         member.report, self.news = report, True
-        if report.scores and self.score_version <= report.score_version <= self.version:
-            self.scores, self.score_version = dict(report.scores), report.score_version
+        if self.believes(member.peer, report):
+            self.scores, self.score_version = dict(report.scores or {}), report.score_version
         return []
+
+    def believes(self, peer: PeerId, report: Report) -> bool:
+        """Return whether a report's scores are the run's: the evaluator's alone, of a version that is not too old."""
+        timely = self.score_version <= report.score_version <= self.version
+        return bool(report.scores) and timely and peer == self.evaluator
 
     def _on_probe(self, member: Member, probe: Probe, now: float) -> list[HubEffect]:
         if not is_sound(probe):
@@ -319,8 +328,13 @@ class Hub(HubBook):
     # ------------------------------------------------------------------ data units
 
     def _on_work_request(self, member: Member, request: WorkRequest, now: float) -> list[HubEffect]:
+        settings = self.timetable.at(self.version)
+        room = UNITS_OF_A_STEP * (2 * (settings.every + settings.delay) + member.steps) - member.units
+        if len(request.done) > room and not (self.exchange or member.quarantined):
+            text = f"a WorkRequest of more units than its deltas of {member.steps} steps can stand for"
+            raise RemoteProtocolError(member.peer, member.state.value, text)
         return [
-            *self.dealing.asked(member, request),
+            *self.dealing.asked(member, request, self.backs(member)),
             *release(self, now),
             *self.dealing.end_when_drained(self.version),
         ]

@@ -132,7 +132,7 @@ def _member(peer: PeerId, hello: Hello, before: Member | None, now: float) -> Me
         member.address = hello.address
     if before is not None:
         member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
-        member.dropped = before.dropped
+        member.dropped, member.steps, member.units = before.dropped, before.steps, before.units
     return member
 
 

@@ -71,7 +71,7 @@ def lose(book: HubBook, member: Member, text: str, now: float, reason: str = "lo
     if reason == "goodbye":
         book.tenure.said_goodbye(member.peer)
     effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
-    effects += book.dealing.lost(member.peer)
+    effects += book.dealing.lost(member.peer, unbacked=not book.backs(member))
     effects += book.founding.left(member)
     if book.exchange:  # who left before the end is no part of what the others end with
         book.rounds.forget(member.peer)

@@ -86,6 +86,7 @@ class Member:
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
+    steps, units: that its deltas stand for, and data units that it has done, since it came in.
     quarantined: none of its deltas is taken, and none awaited.  digest, held: as in its last Fetch.
     asked_at: when it was last sent something because nothing was heard of it.
     unreachable_since: when its connection was first found gone; None: it was not.
@@ -106,6 +107,8 @@ class Member:
     drained: bool = False
     contributions: int = 0
     samples: int = 0
+    steps: int = 0
+    units: int = 0
     staleness: int = 0
     refused: int = 0
     report: Report | None = None

@@ -1,7 +1,9 @@
 """Deal the data of a run once: a ledger of numbered units, each dealt again when its node is lost before it is done.
 
 Rule 1: a unit is a number; what it stands for is the program's affair.  Rule 2: units that came back go out first
-(in a run with lanes, to the lane that they are of).
+(in a run with lanes, to the lane that they are of).  Rule 3: a unit is done by the node that it was dealt to, once.
+Only a ledger that was read from a checkpoint believes nodes about units that it has not dealt, as another may have: of
+each lane CLAIMED_AHEAD units at most, however often they are claimed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ MOST_IN_HAND = 256
 """So many units are dealt to one node at most that it has not done: nodes keep two; nobody takes a run's data."""
 
 CLAIMED_AHEAD = 4096
-"""A node that comes back may claim units so far beyond those that this hub knows of; while many more than that many lie
-returned, none does."""
+"""After a restart of the hub nodes may claim units so far beyond those that its checkpoint knows of."""
 
 
 class WorkLedger:
@@ -34,9 +35,12 @@ class WorkLedger:
     def __init__(self, total: int = 0, lanes: int = 0) -> None:
         self.total, self.lanes = total, max(1, lanes)
         self._next = list(range(self.lanes))
+        self._believed = list(self._next)  # by lane: nodes are believed about units before this one
+        self._unreached: set[int] = set()  # the lanes whose nodes have not said yet where they stand
         self._returned: list[int] = []  # in order
         self._dealt: dict[int, PeerId] = {}
         self._in_hand: Counter[PeerId] = Counter()
+        self._unbacked: dict[PeerId, list[int]] = {}  # done by nodes of which nothing has come yet
         self.done_count = 0
 
     def deal(self, peer: PeerId, want: int, lane: int | None = None) -> tuple[int, ...]:
@@ -67,8 +71,7 @@ class WorkLedger:
         own: list[int] = []
         for number in dict.fromkeys(numbers):
             lane = number % self.lanes
-            ahead = self._next[lane] <= number < self._next[lane] + CLAIMED_AHEAD * self.lanes and self._left(number)
-            if ahead and len(self._returned) <= CLAIMED_AHEAD * self.lanes:
+            if self._next[lane] <= number < self._believed[lane] and self._left(number):
                 self._returned += range(self._next[lane], number + 1, self.lanes)
                 self._next[lane] = number + self.lanes
             if self._in_hand[peer] < MOST_IN_HAND and number in self._returned:
@@ -80,33 +83,62 @@ class WorkLedger:
         return tuple(own)
 
     def reach(self, lane: int, number: int) -> None:
-        """Take the units of a lane before this one as done: its node says so, after all have gone back to one state."""
-        number = min(number, self.total) if self.total else number
+        """Take the units of a lane before this one as done: its node says so, after all have gone back to one state.
+
+        A lane's node says so once, of units that a restarted hub may not know of.
+        """
+        if lane not in self._unreached:
+            return
+        self._unreached.discard(lane)
+        number = min(number, self._believed[lane], self.total or number)
         done = [one for one in self._returned if one % self.lanes == lane and one < number]
         self._returned = [one for one in self._returned if one not in done]
         ahead = max(0, -(-(number - self._next[lane]) // self.lanes))
         self._next[lane] += ahead * self.lanes
         self.done_count += len(done) + ahead
 
-    def done(self, peer: PeerId, numbers: Iterable[int]) -> int:
-        """Mark units as done by the node that has them; return how many were. Others' and unknown ones are ignored."""
-        count = 0
-        for number in numbers:
-            if self._dealt.get(number) == peer:
-                del self._dealt[number]
-                count += 1
-        self._in_hand[peer] -= count
-        self.done_count += count
-        return count
+    def done(self, peer: PeerId, numbers: Iterable[int], backed: bool = True) -> int:
+        """Mark units as done by the node that has them; return how many were. Others' and unknown ones are ignored.
 
-    def lost(self, peer: PeerId) -> tuple[int, ...]:
-        """Take back what a lost node had not finished; return the numbers."""
-        back = tuple(number for number, owner in self._dealt.items() if owner == peer)
+        backed: deltas of this node have come; until then what it has done may be dealt again (`lost`).
+        """
+        numbers = self._put_down(peer, numbers)
+        self.done_count += len(numbers)
+        if backed:
+            self._unbacked.pop(peer, None)
+        elif numbers:
+            self._unbacked.setdefault(peer, []).extend(numbers)
+        return len(numbers)
+
+    def give_back(self, peer: PeerId, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Deal units again that a node has in hand, as its work on them is not in the run; return which."""
+        back = tuple(self._put_down(peer, numbers))
         for number in back:
-            del self._dealt[number]
             insort(self._returned, number)
-        del self._in_hand[peer]
         return back
+
+    def lost(self, peer: PeerId, unbacked: bool = False) -> tuple[int, ...]:
+        """Take back what a lost node had not finished; return the numbers.
+
+        unbacked: also what it had done, as nothing of its work has come.
+        """
+        back = self.give_back(peer, [number for number, owner in self._dealt.items() if owner == peer])
+        del self._in_hand[peer]
+        if unbacked and not self.finished:
+            again = self._unbacked.pop(peer, [])
+            self.done_count -= len(again)
+            for number in again:
+                insort(self._returned, number)
+            back += tuple(again)
+        return back
+
+    def _put_down(self, peer: PeerId, numbers: Iterable[int]) -> list[int]:
+        """Take those of these units that a node has out of its hand."""
+        own = [number for number in dict.fromkeys(numbers) if self._dealt.get(number) == peer]
+        for number in own:
+            del self._dealt[number]
+        self._in_hand[peer] -= len(own)
+        return own
 
     def _left(self, number: int) -> bool:
         return self.total == 0 or number < self.total
@@ -127,6 +159,8 @@ class WorkLedger:
         try:
             ledger = cls(int(state["total"]), len(state["next"]))
             ledger._next = [int(number) for number in state["next"]]
+            ledger._believed = [number + CLAIMED_AHEAD * ledger.lanes for number in ledger._next]
+            ledger._unreached = set(range(ledger.lanes))
             ledger._returned = sorted(int(number) for number in state["returned"])
             ledger.done_count = int(state["done"])
         except (KeyError, TypeError, ValueError) as error:

@@ -119,7 +119,7 @@ class Receiver:
                 self._relays.pump(peer)
             if isinstance(message, Hello):
                 self._loads.limit(peer)
-            if isinstance(message, Report):
+            if isinstance(message, Report) and self._hub.believes(peer, message):
                 self._telling.evaluated(message)
 
     def _take_chunk(self, peer: PeerId, chunk: Chunk, frames: list[Buffer], now: float) -> None:
