@@ -7,7 +7,8 @@ import json
 from tests.protocol.hubs import WIRE, contribute, contribution, live_hub, of, publish, sent
 from zmqtrain.protocol.effects import Expect, Rebase, Reduce
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Fetch, Heartbeat, Hello, Quarantine, Refused
+from zmqtrain.protocol.messages import Fetch, Heartbeat, Hello, Preempt, Quarantine, Refused
+from zmqtrain.protocol.quarantine import OVER
 
 
 def offend(hub, peer, sequence, now=0.0, reason="norm"):
@@ -25,7 +26,9 @@ def test_who_sends_refused_deltas_again_and_again_is_told_for_how_long_none_is_t
     assert [message.reason for _, message in sent(hub.receive("b", publish(3), 1.0), Refused)] == ["quarantine"]
     hub.receive("a", Heartbeat(9.0), 9.0)
     hub.receive("b", Heartbeat(9.0), 9.0)
-    hub.tick(10.0)
+    assert sent(hub.tick(9.9), Preempt) == []
+    assert sent(hub.tick(10.0), Preempt) == [("b", Preempt(OVER))]  # what it has made of them meanwhile is dropped
+    assert sent(hub.tick(10.1), Preempt) == []
     assert hub.roster(10.0).members[1]["state"] == "live"
     assert hub.receive("b", publish(3), 10.0) == [Expect("b", publish(3))]
 
@@ -103,3 +106,13 @@ def test_deltas_that_are_late_or_come_twice_quarantine_nobody():
         assert not sent(late + double + hub.tick(0.0), Quarantine)
     assert hub.refused == 40 and hub.live == {"a", "b"}
     assert of(Reduce, contribute(hub, "b", 23, base_version=3))
+
+
+def test_who_is_left_out_of_versions_again_and_again_is_quarantined():
+    hub = live_hub("a", "b")
+    for sequence in range(3):
+        contribute(hub, "b", sequence)
+        effects = hub.left_out("b", "norm", "too large", 1.0)
+    assert sent(effects, Quarantine) == [("b", Quarantine("norm", "too large", 10.0))]
+    assert hub.members["b"].refused == hub.refused == 3
+    assert hub.left_out("gone", "norm", "too large", 1.0) == []

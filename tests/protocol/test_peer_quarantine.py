@@ -6,8 +6,9 @@ import pytest
 
 from tests.protocol.peers import MODEL, WIRE, live, snapshot, welcome
 from zmqtrain.protocol.effects import Deliver, Send
-from zmqtrain.protocol.messages import Fetch, Quarantine
+from zmqtrain.protocol.messages import Fetch, Preempt, Quarantine
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.settings import RunSettings
 
 
@@ -51,3 +52,14 @@ def test_a_node_of_several_masters_drops_nothing_for_one_of_them():
     peer.received(1000)
     assert peer.receive(Quarantine("norm", "too large", 10.0), 5.0) == []
     assert peer.state is PeerState.LIVE and peer.quarantined_until == 15.0
+
+
+@pytest.mark.parametrize(("reason", "warm"), [(OVER, True), ("the run goes back", False)])
+@pytest.mark.parametrize("syncing", [False, True])
+def test_who_is_preempted_drops_what_is_pending_and_keeps_its_optimizer_after_a_quarantine(reason, warm, syncing):
+    peer = live(version=3)
+    if syncing:
+        peer.resync()
+    assert peer.receive(Preempt(reason), 5.0) == [Send(Fetch(-1, WIRE))]
+    peer.receive(snapshot(4, transfer=7), 5.5)
+    assert peer.received(7) == [Deliver(snapshot(4, transfer=7), (), reset=True, warm=warm)]

@@ -85,10 +85,10 @@ def test_late_in_a_run_that_has_converged_no_newcomer_is_refused_and_the_run_goe
 ):
     said, judge = [], NormGate.judge
 
-    def listen(gate, peer, fragment, norm, *facts):
-        why = judge(gate, peer, fragment, norm, *facts)
-        said.append((norm, why))
-        return why
+    def listen(gate, peer, fragment, norm, *facts, **named):
+        judgement = judge(gate, peer, fragment, norm, *facts, **named)
+        said.append((norm, judgement.why))
+        return judgement
 
     monkeypatch.setattr(NormGate, "judge", listen)
     # the first dies and is replaced; at last only those are left that came late
@@ -123,7 +123,7 @@ def test_only_what_is_enormous_costs_a_node_its_optimizer(times, fresh, program,
 @pytest.mark.parametrize("away", [False, True])
 def test_no_delta_of_sound_training_is_refused_for_its_size(codec, away, program, scenario, monkeypatch):
     said, judge = [], NormGate.judge
-    monkeypatch.setattr(NormGate, "judge", lambda *facts: said.append(judge(*facts)) or said[-1])
+    monkeypatch.setattr(NormGate, "judge", lambda *facts, **named: said.append(judge(*facts, **named)) or said[-1])
     nodes = [
         SimNode(),
         SimNode(slowness=2.5, cut=((2.0, 8.0),) if away else ()),
@@ -133,4 +133,5 @@ def test_no_delta_of_sound_training_is_refused_for_its_size(codec, away, program
     run = replace(run, settings=replace(run.settings, fragments=2 if "fragments" in codec else 1, norm_gate="10"))
     result = simulate(run, program)
     assert result.scores["loss"] < 5  # of 34, untrained
-    assert len(said) > 50 and set(said) == {""}
+    assert len(said) > 50 and {judgement.why for judgement in said} == {""}
+    assert result.refused == 0

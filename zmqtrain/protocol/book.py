@@ -96,6 +96,11 @@ class HubBook:
         """Return whether work of this node is in the run: deltas have come, or it exchanges past this hub."""
         return bool(self.exchange or member.contributions)
 
+    def voter_of(self, peer: PeerId) -> str:
+        """Return whose word that of a peer is: that of its key, with which others may have come in; else its own."""
+        member = self.members.get(peer)
+        return member.voter if member is not None and member.voter else peer
+
     @property
     def nodes(self) -> int:
         """How many nodes are here, in whatever state."""

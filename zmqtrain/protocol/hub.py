@@ -188,6 +188,15 @@ class Hub(HubBook):
         assert isinstance(announcement, Publish)
         return [refuse(self, member, announcement, reason, text), *offended(self, member, reason, text, now)]
 
+    def left_out(self, peer: PeerId, reason: str, text: str, now: float) -> list[HubEffect]:
+        """A delta that has landed is none of its version's sum, as it is far larger than the others of its round."""
+        member = self.members.get(peer)
+        self.refused += 1
+        if member is None:
+            return []
+        member.refused += 1
+        return offended(self, member, reason, text, now)
+
     def gone(self, peer: PeerId, why: str, now: float) -> list[HubEffect]:
         """A peer is gone, and nothing that it may have said counts any more."""
         return lose(self, self.members[peer], why, now) if peer in self.members else []

@@ -13,7 +13,9 @@ from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.members import Member, MemberState
+from zmqtrain.protocol.messages import Preempt
 from zmqtrain.protocol.publishing import release
+from zmqtrain.protocol.quarantine import OVER
 
 __all__ = ["LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
 
@@ -48,7 +50,11 @@ def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
         elif member.is_node and now - max(member.last_seen, member.asked_at) > overdue:
             member.asked_at = now  # if its connection is gone, sending says so
             effects.append(SendTo(member.peer, book.roster(now)))
+        over = member.quarantined and not book.quarantines.rest(member.peer, now)
         member.quarantined = book.quarantines.rest(member.peer, now) > 0
+        if over and member.state is MemberState.LIVE and book.settings.masters == 1:
+            # what it has made of the shared parameters meanwhile is what it was out for, many times over
+            effects.append(SendTo(member.peer, Preempt(OVER)))
     return effects
 
 

@@ -87,7 +87,8 @@ class Member:
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
     steps, units: that its deltas stand for, and data units that it has done, since it came in.
-    quarantined: none of its deltas is taken, and none awaited.  digest, held: as in its last Fetch.
+    quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.  digest,
+    held: as in its last Fetch.
     asked_at: when it was last sent something because nothing was heard of it.
     unreachable_since: when its connection was first found gone; None: it was not.
     """
@@ -119,6 +120,7 @@ class Member:
     address: str = ""
     checkpoints: tuple[int, ...] = ()
     quarantined: bool = False
+    voter: str = ""
     digest: str = ""
     held: int = 0
     asked_at: float = 0.0

@@ -323,7 +323,8 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Hub to node: drop what is pending and start again from the shared parameters."""
+    """Hub to node: drop what is pending and start again from the shared parameters; for "over" (your quarantine is)
+    with the optimizer as it is."""
 
     reason: str
 

@@ -37,6 +37,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, PeerBook, PeerState
+from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.settings import RunSettings
@@ -45,8 +46,8 @@ from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 __all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
 
 HUB = PeerId("hub")
-KEEPS_OPTIMIZER = frozenset({"norm", "again"})
-"""Who is quarantined for these goes on with the optimizer that it has: a fresh one makes large deltas again."""
+KEEPS_OPTIMIZER = frozenset({"norm", "again", OVER})
+"""Who is quarantined or preempted for these keeps its optimizer: a fresh one makes large deltas again."""
 GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
 """After a Goodbye of the hub, and after one that is not believed."""
 
@@ -187,8 +188,8 @@ class Peer(PeerBook):
                         return [Serve(HUB, -1)]
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
-                    case Preempt():
-                        self._following.begin_anew(warm=False)
+                    case Preempt(reason):
+                        self._following.begin_anew(warm=reason in KEEPS_OPTIMIZER)
                         return self._resync()
         return []
 

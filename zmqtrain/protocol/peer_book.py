@@ -45,6 +45,7 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.APART, Snapshot): PeerState.LIVE,
     (PeerState.LIVE, Aggregate): PeerState.LIVE,
     (PeerState.LIVE, Preempt): PeerState.SYNCING,
+    (PeerState.SYNCING, Preempt): PeerState.SYNCING,
     (PeerState.LIVE, Quarantine): PeerState.SYNCING,
     (PeerState.SYNCING, Quarantine): PeerState.SYNCING,
 }

@@ -1,7 +1,7 @@
 """Decide whose deltas are not taken for a while: those of a node that sends, again and again, what is refused.
 
     free        3 of the last 8 deltas refused                              -> quarantined, 10 s
-    quarantined the time is over                                            -> on probation
+    quarantined the time is over: it begins again from what is shared       -> on probation
     probation   one delta refused -> quarantined, twice as long (600 s at most); 8 accepted in a row -> free
 
 Rule 1: only what no sound node sends counts (`OFFENCES`): a delta that came late, or twice, is nobody's fault.
@@ -21,10 +21,12 @@ from typing import Any
 
 from zmqtrain.types import PeerId
 
-__all__ = ["OFFENCES", "Quarantines"]
+__all__ = ["OFFENCES", "OVER", "Quarantines"]
 
 OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
 """The codes with which a delta is refused that no sound node sends."""
+OVER = "over"
+"""The reason with which a node is preempted whose quarantine has ended: its optimizer goes on as it is."""
 MOST_REFUSED, OF_LAST = 3, 8
 """So many refused of so many deltas quarantine a node; and so many accepted in a row end its probation."""
 FIRST_SECONDS, LONGEST_SECONDS = 10.0, 600.0

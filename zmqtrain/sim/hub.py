@@ -45,7 +45,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.equation.aggregator import Aggregator
-from zmqtrain.runtime.equation.gate import reason_of
+from zmqtrain.runtime.equation.gate import error_of, reason_of
 from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.planning.auto import LoadPlanner
@@ -168,7 +168,6 @@ class SimHub:
         try:
             if isinstance(announcement, Publish):
                 self.aggregator.check(announcement, frames)
-                self.aggregator.judge(peer, announcement, frames)
             else:
                 assert isinstance(announcement, Snapshot)
                 self.aggregator.check_snapshot(announcement, frames)
@@ -177,6 +176,12 @@ class SimHub:
             return
         member = self.hub.members.get(peer)
         if member is not None and member.open.get(transfer) is announcement:
+            if isinstance(announcement, Publish):
+                judgement = self.aggregator.judge(peer, announcement, frames, self.hub.voter_of(peer))
+                self.aggregator.count(announcement, judgement)
+                if (refusal := error_of(judgement)) is not None:
+                    self._carry_out(self.hub.broken(peer, transfer, reason_of(refusal), str(refusal), now))
+                    return
             self._whole[_key(peer, announcement)] = frames
             self._carry_out(self.hub.received(peer, transfer, now))
 
@@ -251,7 +256,7 @@ class SimHub:
                 self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
 
     def _say_quarantine(self, peer: PeerId, quarantine: Quarantine) -> None:
-        self.aggregator.gate.forget(peer)
+        self.aggregator.gate.forget(peer, probation=True)
         if self._events is not None:
             text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
             self._events.member(peer, "quarantined", text)
@@ -311,6 +316,9 @@ class SimHub:
             self._events.released(reduce, len(self.hub.live), released.codec, released.frames)
         self._moments = ()
         self._released_hook(reduce)
+        for one, judgement in released.left_out:
+            reason = "enormous" if judgement.is_enormous else "norm"
+            self._carry_out(self.hub.left_out(one.peer, reason, judgement.why, self._scheduler.now))
         aggregate = released.announce(self._next_transfer(), reduce)
         frames = tuple(frame for frames in released.frames for frame in frames)
         for peer in list(self._following):

@@ -1,13 +1,15 @@
 """Judge by its norm whether a delta is one that training makes: those of its fragment, of all nodes, are the measure.
 
 Rule 1: only what is far too large is refused; what is small harms nobody.  Rule 2: robust: a median and its deviation,
-of logarithms, over what was accepted of late; what was refused moves nothing.
+of logarithms, over what was accepted of late; where few have been seen, the median of the nodes, once those of the
+round are here.  `judge` moves nothing: what is judged counts when it is known to (`count`).
 Rule 3: an honest delta is not refused: what was usual once in this run is let through for ever, as an optimizer that
 begins fresh late, when all others hardly move, makes steps of the size that the run began with (Adam's are about the
 rate each, however small gradients are). One that stands for many steps may be as many times as large (its node was
-away), a node's first of a fragment ten times, and where the other nodes' are as large, it is the run that has changed.
-A gate that has refused everything for long, or half of the nodes, knows the run no more, and takes their size.
-Rule 4: pure: numbers in, a sentence out; bounded in nodes and in what is kept of each.
+away), but not of a node on probation, or whose own loss is far worse than the others'; and where the other nodes' are
+as large, it is the run that has changed, by one factor at a time.
+Rule 4: names of one key are one voter: however many, they are not the measure of the others.
+Rule 5: pure: numbers in, a judgement out; bounded in nodes and in what is kept of each.
 Source: median and median absolute deviation, Leys et al. 2013; norms of updates as a defence, Sun et al. 2019.
 """
 
@@ -15,25 +17,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import exp, inf, log
+from dataclasses import dataclass, field, replace
+from math import exp, inf, isfinite, log, nan
 from statistics import median, median_low
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.types import PeerId
+from zmqtrain.types import PeerId, Score
 
-__all__ = ["NormGate", "norm_gate_from_text"]
+__all__ = ["Judgement", "NormGate", "norm_gate_from_text"]
 
 WINDOW, FEWEST = 64, 8
-"""How many accepted deltas of a fragment are looked back on, and how many there must be before one is judged."""
+"""How many accepted deltas of a fragment are looked back on, and how many there must be before one is judged alone."""
 DEVIATIONS = 3 * 1.4826
 """So many median absolute deviations are ordinary (three standard deviations, were the logarithms normal)."""
 MOST_GROWTH = 1000.0
 """A delta may be so many times as large for the steps that it stands for, at most."""
-FIRST_GROWTH = 10.0
-"""And so many times for being the first of its fragment that this node is known to send."""
-REST_GROWTH = 10.0
-"""And so many times for being all that a node has left, uncompressed: a sparse codec leaves more than it sends."""
+LAG = 2.0
+"""Whose own loss is so many times the median of the others' is not believed that its steps make its delta large."""
+PROBATION = 8
+"""So many deltas in a row must be accepted of a node that was quarantined before it is one as any other."""
+SUSPICIOUS = 3.0
+"""Of a node that is found to diverge, what was so many times the others' median is taken back."""
 ENORMOUS = 1000.0
 """So many times over what is let through, it is no optimizer's doing, fresh or not: something is broken there."""
 LARGEST_NORM = 1e15
@@ -58,32 +62,87 @@ def norm_gate_from_text(text: str) -> str | float:
     return factor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Judgement:
+    """What is said of one delta. why: it may not pass, in words; "": it may.
+
+    size, stands_for: logarithms of its norm and of the steps that it stands for.  steps: since the node's last offer.
+    rest: logarithm of how many times as large it may be for being the end of a node's share.  excess: how many times
+    as large it is as the largest that would be let through; of one that passes: the measure is made anew by it.
+    young: so few had been seen that it is judged once more, with those of its round.
+    """
+
+    peer: PeerId
+    voter: str
+    fragment: int
+    size: float = -inf
+    stands_for: float = 0.0
+    steps: int = 0
+    dense: bool = False
+    rest: float = 0.0
+    score: Score = nan
+    why: str = ""
+    excess: float = 0.0
+    young: bool = False
+
+    @property
+    def level(self) -> float:
+        """The logarithm of its norm for each step."""
+        return self.size - self.stands_for
+
+    @property
+    def is_enormous(self) -> bool:
+        """Whether nothing but a fault explains it."""
+        return self.excess >= ENORMOUS
+
+
 @dataclass
 class _Node:
-    """What was accepted of a node: its steps in all, and by fragment how many they were at its last delta."""
+    """What was accepted of a node: its steps in all, and by fragment how many they were at its last delta; and how many
+    must be accepted until it is no longer on probation."""
 
     steps: int = 0
     at: dict[int, int] = field(default_factory=dict)
+    probation: int = 0
 
 
 @dataclass
 class _Fragment:
-    """What is known of a fragment: (log norm, log steps) of what was accepted; by node the log norm of its last delta,
-    less its log steps, accepted or not; and how many were refused since one was accepted.
+    """What is known of a fragment: what was accepted; by node its last delta, accepted or not; and how many were
+    refused since one was accepted.
 
     largest: the largest median there ever was of `accepted`, (log norm, log steps); None: none was judged yet.
-    turned_away: by node (log norm, log steps) of its last delta that was refused, and not enormous.
+    turned_away: by node its last delta that was refused, and not enormous.
     """
 
-    accepted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    latest: dict[PeerId, float] = field(default_factory=dict)
+    accepted: deque[Judgement] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    latest: dict[PeerId, Judgement] = field(default_factory=dict)
     refused: int = 0
     largest: tuple[float, float] | None = None
-    turned_away: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
+    turned_away: dict[PeerId, Judgement] = field(default_factory=dict)
 
     def raise_to(self, size: float, stands_for: float) -> None:
         """Take this for a size that the run has had."""
         self.largest = max(self.largest or (-inf, 0.0), (size, stands_for))
+
+    def usual(self) -> tuple[float, float]:
+        """Return the medians of what was accepted: log norm, log steps."""
+        return median(one.size for one in self.accepted), median(one.stands_for for one in self.accepted)
+
+    def level_of(self, judgement: Judgement) -> float:
+        """Return the level of a delta; one that ends a node's share stands for an exchange's steps at least."""
+        steps = median(one.stands_for for one in self.latest.values()) if self.latest and judgement.dense else 0.0
+        return judgement.size - max(judgement.stands_for, steps)
+
+    def levels_but(self, peer: PeerId) -> list[float]:
+        """Return the levels of the other nodes' last deltas: one for each voter, unless all are one voter's."""
+        others = [one for one in self.latest.values() if one.peer != peer]
+        voters: dict[str, list[float]] = {}
+        for one in others:
+            voters.setdefault(one.voter, []).append(one.level)
+        if len({one.voter for one in self.latest.values()}) <= 1:
+            return [one.level for one in others]
+        return [median_low(levels) for levels in voters.values()]
 
 
 class NormGate:
@@ -94,63 +153,139 @@ class NormGate:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
-        self.excess = 0.0
-        """Of the delta that was judged last: how many times as large as the largest that would be let through."""
         self._nodes: dict[PeerId, _Node] = {}
         self._fragments: dict[int, _Fragment] = {}
 
-    def judge(self, peer: PeerId, fragment: int, norm: float, steps: int, dense: bool = False) -> str:
-        """Return "" if a delta may pass, and count it as accepted; else why it may not, in words.
+    def judge(
+        self,
+        peer: PeerId,
+        fragment: int,
+        norm: float,
+        steps: int,
+        *,
+        rest: float = 0.0,
+        score: Score = nan,
+        voter: str = "",
+    ) -> Judgement:
+        """Say whether a delta may pass; nothing is moved.
 
         norm: of the delta, by any measure that grows with it.  steps: since the node's last offer of any fragment.
-        dense: sent uncompressed, as the end of a node's share; it is no measure for others.
+        rest: 0, or, of one that is sent uncompressed as the end of a node's share, how many times as large as usual it
+        may be for that (at least 1); it is no measure for others.  score: the loss of its node.  voter: its node's key.
         """
-        self.excess = inf if not norm < LARGEST_NORM else 0.0
-        if self.excess:
-            return f"its norm is {norm:.3g}: no training makes such a delta"
+        judgement = Judgement(peer, voter or peer, fragment, steps=max(0, steps), dense=rest > 0, score=score)
+        judgement = replace(judgement, rest=log(max(1.0, rest)))
+        if not norm < LARGEST_NORM:
+            return _refuse(judgement, f"its norm is {norm:.3g}: no training makes such a delta", inf)
         if norm <= 0:
-            return ""
-        known = self._fragments.setdefault(fragment, _Fragment())
+            return judgement
+        known, node = self._fragments.get(fragment, _Fragment()), self._nodes.get(peer, _Node())
+        stands_for = log(max(1, node.steps + judgement.steps - node.at.get(fragment, 0)))
+        young = len(known.accepted) < FEWEST
+        judgement = replace(judgement, size=log(norm), stands_for=stands_for, young=young)
+        if young:
+            return judgement
+        trusted = not node.probation and not self._lags(known, judgement)
+        why, excess = self._judge(known, judgement, trusted)
+        if why and known.refused >= PATIENCE and self._all_are_as_large(known, judgement):
+            return replace(judgement, excess=excess)
+        return _refuse(judgement, why, excess) if why else judgement
+
+    def count(self, judgement: Judgement) -> None:
+        """Take note of a delta that was judged, now that it is known to count, or to be refused."""
+        if judgement.size == -inf:
+            return
+        known, peer = self._fragments.setdefault(judgement.fragment, _Fragment()), judgement.peer
         node = self._nodes.pop(peer, None) or _Node()
         self._nodes[peer] = node  # now the most recent
         while len(self._nodes) > NODES_KEPT:
-            self.forget(next(iter(self._nodes)))
-        size, stands_for = log(norm), log(max(1, node.steps + steps - node.at.get(fragment, 0)))
-        allowance = (FIRST_GROWTH if fragment not in node.at else 1.0) * (REST_GROWTH if dense else 1.0)
-        why = self._judge(known, peer, size, stands_for, log(allowance))
-        if not dense:
-            known.latest[peer] = size - stands_for
-        if why and known.refused < PATIENCE:
+            self._drop(next(iter(self._nodes)))
+        if not judgement.dense:
+            known.latest[peer] = judgement
+        if judgement.why:
             known.refused += 1
-            if self.excess < ENORMOUS:
+            if not judgement.is_enormous:
                 known.turned_away.pop(peer, None)
-                known.turned_away[peer] = (size, stands_for)
+                known.turned_away[peer] = judgement
                 while len(known.turned_away) > NODES_KEPT:
                     del known.turned_away[next(iter(known.turned_away))]
-            return why
-        if why:
-            known.accepted.clear()
+            return
         known.turned_away.pop(peer, None)
-        if not dense:
+        if judgement.excess:
+            known.accepted.clear()
+        if not judgement.dense:
             known.refused = 0
-            known.accepted.append((size, stands_for))
-        node.steps += max(0, steps)
-        node.at[fragment] = node.steps
-        return ""
+            known.accepted.append(judgement)
+            if len(known.accepted) >= FEWEST:
+                known.raise_to(*known.usual())
+        node.probation = max(0, node.probation - 1)
+        node.steps += judgement.steps
+        node.at[judgement.fragment] = node.steps
 
-    def forget(self, peer: PeerId) -> None:
-        """Take a node for a new one: it has left, or has begun again from the shared parameters."""
-        self._nodes.pop(peer, None)
+    def judge_again(self, judgement: Judgement) -> Judgement:
+        """Judge once more, with those of its round, a delta that came when few had been seen.
+
+        Of two nodes the larger one is out, unless its own loss is the better.
+        """
+        known = self._fragments.get(judgement.fragment)
+        others = known.levels_but(judgement.peer) if known is not None and judgement.young else []
+        if not others or known is None or judgement.size == -inf:
+            return judgement
+        rivals = [one.score for one in known.latest.values() if one.peer != judgement.peer]
+        if len(others) == 1 and judgement.score < min(rivals, default=nan):
+            return judgement
+        level, limit = known.level_of(judgement), median_low(others) + log(self.factor) + judgement.rest
+        if level <= limit:
+            return judgement
+        times = exp(min(level - median_low(others), 500.0))
+        why = (
+            f"its norm is {exp(judgement.size):.3g}, {times:.3g} times that of the other nodes' in this round; at most "
+            f"{self.factor:g} times is let through here (--norm-gate)"
+        )
+        return _refuse(judgement, why, exp(min(level - limit, 500.0)))
+
+    def leave_out(self, judgement: Judgement) -> None:
+        """Take note that a delta that had been counted as accepted is none of the sum."""
+        known = self._fragments.get(judgement.fragment)
+        if known is not None and judgement in known.accepted:
+            known.accepted.remove(judgement)
+
+    def is_suspicious(self, judgement: Judgement) -> bool:
+        """Return whether an accepted delta, of a node that has been found to diverge since, was one of that."""
+        known = self._fragments.get(judgement.fragment)
+        if known is None:
+            return False
+        others = [one.level for one in known.accepted if one.peer != judgement.peer] or known.levels_but(judgement.peer)
+        return bool(others) and known.level_of(judgement) > median_low(others) + log(SUSPICIOUS) + judgement.rest
+
+    def forget(self, peer: PeerId, probation: bool = False) -> None:
+        """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
+        is quarantined."""
+        left = self._drop(peer)
+        if rest := PROBATION if probation else left.probation:
+            self._nodes[peer] = _Node(probation=rest)
+
+    def _drop(self, peer: PeerId) -> _Node:
         for known in self._fragments.values():
             known.latest.pop(peer, None)
+        return self._nodes.pop(peer, None) or _Node()
 
     def rebase(self, peers: Iterable[PeerId]) -> None:
-        """Take what was refused last of these nodes for a size that the run has: so many cannot all be wrong."""
+        """Take what was refused last of these nodes for a size that the run has, but by one factor at a time: so many
+        cannot all be wrong, or so it seems."""
         wanted = set(peers)
         for known in self._fragments.values():
             for peer in wanted & known.turned_away.keys():
-                known.raise_to(*known.turned_away.pop(peer))
+                refused = known.turned_away.pop(peer)
+                most = max(known.largest or (-inf, 0.0), known.usual() if known.accepted else (-inf, 0.0))
+                size = refused.size if most[0] == -inf else min(refused.size, most[0] + log(self.factor))
+                known.raise_to(size, refused.stands_for)
             known.refused = 0
+
+    def narrow(self, memory: dict[int, tuple[float, float]]) -> None:
+        """Take back what `rebase` did: `memory` is what there was before it."""
+        for fragment, known in self._fragments.items():
+            known.largest = memory.get(fragment)
 
     def memory(self) -> dict[int, tuple[float, float]]:
         """Return what is to be known after a restart: by fragment the largest usual (log norm, log steps)."""
@@ -161,27 +296,43 @@ class NormGate:
         for fragment, (size, stands_for) in memory.items():
             self._fragments.setdefault(fragment, _Fragment()).raise_to(size, stands_for)
 
-    def _judge(self, known: _Fragment, peer: PeerId, size: float, stands_for: float, allowance: float) -> str:
-        if len(known.accepted) < FEWEST:
-            return ""
-        sizes = [one for one, _ in known.accepted]
-        usual = median(sizes)
-        ordinary = min(DEVIATIONS * median(abs(one - usual) for one in sizes), log(self.factor))
-        steps = median(steps for _, steps in known.accepted)
-        known.raise_to(usual, steps)
-        assert known.largest is not None
-        most, of_steps = known.largest
+    def _judge(self, known: _Fragment, judgement: Judgement, trusted: bool) -> tuple[str, float]:
+        """Return why a delta may not pass, "" if it may, and by how much it is too large.
+
+        trusted: it may be larger for its steps, and for being the end of a node's share.
+        """
+        usual, steps = known.usual()
+        ordinary = min(DEVIATIONS * median(abs(one.size - usual) for one in known.accepted), log(self.factor))
+        most, of_steps = max(known.largest or (-inf, 0.0), (usual, steps))
+        size, stands_for = judgement.size, judgement.stands_for if trusted else -inf
         growth = min(max(0.0, stands_for - steps), log(MOST_GROWTH))
         growth_since = min(max(0.0, stands_for - of_steps), log(MOST_GROWTH))
-        limit = max(usual + ordinary + growth, most + growth_since) + log(self.factor) + allowance
+        limit = max(usual + ordinary + growth, most + growth_since) + log(self.factor)
+        limit += judgement.rest if trusted else 0.0
         if size <= limit:
-            return ""
-        stands_for = min(stands_for, steps + log(MOST_GROWTH))
-        others = [latest for other, latest in known.latest.items() if other != peer]
-        if others and size - stands_for <= median_low(others) + log(self.factor):
-            return ""
-        self.excess = exp(min(size - limit, 500.0))
-        return (
+            return "", 0.0
+        level = size - min(judgement.stands_for, steps + log(MOST_GROWTH))
+        others = known.levels_but(judgement.peer)
+        as_large = bool(others) and level <= median_low(others) + log(self.factor)
+        if as_large and size <= limit + log(self.factor):
+            return "", 0.0
+        why = (
             f"its norm is {exp(size):.3g}, {exp(size - usual):.3g} times that of what came before it "
             f"({exp(usual):.3g}); at most {exp(limit - usual):.3g} times is let through here (--norm-gate)"
         )
+        return why, exp(min(size - limit, 500.0))
+
+    def _lags(self, known: _Fragment, judgement: Judgement) -> bool:
+        """Return whether a delta's node is far behind the others by its own loss; an unknown one is not."""
+        others = [
+            one.score for one in known.latest.values() if one.peer != judgement.peer and isfinite(one.score)
+        ]  # fmt: skip
+        return bool(others) and judgement.score > LAG * median(others)
+
+    def _all_are_as_large(self, known: _Fragment, judgement: Judgement) -> bool:
+        """Return whether what has been refused for long is what all voters send."""
+        return judgement.level <= median_low([*known.levels_but(judgement.peer), judgement.level]) + log(self.factor)
+
+
+def _refuse(judgement: Judgement, why: str, excess: float) -> Judgement:
+    return replace(judgement, why=why, excess=excess)

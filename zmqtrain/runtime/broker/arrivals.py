@@ -1,7 +1,7 @@
 """Hold what peers have sent until it is used: announced, checked by the codec thread, whole.
 
 Rule 1: nothing is expected that is larger than it can be, and nothing counts before all of it is checked: a delta by
-the norm gate, too, which is used by the codec thread alone.
+the norm gate, too, which is used by the codec thread alone, and is moved only by what is still welcome then.
 Rule 2: what a peer announced on a connection that it has left does not count, whatever it has announced since.
 Rule 3: used by the broker's loop alone.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from zmqtrain.errors import CodecError, ConfigError, FramingError
 from zmqtrain.protocol.effects import HubEffect
@@ -21,8 +22,9 @@ from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.telling import Telling
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.equation.aggregator import Aggregator
-from zmqtrain.runtime.equation.gate import reason_of
+from zmqtrain.runtime.equation.gate import error_of, reason_of
 from zmqtrain.runtime.equation.moments import check_sizes
+from zmqtrain.strategies.norms import Judgement
 from zmqtrain.types import Buffer, PeerId
 
 __all__ = ["Arrivals"]
@@ -46,7 +48,7 @@ class Arrivals:
         self._telling, self._carry_out = telling, carry_out
         self.whole: dict[tuple[PeerId, int], Frames] = {}
         """By peer and sequence (of its parameters -1): accepted, and not yet added."""
-        self._forgotten: set[PeerId] = set()  # by the gate, soon
+        self._forgotten: dict[PeerId, bool] = {}  # by the gate, soon; whether for a quarantine
 
     def expect(self, peer: PeerId, announcement: Announcement) -> None:
         """Let a peer send what it has announced, or have the hub refuse it."""
@@ -68,7 +70,8 @@ class Arrivals:
 
     def arrived(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
         """All of a transfer is here: have it checked, and the hub told of what comes out."""
-        self._jobs.do(lambda: self._check(peer, announcement, frames), self._checked, peer, announcement, frames)
+        voter = self._hub.voter_of(peer)
+        self._jobs.do(lambda: self._check(peer, announcement, frames, voter), self._checked, peer, announcement, frames)
 
     def take(self, peer: PeerId, announcement: Announcement) -> Frames:
         """Return what is used now, and hold it no more."""
@@ -86,9 +89,12 @@ class Arrivals:
 
     # ------------------------------------------------------------------ the norm gate
 
-    def forget_norms(self, peer: PeerId) -> None:
-        """Have the gate take a node for a new one; however often nodes come and go, one job does it for all."""
-        self._forgotten.add(peer)
+    def forget_norms(self, peer: PeerId, probation: bool = False) -> None:
+        """Have the gate take a node for a new one; however often nodes come and go, one job does it for all.
+
+        probation: because it is quarantined.
+        """
+        self._forgotten[peer] = probation or self._forgotten.get(peer, False)
         self._jobs.do_once("forget", self._forget_all_norms)
 
     def rebase(self, peers: Sequence[PeerId]) -> None:
@@ -97,26 +103,32 @@ class Arrivals:
 
     def _forget_all_norms(self) -> None:
         while self._forgotten:
-            self._aggregator.gate.forget(self._forgotten.pop())
+            self._aggregator.gate.forget(*self._forgotten.popitem())
 
     # ------------------------------------------------------------------ the codec thread
 
-    def _check(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+    def _check(self, peer: PeerId, announcement: Announcement, frames: Frames, voter: str) -> Judgement | None:
         if isinstance(announcement, Publish):
             self._aggregator.check(announcement, frames)
-            self._aggregator.judge(peer, announcement, frames)
-        else:
-            assert isinstance(announcement, Snapshot)
-            self._aggregator.check_snapshot(announcement, frames)
+            return self._aggregator.judge(peer, announcement, frames, voter)
+        assert isinstance(announcement, Snapshot)
+        self._aggregator.check_snapshot(announcement, frames)
+        return None
 
-    def _checked(self, result: object, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+    def _checked(
+        self, result: Judgement | CodecError | None, peer: PeerId, announcement: Announcement, frames: Frames
+    ) -> None:
         now = time.monotonic()
         member = self._hub.members.get(peer)
         if member is None or member.open.get(announcement.transfer) is not announcement:
             return  # its node has left, or came back (and uses the number again): what it sent before does not count
-        if isinstance(result, CodecError):
-            self._telling.refused(peer, result)
-            self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(result), str(result), now))
+        error = result
+        if isinstance(announcement, Publish) and isinstance(result, Judgement):
+            self._jobs.do(partial(self._aggregator.count, announcement, result))
+            error = error_of(result)
+        if isinstance(error, CodecError):
+            self._telling.refused(peer, error)
+            self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(error), str(error), now))
         else:
             self.whole[_key(peer, announcement)] = frames
             self._carry_out(self._hub.received(peer, announcement.transfer, now))

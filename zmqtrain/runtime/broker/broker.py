@@ -301,7 +301,7 @@ class Broker:
             case SendTo(peer, message, stamp):
                 if isinstance(message, Quarantine) and message.seconds > 0:
                     self._telling.quarantined(peer, message)
-                    self._arrivals.forget_norms(peer)  # it begins again
+                    self._arrivals.forget_norms(peer, probation=True)  # it begins again
                 self.traffic.send(peer, self._describe(message), stamp)
             case Broadcast(message):
                 message = self._describe(message)

@@ -36,6 +36,7 @@ from zmqtrain.runtime.broker.serving import Serving
 from zmqtrain.runtime.broker.telling import Telling
 from zmqtrain.runtime.broker.traffic import Traffic
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.equation.gate import error_of, reason_of
 from zmqtrain.runtime.equation.moments import split_snapshot
 from zmqtrain.types import Buffer, PeerId
 
@@ -173,6 +174,11 @@ class Versions:
             raise released
         if released.overflowed:
             self._telling.overflowed(released.version, reduce)
+        for one, judgement in released.left_out:
+            error = error_of(judgement)
+            assert error is not None
+            self._telling.refused(one.peer, error)
+            self._carry_out(self._hub.left_out(one.peer, reason_of(error), judgement.why, time.monotonic()))
         self.moments = ()
         standby = self._hub.standby
         first = standby.peer if standby is not None else ""

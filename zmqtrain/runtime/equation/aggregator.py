@@ -13,7 +13,7 @@ publishes are held until it closes (`held_round`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
 
@@ -34,7 +34,7 @@ from zmqtrain.codecs.payload import (
 )
 from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
-from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.runtime.equation.delta import (
     DENSE,
@@ -50,6 +50,7 @@ from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
+from zmqtrain.strategies.norms import Judgement
 from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.types import Buffer, ModelSpec, PeerId, Version, count_values
 
@@ -76,6 +77,8 @@ class Released:
     frames: tuple[tuple[Buffer, ...], ...]
     overflowed: tuple[int, ...] = ()
     """Fragments whose sum was not finite (huge deltas added up): nothing of theirs was used."""
+    left_out: tuple[tuple[Contribution, Judgement], ...] = ()
+    """What came when few deltas had been seen, and is far larger than the others of its round: none of the sum."""
 
     def announce(self, transfer: int, reduce: Reduce) -> Aggregate:
         """Return what announces these frames to a peer. reduce: that this is the outcome of."""
@@ -110,6 +113,8 @@ class Aggregator:
         self._states: list[list[State]] = []
         self._outer_state: list[Mapping[str, Vector]] = []
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
+        self._judged: dict[tuple[PeerId, int], Judgement] = {}  # accepted, and in no version yet
+        self._young: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}  # of those, judged once more
         self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
 
@@ -188,6 +193,8 @@ class Aggregator:
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
         self.version, self._snapshot = version, (-1, ())
+        self._judged.clear()
+        self._young.clear()
         self._round.begin(len(flats))
         self._round.remember(version, self.published, range(len(flats)))
 
@@ -195,17 +202,47 @@ class Aggregator:
         """Raise CodecError unless the publish can be added."""
         check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
 
-    def judge(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
-        """Raise OutlyingDelta for a checked publish that is far larger than those before it; see `DeltaGate`."""
-        counts, codecs = self.layout.counts(publish.fragment), self._codecs(publish)
-        self.gate.judge(peer, publish.fragment, codecs, frames, counts, steps=publish.steps, dense=publish.dense)
+    def judge(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], voter: str = "") -> Judgement:
+        """Say whether a checked publish is far larger than those before it, which moves nothing; see `DeltaGate`."""
+        return self.gate.judge(
+            peer,
+            publish.fragment,
+            self.layout,
+            publish.codec,
+            frames,
+            steps=publish.steps,
+            dense=publish.dense,
+            score=publish.score,
+            voter=voter,
+        )
+
+    def count(self, publish: Publish, judgement: Judgement) -> None:
+        """Take note of what was judged, now that it is known to count, or to be refused."""
+        self.gate.count(judgement)
+        if not (judgement.why or self.gate.is_open):
+            self._judged[judgement.peer, publish.sequence] = judgement
 
     def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Take a checked publish into the round: into its sum, or held until the round closes."""
+        judgement = self._judged.get((peer, publish.sequence))
         if self.holds:
             self._round.hold(peer, publish, frames)
+        elif judgement is not None and judgement.young:
+            self._young[peer, publish.sequence] = (publish, frames)
         else:
             self._decode(publish, frames, out=self._sums[publish.fragment])
+
+    def _judge_round(self, reduce: Reduce) -> tuple[tuple[Contribution, Judgement], ...]:
+        """Return who of a round is out, now that all of it is here; add what has waited for that and is not."""
+        judged = [(one, self._judged.pop((one.peer, one.sequence), None)) for one in reduce.contributions]
+        again = [(one, self.gate.judge_again(judgement)) for one, judgement in judged if judgement is not None]
+        left_out = tuple((one, judgement) for one, judgement in again if judgement.why)
+        out = {(one.peer, one.sequence) for one, _ in left_out}
+        for one in reduce.contributions:
+            waiting = self._young.pop((one.peer, one.sequence), None)
+            if waiting is not None and (one.peer, one.sequence) not in out:
+                self._decode(*waiting, out=self._sums[one.fragment])
+        return left_out
 
     def _decode(self, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
         """Return D(u); added to `out`, if given."""
@@ -219,6 +256,13 @@ class Aggregator:
     def release(self, reduce: Reduce) -> Released:
         """Close the round and return what every peer is to be sent."""
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
+        left_out = self._judge_round(reduce)
+        if left_out:
+            out = {(one.peer, one.sequence) for one, _ in left_out}
+            counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
+            gone = {one.peer for one, _ in left_out}.difference(one.peer for one in counting)
+            self._round.drop(out)
+            reduce = replace(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
         if self.holds:
             self._round.sum_up(reduce.contributions, self._decode, self.published, self._sums)
         overflowed = tuple(fragment for fragment in reduce.fragments if not _can_be_stepped(self._sums[fragment]))
@@ -228,7 +272,7 @@ class Aggregator:
         frames = tuple(self._release(fragment, reduce, fragment in counted, coding) for fragment in reduce.fragments)
         self.version = reduce.version
         self._round.remember(self.version, self.published, reduce.fragments)
-        return Released(self.version, coding.name, reduce.fragments, frames, overflowed)
+        return Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
         """Return whether, with this round, contributions of the whole federation have come since the last turn."""

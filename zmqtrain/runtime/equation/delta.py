@@ -24,7 +24,7 @@ from zmqtrain.codecs.codec import State
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
 from zmqtrain.codecs.states import fill_states, pack_states
-from zmqtrain.errors import CodecError, NonFiniteDelta, OutlyingDelta
+from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.moments import decode_moments, split_snapshot
@@ -259,12 +259,18 @@ class DeltaCoder:
 
     def judge(self, offer: Offer, encoded: Encoded) -> str:
         """Return why a hub would refuse this u for its size, going by those of this node alone; "" if it would not."""
-        counts, codecs = self.layout.counts(offer.fragment), self._codecs(encoded)
-        try:
-            self._gate.judge(_OWN, offer.fragment, codecs, encoded.frames, counts, steps=offer.steps, dense=offer.dense)
-        except OutlyingDelta as error:
-            return str(error)
-        return ""
+        judgement = self._gate.judge(
+            _OWN,
+            offer.fragment,
+            self.layout,
+            encoded.codec,
+            encoded.frames,
+            steps=offer.steps,
+            dense=offer.dense,
+            score=nan,
+        )
+        self._gate.count(judgement)
+        return judgement.why
 
     def restart(self) -> None:
         """Take note that all that is pending is dropped: what is on its way may land, and is nobody's own then."""

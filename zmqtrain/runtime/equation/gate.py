@@ -1,7 +1,7 @@
 """Let through what may be added to the parameters: deltas that are no larger than those that came before them.
 
-Rule: pure: no clock, no socket, no thread.  A delta's norm is read from its codecs' scales, while it is checked: that
-takes a twentieth of the time that adding it does.
+Rule 1: pure: no clock, no socket, no thread.  A delta's norm is read from its codecs' scales, while it is checked: that
+takes a twentieth of the time that adding it does.  Rule 2: to judge moves nothing; a delta counts when it is known to.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.codec import Codec
+from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.norm import payload_norm
+from zmqtrain.codecs.payload import payload_size
 from zmqtrain.errors import CodecError, EnormousDelta, NonFiniteDelta, OutlyingDelta
 from zmqtrain.settings import RunSettings
-from zmqtrain.strategies.norms import ENORMOUS, NormGate, norm_gate_from_text
-from zmqtrain.types import Buffer, PeerId
+from zmqtrain.strategies.norms import Judgement, NormGate, norm_gate_from_text
+from zmqtrain.types import Buffer, PeerId, Score
 
-__all__ = ["USUAL_FACTOR", "DeltaGate", "reason_of"]
+__all__ = ["USUAL_FACTOR", "MOST_REST", "DeltaGate", "error_of", "reason_of"]
 
 USUAL_FACTOR = 10.0
 """What norm_gate is, in a run that leaves it open."""
+MOST_REST = 10.0
+"""What a node has left at its end may be so many times as large as usual, at most: a sparse codec leaves more than it
+sends."""
+FULL_BITS = 2.0
+"""A codec of so many bits a value leaves no more than it sends; one of a tenth of that, ten times as much."""
 
 
 class DeltaGate:
@@ -33,36 +40,69 @@ class DeltaGate:
             apart = settings.elastic < 1 or settings.initial == "own"  # what is pending there may be a whole model
             gate = "none" if apart or settings.mode == "strict" else USUAL_FACTOR
         self._norms = None if isinstance(gate, str) else NormGate(gate)
+        self._coding = coding_from_spec(settings.codec)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this gate lets everything through."""
+        return self._norms is None
 
     def judge(
         self,
         peer: PeerId,
         fragment: int,
-        codecs: Sequence[Codec],
+        layout: Layout,
+        codec: str,
         frames: Sequence[Buffer],
-        counts: Sequence[int],
         *,
         steps: int,
         dense: bool,
-    ) -> None:
-        """Raise OutlyingDelta for a payload, checked before, that is far larger than usual, EnormousDelta for one that
-        nothing but a fault can explain; else count it as accepted.
+        score: Score,
+        voter: str = "",
+    ) -> Judgement:
+        """Judge a payload that was checked, which moves nothing; `count` what comes of it.
 
-        codecs, counts: of each segment.  steps, dense: as in Publish.
+        codec, steps, dense, score: as in Publish.  voter: the key of its node, "" for one of its own.
         """
         if self._norms is None:
-            return
-        norm = payload_norm(codecs, frames, counts)
-        if why := self._norms.judge(peer, fragment, norm, steps, dense):
-            raise (EnormousDelta if self._norms.excess >= ENORMOUS else OutlyingDelta)(why)
+            return Judgement(peer, voter or peer, fragment)
+        counts = layout.counts(fragment)
+        norm = payload_norm(coding_from_spec(codec).of_fragment(layout, fragment), frames, counts)
+        rest = self._rest(layout, fragment) if dense else 0.0
+        return self._norms.judge(peer, fragment, norm, steps, rest=rest, score=score, voter=voter)
 
-    def forget(self, peer: PeerId) -> None:
-        """Take a node for a new one: it has left, or has begun again from the shared parameters."""
+    def _rest(self, layout: Layout, fragment: int) -> float:
+        counts = layout.counts(fragment)
+        bits = 8 * payload_size(self._coding.of_fragment(layout, fragment), counts) / max(1, sum(counts))
+        return min(max(1.0, FULL_BITS / max(bits, 1e-9)), MOST_REST)
+
+    def count(self, judgement: Judgement) -> None:
+        """Take note of what was judged, now that it is known to count, or to be refused."""
         if self._norms is not None:
-            self._norms.forget(peer)
+            self._norms.count(judgement)
+
+    def judge_again(self, judgement: Judgement) -> Judgement:
+        """Judge once more, with those of its round, what came when few had been seen; what is out then is not counted
+        as accepted any more."""
+        if self._norms is None:
+            return judgement
+        again = self._norms.judge_again(judgement)
+        if again.why:
+            self._norms.leave_out(judgement)
+        return again
+
+    def is_suspicious(self, judgement: Judgement) -> bool:
+        """Return whether an accepted delta, of a node that has been found to diverge since, was one of that."""
+        return self._norms is not None and self._norms.is_suspicious(judgement)
+
+    def forget(self, peer: PeerId, probation: bool = False) -> None:
+        """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
+        is quarantined."""
+        if self._norms is not None:
+            self._norms.forget(peer, probation)
 
     def rebase(self, peers: Iterable[PeerId]) -> None:
-        """Take what was refused last of these nodes for the size that the run's deltas have."""
+        """Let deltas be larger by one factor, toward what was refused last of these nodes."""
         if self._norms is not None:
             self._norms.rebase(peers)
 
@@ -85,6 +125,13 @@ class DeltaGate:
         if self._norms is not None:
             rows = memory[np.isfinite(memory).all(axis=1)]
             self._norms.remember({int(fragment): (float(size), float(steps)) for fragment, size, steps in rows})
+
+
+def error_of(judgement: Judgement) -> OutlyingDelta | None:
+    """Return why a delta is refused, None if it may pass."""
+    if not judgement.why:
+        return None
+    return (EnormousDelta if judgement.is_enormous else OutlyingDelta)(judgement.why)
 
 
 def reason_of(error: CodecError) -> str:

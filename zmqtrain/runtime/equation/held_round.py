@@ -76,6 +76,11 @@ class HeldRound:
         """Hold a checked publish until its round closes."""
         self._held[peer, publish.sequence] = (publish, frames)
 
+    def drop(self, publishes: Iterable[tuple[PeerId, int]]) -> None:
+        """Hold these no more: the norm gate leaves them out."""
+        for key in publishes:
+            self._held.pop(key, None)
+
     # ------------------------------------------------------------------ closing a round
 
     def sum_up(
