@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -131,7 +132,10 @@ def broker(settings: RunSettings, **options) -> Iterator[BrokerThread]:
 
 
 class BrokerProcess:
-    """A broker that can be killed for real; with a place, another than the first of several masters."""
+    """A broker that can be killed for real; with a place, another than the first of several masters.
+
+    file_bytes: no file can be longer until `free_disk`, as on a full disk.
+    """
 
     def __init__(
         self,
@@ -142,16 +146,18 @@ class BrokerProcess:
         standby: StandbyPlace | None = None,
         every: str = "0.3s",
         keys: Path | None = None,
+        file_bytes: int = resource.RLIM_INFINITY,
     ) -> None:
         program = (
-            "import json, sys, logging\n"
+            "import json, sys, logging, resource\n"
             "from pathlib import Path\n"
             "from zmqtrain.runtime.broker.registration import MasterPlace\n"
             "from zmqtrain.runtime.broker.serve import serve\n"
             "from zmqtrain.runtime.broker.standby import StandbyPlace\n"
             "from zmqtrain.settings import RunSettings\n"
             "from zmqtrain.transport.key_folder import KeyFolder\n"
-            "settings, folder, port, place, standby, every, keys = json.loads(sys.argv[1])\n"
+            "settings, folder, port, place, standby, every, keys, file_bytes = json.loads(sys.argv[1])\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
             "logging.basicConfig(level=logging.INFO)\n"
             "def ready(broker): print(broker.channel.address, flush=True)\n"
             "def following(standby): print(standby.address, flush=True)\n"
@@ -164,6 +170,7 @@ class BrokerProcess:
         run, where, follows = settings and settings.to_dict(), place and asdict(place), standby and asdict(standby)
         facts = json.dumps([
             run, str(checkpoint) if checkpoint else "", port, where, follows, every, str(keys) if keys else "",
+            file_bytes,
         ])  # fmt: skip
         self.process = subprocess.Popen([sys.executable, "-c", program, facts], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -177,6 +184,11 @@ class BrokerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def free_disk(self) -> None:
+        """Let files grow again."""
+        hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)

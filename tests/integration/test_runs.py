@@ -103,6 +103,29 @@ def test_a_broker_that_is_killed_and_restarted_from_its_checkpoint_goes_on_with_
     assert (tmp_path / "model.safetensors").exists()
 
 
+def said_of_hub(trainer, name):
+    """What the hub last said of itself to a node, None if it has said nothing yet."""
+    return None if trainer.node.roster is None else trainer.node.roster.hub.get(name)
+
+
+def test_a_broker_that_is_started_again_on_a_full_disk_serves_its_run_and_releases_when_there_is_room(tmp_path):
+    settings = RunSettings(every=4, delay=2, codec="int8", broadcast_codec="int8", heartbeat_seconds=0.1)
+    with BrokerProcess(settings, tmp_path) as first:
+        trainer = Trainer(first.address, "pc-1", endless=True)
+        trainer.wait_until(lambda: trainer.sync is not None and trainer.sync.statistics().version >= 3)
+        first.kill()
+        version = trainer.sync.statistics().version
+        with BrokerProcess(settings, tmp_path, first.port, file_bytes=0) as second:
+            trainer.wait_until(lambda: said_of_hub(trainer, "waits_for_room") is True)
+            second.free_disk()
+            trainer.wait_until(lambda: trainer.sync.statistics().version > version + 3)
+            trainer.wait_until(lambda: said_of_hub(trainer, "waits_for_room") is False)
+            trainer.stop.set()
+            trainer.join()
+            assert second.interrupt() == 0
+    assert list(tmp_path.glob("checkpoint-*.safetensors"))
+
+
 def test_a_broker_of_another_run_is_not_believed_and_training_goes_on(tmp_path, caplog):
     settings = RunSettings(every=2, delay=1, heartbeat_seconds=0.1, lost_seconds=0.5)
     with BrokerProcess(settings, None) as first:

@@ -6,6 +6,7 @@ Rule: nothing that is imported here reaches jax; what a program's arguments mean
 from __future__ import annotations
 
 import difflib
+import errno
 import socket
 import sys
 import tempfile
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 PROGRAM = "zmqtrain-broker"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EVERY_PC = "lab"
 """The name of the one key for all PCs that a broker makes where nobody is authorised yet."""
 
@@ -209,7 +211,10 @@ def check_program(settings: RunSettings) -> str:
 
 
 def check_checkpoint(folder: Path | None) -> None:
-    """Raise CheckpointError unless the folder, made if need be, can be written to: now, not at the first save."""
+    """Raise CheckpointError unless the folder, made if need be, can be written to: now, not at the first save.
+
+    A full disk is no reason where there is a run to resume: it is saved when there is room.
+    """
     if folder is None:
         return
     try:
@@ -217,6 +222,8 @@ def check_checkpoint(folder: Path | None) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        if error.errno in NO_ROOM and any(folder.glob("checkpoint-*.safetensors")):
+            return
         raise CheckpointError(
             f"cannot write to {folder} (--checkpoint): {error.strerror}; name another folder"
         ) from error

@@ -147,6 +147,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     parts += _refusals(roster)
     if roster.hub.get("waits_for_room"):
         parts.append("the broker's disk is full: nothing is released until there is room")
+    elif roster.hub.get("unsaved"):
+        parts.append("the broker's disk is full: no checkpoint is written until there is room")
     if term := _count(roster.hub, "term"):
         parts.append(f"term {term}")
     if standby := _word(roster.hub, "standby"):

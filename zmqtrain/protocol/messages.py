@@ -194,7 +194,7 @@ class Roster:
     they publish here.  hub: of the hub itself: its term, its
     standby, and how many messages it has dropped, by what they were (`fencing`); of a living one besides: how many
     deltas it has refused, how many connections and messages it has turned away at its port, and whether it waits for
-    room on its disk.
+    room on its disk (waits_for_room: to release; unsaved: for a checkpoint).
     """
 
     version: int

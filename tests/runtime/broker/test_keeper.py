@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 
 import numpy as np
@@ -15,6 +17,7 @@ from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.broker import keeper as keeper_module
 from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.checkpoints import files
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import encode_snapshot
@@ -155,3 +158,111 @@ def test_the_journal_makes_good_for_a_torn_checkpoint_and_what_is_lost_is_said_w
     assert third.hub.version == 2
     assert "run-1 has lost what was released after version 2: the checkpoint of version 5 is torn" in caplog.text
     third.keeper._folder.close()
+
+
+def test_a_broker_that_is_started_on_a_full_disk_goes_on_from_what_is_there_and_saves_when_there_is_room(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    run = Run(tmp_path, Every(seconds=1e6))
+    run.found()
+    for _ in range(3):
+        run.release()
+    run.keeper._folder.close()  # killed
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patched:
+        for name in ("open", "pwrite", "write", "ftruncate"):
+            patched.setattr(os, name, refusing(getattr(os, name)))
+        patched.setattr(files, "save_file", refusing(files.save_file))
+        again = Run(tmp_path, Every(seconds=1e6))
+        assert again.hub.version == again.aggregator.version == 3
+        assert again.keeper.unsaved and again.keeper.waits_for_room
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        releasing = threading.Thread(target=again.release)
+        releasing.start()
+        releasing.join(0.05)
+        assert releasing.is_alive(), "what is not in a journal is not released"
+        assert again.keeper.is_due(3), "it is tried again, without a newer version"
+        again.keeper.save(again.hub.state(), again.aggregator)
+        assert again.keeper.unsaved
+    releasing.join(60)
+    assert not again.keeper.waits_for_room and [one.version for one, _, _ in RunFolder(tmp_path).replay(3)] == [4]
+    assert again.keeper.is_due(4)
+    again.keeper.save(again.hub.state(), again.aggregator)
+    again.keeper._writer.join()
+    assert not again.keeper.unsaved and "written again, from version 4" in caplog.text
+    again.keeper._folder.close()
+    third = Run(tmp_path)
+    assert third.hub.version == 4
+    third.keeper._folder.close()
+
+
+def refusing(function):
+    """The same on a full disk: what would make a file, or a longer one, fails."""
+
+    is_open = function is os.open
+
+    def refuse(first, *arguments, **options):
+        if is_open and not (arguments[0] & os.O_CREAT and "journal" in str(first)):
+            return function(first, *arguments, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return refuse
+
+
+def test_a_checkpoint_that_failed_is_tried_again_without_a_newer_version(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    run = Run(tmp_path, Every(versions=1))
+    run.found()
+    run.release()
+    assert run.keeper.is_due(1) and not run.keeper.is_due(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", full)
+        run.keeper.save(run.hub.state(), run.aggregator)
+        run.keeper._writer.join()
+    assert run.keeper.unsaved and run.keeper.is_due(1)
+    run.keeper.save(run.hub.state(), run.aggregator)
+    run.keeper._writer.join()
+    assert RunFolder(tmp_path).good_versions() == (0, 1) and not run.keeper.unsaved and not run.keeper.is_due(1)
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_a_checkpoint_that_is_due_while_the_last_one_is_written_is_written_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    writing, go_on, save = threading.Event(), threading.Event(), RunFolder.save
+    run = Run(tmp_path, Every(versions=1))
+    run.found()
+
+    def slowly(*arguments):
+        writing.set()
+        assert go_on.wait(60)
+        return save(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", slowly)
+        for version in (1, 2):
+            run.release()
+            assert run.keeper.is_due(version)
+            run.keeper.save(run.hub.state(), run.aggregator)
+            assert writing.wait(60)
+        go_on.set()
+        run.keeper._writer.join()
+    assert run.keeper.is_due(2)
+    run.keeper.save(run.hub.state(), run.aggregator)
+    run.keeper._writer.join()
+    assert RunFolder(tmp_path).good_versions() == (0, 1, 2)
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_half_a_checkpoint_takes_no_room(tmp_path, monkeypatch):
+    def half(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(tmp_path)
+    run.found()
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+        patched.setattr(files, "save_file", half)
+        run.keeper._folder.save(7, {}, {})
+    assert not list(tmp_path.glob("*.part"))
+    run.keeper.close(run.hub.state(), run.aggregator)

@@ -241,3 +241,15 @@ def test_a_difference_of_settings_is_named_with_both_values():
     saved, wanted = {"every": 8, "codec": "int8", "units": 5}, {"every": 4, "codec": "int8", "units": 9, "seed": 1}
     assert describe_difference(saved, wanted, ("units",)) == "every (8 there, 4 here), seed (None there, 1 here)"
     assert describe_difference(wanted, wanted, ()) == ""
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_is_no_file_is_refused_and_what_it_names_is_left_alone(tmp_path, kind):
+    (tmp_path / "precious").write_text("all my work")
+    if kind == "link":
+        (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    else:
+        os.mkfifo(tmp_path / "lock")
+    with pytest.raises(CheckpointError, match=r"lock is .* remove it"):
+        CheckpointFolder(tmp_path).lock()
+    assert (tmp_path / "precious").read_text() == "all my work"

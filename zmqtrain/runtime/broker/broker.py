@@ -341,7 +341,7 @@ class Broker:
         if not isinstance(message, Roster):
             return message
         here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": sum(self._refusals().values())}
-        here["waits_for_room"] = self.keeper.waits_for_room
+        here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.unsaved}
         return self.parameters.describe(replace(message, hub=message.hub | here))
 
     def _queue_bytes(self) -> int:

@@ -3,7 +3,8 @@
 Rule 1: called by the broker's codec thread, which owns the arrays; only the writing of a checkpoint has a thread of its
 own, on copies, so that a slow disk delays no aggregate.  Rule 2: without a folder every method does nothing.
 Rule 3: a disk that is full costs checkpoints, which are tried again; a release that the journal has no room for waits
-until it has, for a node that had heard of it would know more than the broker that is started again.
+until it has, for a node that had heard of it would know more than the broker that is started again. A broker that is
+started on a full disk resumes all the same: what it resumes from is there already.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Keeper:
 
     folder: None keeps nothing.  failed: called, in any thread, with an error that nobody thought of.
     every: how often to save.  keep: how many checkpoints stay.  waits_for_room: a release waits, as the journal has no
-    room for it.
+    room for it.  unsaved: the last checkpoint could not be written, and is tried again.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class Keeper:
         self._failed, self._every = failed, every or Every()
         self._writer: threading.Thread | None = None
         self._ending = threading.Event()
-        self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
+        self._saved_version = -1  # of the newest checkpoint that is written
+        self._begun_version, self._begun_at, self._again_at = -1, time.monotonic(), float("inf")
         self._kept_version = -1
+        self._no_journal_since: Version | None = None  # there was no room to begin it at this version
         self._moments: tuple[Buffer, ...] = ()
         """The founder's optimizer state: it is in every checkpoint of version 0."""
-        self.waits_for_room = False
+        self.waits_for_room = self.unsaved = False
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
         """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
@@ -128,12 +131,17 @@ class Keeper:
             text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
             logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
         self._moments = _moments(arrays) if hub.version == 0 else ()
+        self._saved_version = saved
+        self._begun_version = self._kept_version = hub.version
         if self._every.together:  # what the journal holds is not exact: it is no version to go back to
             hub.await_all(folder.good_versions())
         else:
-            folder.save(hub.version, hub.state(), self._arrays(aggregator))
-        folder.begin_journal(hub.version)
-        self._saved_version = self._kept_version = hub.version
+            try:
+                folder.save(hub.version, hub.state(), self._arrays(aggregator))
+                self._saved_version = hub.version
+            except CheckpointError as error:
+                self._put_off(error)
+        self._begin_journal(folder, hub.version)
         logger.info(
             "resuming %s at version %d (%d of them from the journal), %d samples",
             hub.run,
@@ -152,8 +160,8 @@ class Keeper:
         state, arrays = self._folder.load_version(version)
         self._folder.forget_after(version)
         aggregator.restore(version, arrays)
-        self._folder.begin_journal(version)
-        self._saved_version = self._kept_version = version
+        self._begin_journal(self._folder, version)
+        self._saved_version = self._begun_version = self._kept_version = version
         self._moments = _moments(arrays) if version == 0 else ()
         return state, self._moments
 
@@ -166,6 +174,9 @@ class Keeper:
             return
         while True:
             try:
+                if self._no_journal_since is not None:
+                    self._folder.begin_journal(self._no_journal_since)
+                    self._no_journal_since = None
                 self._folder.release((released, reduce.landed, reduce.samples))
                 break
             except CheckpointError as error:
@@ -185,7 +196,7 @@ class Keeper:
         self._ending.set()
 
     def is_due(self, version: int, together: bool = False) -> bool:
-        """Return whether it is time to save this version: in the broker's loop. It is then taken to be saved.
+        """Return whether it is time to save this version: in the broker's loop. It is then taken to be begun.
 
         together: this is the moment of its release, at which it is saved where all save at the same versions.
         """
@@ -193,9 +204,10 @@ class Keeper:
         if self._folder is None or version <= self._saved_version or together != self._every.together:
             return False
         again = now >= self._again_at
-        if not (again or self._every.is_due(version, self._saved_version, now - self._saved_at)):
+        newer = version > self._begun_version
+        if not (again or (newer and self._every.is_due(version, self._begun_version, now - self._begun_at))):
             return False
-        self._saved_version, self._saved_at, self._again_at = version, now, float("inf")
+        self._begun_version, self._begun_at, self._again_at = version, now, float("inf")
         return True
 
     def save(
@@ -203,7 +215,7 @@ class Keeper:
     ) -> None:
         """Copy the run as it stands, begin a new journal, and write the copy in the background.
 
-        state: of the hub, at the aggregator's version.  wait: until it is written; else nothing happens while the last
+        state: of the hub, at the aggregator's version.  wait: until it is written; else it is put off while the last
         one is still being written (where all save at the same versions, that is waited for), and what cannot be written
         is a warning, and is tried again.  moments: the founder's optimizer state, kept with its parameters from now on.
         Raises CheckpointError if it waits, and it cannot be written.
@@ -212,6 +224,7 @@ class Keeper:
             return
         if self._writer is not None and self._writer.is_alive():
             if not self._every.together:
+                self._again_at = time.monotonic() + AGAIN_SECONDS
                 return
             self._writer.join()
         if moments is not None:
@@ -220,12 +233,13 @@ class Keeper:
         if wait:
             folder.begin_journal(version)
             folder.save(version, state, arrays)
-            self._saved_version = version
+            self._written(version)
             return
 
         def write() -> None:
             try:
                 folder.save(version, state, arrays)
+                self._written(version)
             except CheckpointError as error:
                 self._put_off(error)
             except Exception as error:
@@ -233,14 +247,35 @@ class Keeper:
 
         try:
             folder.begin_journal(version)
+            self._no_journal_since = None
         except CheckpointError as error:
+            if not folder.has_journal:
+                self._no_journal_since = version
             return self._put_off(error)
         self._writer = threading.Thread(target=write, name="zmqtrain-checkpoint")
         self._writer.start()
 
+    def _begin_journal(self, folder: RunFolder, version: Version) -> None:
+        """Begin the journal after this version in place of any other; if there is no room, before the next release."""
+        folder.end_journal()
+        self._no_journal_since = None
+        try:
+            folder.begin_journal(version)
+        except CheckpointError as error:
+            self._no_journal_since, self.waits_for_room = version, True
+            logger.warning("%s. Nothing is released until there is room for the journal", error)
+
+    def _written(self, version: Version) -> None:
+        """A checkpoint is on the disk. In any thread."""
+        self._saved_version, self._begun_version = version, max(version, self._begun_version)
+        if self.unsaved:
+            logger.warning("checkpoints are written again, from version %d", version)
+        self.unsaved = False
+
     def _put_off(self, error: CheckpointError) -> None:
         again = 10 * AGAIN_SECONDS
         logger.warning("no checkpoint: %s. The run goes on; it is tried again in %.0f s", error, again)
+        self.unsaved = True
         self._again_at = time.monotonic() + again
 
     def close(self, state: dict[str, Any], aggregator: Aggregator) -> None:

@@ -7,6 +7,7 @@ Rule 3: a checksum is over the state and every array's name, dtype, shape and by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -41,6 +42,8 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[
         os.replace(beside, path)
         sync_folder(path.parent)
     except Exception as error:  # safetensors has errors of its own, which tell of the same
+        with contextlib.suppress(OSError):  # half a file would take the room that others need
+            beside.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {path}: {error}; is the disk full, or the folder not yours?") from error
 
 

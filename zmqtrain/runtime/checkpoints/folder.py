@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,19 @@ class CheckpointFolder:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(self.folder / LOCK, flags, 0o644)
         except OSError as error:
+            if (self.folder / LOCK).is_symlink():
+                raise CheckpointError(
+                    f"{self.folder / LOCK} is a symbolic link, and a folder's lock is a file of its own: remove it"
+                ) from error
             raise CheckpointError(f"cannot write to {self.folder}: {error}") from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise CheckpointError(f"{self.folder / LOCK} is no file, and a folder's lock is one: remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(file, 0)
-            os.write(file, str(os.getpid()).encode())
         except OSError as error:
             held = isinstance(error, BlockingIOError)
             owner = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -73,6 +80,10 @@ class CheckpointFolder:
                 "name another folder"
             ) from error
         self._lock = file
+        with contextlib.suppress(OSError):  # a full disk: who has the lock is then not known by its number
+            said = str(os.getpid()).encode()
+            os.pwrite(file, said, 0)
+            os.ftruncate(file, len(said))
         for path in self.folder.iterdir():
             if _STALE.fullmatch(path.name):
                 with contextlib.suppress(OSError):
@@ -80,9 +91,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Close the journal, and give the folder back."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        self.end_journal()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -149,6 +158,17 @@ class CheckpointFolder:
         if self._journal is not None:
             self._journal.close()
         self._journal = journal
+
+    def end_journal(self) -> None:
+        """Close the journal; nothing is appended until another one is begun."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    @property
+    def has_journal(self) -> bool:
+        """Whether a journal has begun, and not ended."""
+        return self._journal is not None
 
     def append(self, body: bytes) -> None:
         """Write one record to the journal, if there is one.
