@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from dataclasses import replace
 from math import nan
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
@@ -24,7 +26,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.search import MOST_LEARNT
-from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Succession, Tenure
+from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Patience, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Books, Promote, Replica
 from zmqtrain.runtime.broker.replicas import Replicas
 from zmqtrain.settings import RunSettings
@@ -41,15 +43,16 @@ def follower(books=None, holds=5):
     return one
 
 
-def told(*crew, in_step=True, number=1, **incarnations):
+def told(*crew, in_step=True, number=1, tenure=1, **incarnations):
     """Books that name a crew: of these nodes, each with its incarnation (0, if none is given)."""
     crew = dict.fromkeys(crew, 0) | incarnations
-    return Books(json.dumps({"crew": crew, "in_step": in_step, "number": number}))
+    return Books(json.dumps({"crew": crew, "in_step": in_step, "number": number, "tenure": tenure}))
 
 
-def turned(succession, *peers, version=5, now=2.0, incarnation=0):
+def turned(succession, *peers, version=5, now=2.0, incarnation=0, without=0):
     for peer in peers:
-        succession.turned_to(peer, Hello(peer, run="run-1", version=version, incarnation=incarnation), now)
+        hello = Hello(peer, run="run-1", version=version, incarnation=incarnation, without=without)
+        succession.turned_to(peer, hello, now)
 
 
 def test_a_standby_takes_over_when_the_first_is_gone_and_half_of_the_nodes_say_so():
@@ -106,25 +109,45 @@ def tenure_of(*crew):
     return tenure
 
 
-def test_a_first_goes_on_without_its_standby_only_with_more_than_half_of_its_crew():
-    assert Tenure().holds(()), "it never had one"
+def holds(tenure, nodes, now=9.0, joined=0.0):
+    """Whether these nodes are enough: on a copy."""
+    again = deepcopy(tenure)
+    for peer in nodes:
+        again.let_go_on(peer, again.without, joined)
+    return again.holds(now)
+
+
+def test_a_first_goes_on_without_its_standby_only_if_more_than_half_of_its_crew_let_it():
+    assert Tenure().holds(0.0) and not Tenure().without, "it never had one"
     tenure = tenure_of(*"abcd")
-    assert [tenure.holds(nodes) for nodes in ("ab", "abc", "abxyz", "wxyz")] == [False, True, False, False]
+    assert [holds(tenure, nodes) for nodes in ("ab", "abc", "abxyz", "wxyz")] == [False, True, False, False]
+    tenure.let_go_on("a", 0, 0.0), tenure.let_go_on("b", 7, 0.0)
+    assert not holds(tenure, "c"), "what was said of another tenure is not of this one"
     tenure.dismissed("")
-    assert tenure.holds(()) and tenure.standby == ""
+    assert tenure.holds(0.0) and (tenure.standby, tenure.without) == ("", 0)
 
 
-def test_only_a_node_of_the_crew_counts_as_one_that_has_left_and_as_one_that_is_here_when_it_comes_again():
+def test_the_word_of_a_node_counts_for_its_hub_only_when_it_is_too_old_for_the_standby():
+    tenure = tenure_of("a")
+    assert not holds(tenure, "a", now=17.9, joined=10.0) and holds(tenure, "a", now=18.0, joined=10.0)
+    tenure.said_goodbye("a", 10.0)
+    assert not tenure.holds(17.9) and tenure.holds(18.0)
+
+
+def test_only_a_node_of_the_crew_counts_as_one_that_has_left():
     tenure = tenure_of(*"abcd")
-    tenure.said_goodbye("process"), tenure.said_goodbye("x")
-    assert not tenure.holds("ab")
-    tenure.said_goodbye("d")
-    assert tenure.holds("ab")
-    tenure.came("d")
-    assert not tenure.holds("ab") and tenure.holds("abd")
-    for peer in "abcd":
-        tenure.said_goodbye(peer)
-    assert tenure.holds(()), "nobody of the crew can turn to the standby any more"
+    tenure.said_goodbye("process", 0.0), tenure.said_goodbye("x", 0.0)
+    assert not holds(tenure, "ab")
+    tenure.said_goodbye("d", 0.0)
+    assert holds(tenure, "ab") and not holds(tenure, "a")
+
+
+def test_a_node_that_left_and_came_again_while_the_standby_followed_is_of_the_crew_again():
+    tenure = Tenure()
+    tenure.joined(SECOND)
+    tenure.tell("ab"), tenure.said_goodbye("b", 0.0), tenure.tell("ab")
+    tenure.lost()
+    assert not holds(tenure, "a") and holds(tenure, "ab")
 
 
 def test_a_first_needs_more_than_half_of_every_crew_that_its_standby_may_have_been_told_last():
@@ -132,25 +155,25 @@ def test_a_first_needs_more_than_half_of_every_crew_that_its_standby_may_have_be
     tenure.joined(SECOND)
     first, second = tenure.tell("ab"), tenure.tell("abcdef")
     tenure.lost()
-    assert not tenure.holds("cdef"), "the standby may have read the first books alone, and needs one of a and b"
-    assert not tenure.holds("ab") and tenure.holds("abcd")
+    assert not holds(tenure, "cdef"), "the standby may have read the first books alone, and needs one of a and b"
+    assert not holds(tenure, "ab") and holds(tenure, "abcd")
     tenure.read(second)
-    assert not tenure.holds("cdef"), "what it reads from now on says nothing of what it has read"
+    assert not holds(tenure, "cdef"), "what it reads from now on says nothing of what it has read"
     tenure.joined(SECOND)
     tenure.tell("ab"), tenure.tell("abcdef"), tenure.read(second + 2)
     tenure.lost()
-    assert tenure.holds("cdef") and first < second
+    assert holds(tenure, "cdef") and first < second
 
 
 def test_a_takeover_and_what_a_checkpoint_says_of_the_crew_outlive_a_restart():
     tenure, again, older = tenure_of(*"abcd"), Tenure(), Tenure()
-    tenure.said_goodbye("d")
     again.restore(json.loads(json.dumps(tenure.state())))
-    assert (again.standby, again.holds("ab"), again.holds("a"), again.holds("axyz")) == (SECOND, True, False, False)
+    assert again.standby == SECOND and not holds(again, "ab") and holds(again, "abc") and not holds(again, "awxyz")
+    assert again.without > tenure.without + 1000, "nodes let it go on without what came in step since, too"
     older.restore({"standby": SECOND, "crew": 3})  # of a release that counted
-    assert (older.standby, older.holds("a"), older.holds("ab")) == (SECOND, False, True)
+    assert older.standby == SECOND and not holds(older, "a") and holds(older, "ab")
     again.dismissed(TAKES_OVER)
-    assert again.ended and not again.holds("abcd")
+    assert again.ended and not holds(again, "abcd")
 
 
 def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_books_it_has_read():
@@ -160,15 +183,43 @@ def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_book
     one = follower()
     (books,) = (effect.message for effect in hub.in_step() if getattr(effect, "peer", "") == "s#1")
     one.receive(books, 0.5)
-    assert one.crew == {"a#1": 7} and one.in_step
+    assert one.crew == {"a#1": 7} and one.in_step and one.tenure == 1
     (beat, *_) = (effect.message for effect in one.tick(2.0) if isinstance(effect, Send))
     hub.receive("b#1", Hello("b"), 2.0)
+    hub.tick(2.0)  # the crew is a and b now, and the standby has not heard of it
     hub.receive("s#1", beat, 2.0)
     assert beat.heard == one.read == json.loads(books.text)["number"]
     hub.gone("s#1", "cut", 2.0)
-    assert hub.may_announce
-    hub.unreachable("a#1", 2.5)
-    assert not hub.may_announce, "b#1 is of no crew, and a#1 may be with the standby"
+    hub.receive("b#1", Heartbeat(20.0, 1), 20.0)
+    assert not hub.may_announce(20.0), "b is not half of what the standby may go by: a alone"
+    hub.receive("a#1", Heartbeat(20.0, 1), 20.0)
+    assert hub.may_announce(20.0)
+
+
+def test_a_node_that_lets_its_hub_go_on_says_so_at_once_and_to_the_standby():
+    peer = Peer("a#1", "a", addresses=[FIRST])
+    peer.start(0.0)
+    peer.receive(Welcome("run-1", 3, SETTINGS.to_dict(), standby=SECOND), 0.0)
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    (send,) = peer.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.5)
+    assert send == Send(Heartbeat(0.5, 4))
+    assert peer.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.6) == [], "once"
+    assert peer.receive(replace(hub.roster(0.0), hub={"without": "9"}), 0.6) == [], "no number"
+    peer.gone(1.0)
+    (send,) = peer.tick(1.0)
+    assert send.message.without == 4
+    looks_on = Peer("o#1", "o", observer=True)
+    assert looks_on.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.5) == []
+
+
+def test_a_standby_does_not_count_the_word_of_nodes_that_let_the_first_go_on_without_it():
+    one = follower(told("a", "b", "c", tenure=3))
+    one.gone(1.0)
+    succession = Succession(one, 1.0)
+    turned(succession, "a"), turned(succession, "b", "c", without=3)
+    assert not succession.is_due(3.0) and "let the first broker go on without it" in succession.obstacle(3.0)
+    turned(succession, "b", "c", without=2)
+    assert succession.is_due(3.0), "what they let it do without an earlier standby says nothing of this one"
 
 
 def test_of_a_node_that_was_started_anew_since_the_crew_was_told_the_standby_does_not_count_the_word():
@@ -244,7 +295,7 @@ def test_a_standby_that_comes_again_or_another_in_its_place_holds_up_nobody_unti
     hub.in_step()
     assert hub.tenure.follows
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 1.0)
-    assert not hub.tenure.follows and hub.may_announce
+    assert not hub.tenure.follows and hub.may_announce(1.0)
     hub.in_step()
     effects = hub.receive("t#1", Hello("t", "standby", address=SECOND), 2.0)
     assert any(isinstance(effect, Disconnect) and effect.peer == "s#1" for effect in effects)
@@ -332,3 +383,64 @@ def test_a_node_that_is_given_several_addresses_tries_them_and_the_newest_standb
     peer.start(0.0)
     tried = [peer.tick(3.0 * number)[0].address for number in range(1, len(peer.addresses) + 1)]
     assert tried == [*peer.addresses[1:], FIRST]
+
+
+def versions_of_nodes_with(lag, seconds, beat=0.6):
+    """How many versions nodes hear of, who make one `beat` seconds after the last, with a standby that confirms each
+    `lag` seconds late; and how often that was sent away."""
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    told, away, lags, sent, clock = [0.0], [], [], 0, [0.0]  # told: when nodes heard of each
+
+    def send_away(peer, text):
+        away.append(text)
+        hub.gone(peer, text, clock[0])
+        lags.clear()
+
+    replicas = Replicas(hub, send_away, lambda effects: None)
+    while (now := clock[0]) < seconds:
+        if hub.standby is None:
+            hub.receive("s#1", Hello("s", "standby", address=SECOND), now)
+            replicas.copied()
+            lags.append((now + lag, sent))
+        hub.saw("s#1", now)
+        while lags and lags[0][0] <= now:
+            replicas.holds(lags.pop(0)[1], now)
+        if len(told) > sent and now - told[-1] >= beat:
+            sent += 1
+            lags.append((now + lag, sent))
+            replicas.announce(sent, lambda: told.append(clock[0]), now)
+        replicas.tick(now)
+        clock[0] += 0.05
+    return len(told) - 1, away
+
+
+def test_a_standby_that_confirms_each_version_late_is_out_of_step_and_does_not_slow_the_run():
+    alone, away = versions_of_nodes_with(lag=0.0, seconds=120)
+    assert alone > 170 and not away
+    slowed, away = versions_of_nodes_with(lag=1.8, seconds=120)
+    assert slowed > 0.95 * alone and len(away) == 2 and "without it" in away[0]
+    slightly, away = versions_of_nodes_with(lag=0.1, seconds=60)
+    assert not away and slightly > 75
+
+
+def test_the_longer_a_standby_was_in_step_the_sooner_it_is_in_step_again():
+    patience = Patience()
+    patience.in_step(0.0)
+    assert patience.is_used_up(2.2, 0, 5.0) and not patience.is_used_up(2.2, 10**7, 5.0), "10 MB may take a second"
+    assert [patience.out_of_step(now) for now in (5.0, 70.0, 200.0)] == [60.0, 120.0, 240.0]
+    assert not patience.may_be_in_step(439.0) and patience.may_be_in_step(440.0)
+    patience.in_step(440.0)
+    assert patience.out_of_step(450.0) == 480.0
+    patience.in_step(1000.0)
+    assert patience.out_of_step(3000.0) == 60.0
+    assert [patience.out_of_step(3000.0 + number) for number in range(6)][-1] == 960.0
+
+
+def test_nodes_wait_for_a_standby_for_a_small_share_of_the_time():
+    patience, used = Patience(), 0
+    for second in range(1, 1000):
+        if patience.is_used_up(0.3, 0, float(second)):
+            used = second
+            break
+        patience.waited(0.3, 0, float(second))
+    assert 10 < used < 20, "0.2 s of each second are more than a twentieth"

@@ -116,12 +116,9 @@ class HubBook:
         """The standby that follows this hub."""
         return next((one for one in self.members.values() if one.state is MemberState.STANDBY), None)
 
-    @property
-    def may_announce(self) -> bool:
-        """Whether this hub, without its standby, has enough of its nodes to go on: see `standby.Tenure`."""
-        return self.tenure.holds(
-            [peer for peer, member in self.members.items() if member.is_node and member.unreachable_since is None]
-        )
+    def may_announce(self, now: float) -> bool:
+        """Return whether this hub, without its standby, may let nodes hear of what is new: see `standby.Tenure`."""
+        return self.tenure.holds(now)
 
     def roster(self, now: float) -> Roster:
         """Describe the run and its members as they stand."""
@@ -141,7 +138,12 @@ class HubBook:
             delay=settings.delay,
             masters=self.masters.addresses if not self.shard else (),
             exchange=self.exchange,
-            hub={"term": self.term, "standby": self.tenure.standby, **self.fence.dropped},
+            hub={
+                "term": self.term,
+                "standby": self.tenure.standby,
+                "without": self.tenure.without,
+                **self.fence.dropped,
+            },
         )
 
     # ------------------------------------------------------------------ what outlives it
@@ -177,7 +179,12 @@ class HubBook:
         """Return what a standby must hear of besides releases, and who is its crew, as JSON; it goes by them once it
         has read them."""
         here = {peer: self.records.incarnation(peer) for peer in sorted(crew(self.members))}
-        told = {"crew": here, "in_step": self.tenure.follows, "number": self.tenure.tell(here)}
+        told = {
+            "crew": here,
+            "in_step": self.tenure.follows,
+            "number": self.tenure.tell(here),
+            "tenure": self.tenure.number,
+        }
         return json.dumps({**self._between_releases(), **told}, separators=(",", ":"))
 
     def restore(self, state: dict[str, Any]) -> None:

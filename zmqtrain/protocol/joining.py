@@ -92,6 +92,7 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
     if hello.role == "standby" and (other := book.standby) is not None:  # it, or one in its place, begins anew
         if other.peer == sender:
             book.tenure.lost()
+            effects.append(Broadcast(book.roster(now)))
         else:
             effects += lose(book, other, "another took its place at its address", now)
     before = book.members.pop(sender, None)
@@ -101,8 +102,6 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
     if succeeds is not None and succeeds in book.members:
         effects += lose(book, book.members[succeeds], "another broker took its place at its address", now)
     member = book.members[sender] = _member(sender, hello, before, now)
-    if member.is_node:
-        book.tenure.came(sender)
     if before is not None:  # what was on its way on the old connection will not come any more
         effects.append(Disconnect(sender, "again", f"{member.name} connected again"))
         effects += book.groups.gone(sender, "it connected again")

@@ -75,7 +75,7 @@ def lose(book: HubBook, member: Member, text: str, now: float, reason: str = "lo
         book.masters.forget(member.peer)
         return [Disconnect(member.peer, "master", text), Broadcast(book.roster(now))]
     if reason == "goodbye":
-        book.tenure.said_goodbye(member.peer)
+        book.tenure.said_goodbye(member.peer, member.joined)
     effects: list[HubEffect] = [Disconnect(member.peer, reason, text)]
     effects += book.dealing.lost(member.peer, unbacked=not book.backs(member))
     effects += book.founding.left(member)

@@ -83,7 +83,8 @@ class Hello:
     at `address`, or "standby": the hub's successor, which they reach at `address`.
     link: the rate of this node's port, bytes of payload per second, one way (0: not known). share: what training may
     use of it.  exchange: how this node exchanges gradients in every step, past the hub ("": it does not; it publishes).
-    incarnation: as in `fencing`; 0: not fenced.  term: the highest that this node knows a hub of.
+    incarnation: as in `fencing`; 0: not fenced.  term: the highest that this node knows a hub of.  without: the number
+    of the last standby without which it lets its hub go on (0: none).
     in_flight: of a node that goes on from a checkpoint, the sequences that were on their way then: Welcome says which
     of them have landed, however long ago.  checkpoints: in strict mode, the versions that it could go back to.
     """
@@ -99,6 +100,7 @@ class Hello:
     exchange: str = ""
     incarnation: int = 0
     term: int = 0
+    without: int = 0
     in_flight: tuple[int, ...] = ()
     checkpoints: tuple[int, ...] = ()
 
@@ -147,7 +149,8 @@ class Heartbeat:
     """I live. A node's carries its own clock; the hub sends it back, which gives the round trip.
 
     heard: in the hub's answer the highest sequence of this node's publishes that reached it: one that was sent before
-    this heartbeat and is higher was lost on its way.  In a standby's the number of the books that it has read last.
+    this heartbeat and is higher was lost on its way.  In a standby's the number of the books that it has read last; in
+    a node's `without`, as in Hello.
     """
 
     sent: float = 0.0
@@ -192,9 +195,10 @@ class Roster:
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
     bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":
     they publish here.  hub: of the hub itself: its term, its
-    standby, and how many messages it has dropped, by what they were (`fencing`); of a living one besides: how many
-    deltas it has refused, how many connections and messages it has turned away at its port, and whether it waits for
-    room on its disk (waits_for_room: to release; unsaved: for a checkpoint).
+    standby, without which nodes are to let it go on (the number of that, as in Hello; 0: no), and how many messages it
+    has dropped, by what they were (`fencing`); of a living one besides: how many deltas it has refused, how many
+    connections and messages it has turned away at its port, and whether it waits for room on its disk
+    (waits_for_room: to release; unsaved: for a checkpoint).
     """
 
     version: int

@@ -121,7 +121,6 @@ class Peer(PeerBook):
         if now < self._beat_at:
             return []
         self._beat_at = now + self.settings.heartbeat_seconds
-        self._beats[now] = max(self.in_flight, default=-1)
         return [Send(self._beat(now)), *self._resync_if_behind(now)]
 
     def stamp(self, counted: bool = True) -> Stamp:
@@ -161,6 +160,7 @@ class Peer(PeerBook):
             case Roster():
                 self.roster, self.masters = message, message.masters or self.masters
                 self.know(str(message.hub.get("standby", "")))
+                return self._let_go_on(message, now)
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
                 self.timetable.add(message)
             case Quarantine(reason, _, seconds):
@@ -247,12 +247,26 @@ class Peer(PeerBook):
         self._search.began(now)
         self.incarnation += bool(self.incarnation)
         self._connection = Connection(self.incarnation)
-        hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term)
+        hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term, without=self.without)
         # with each: of what was said to one that did not answer in time nothing is said again
         return [Send(hello), Send(Promote())] if self.promotes else [Send(hello)]
 
+    def _let_go_on(self, roster: Roster, now: float) -> list[PeerEffect]:
+        """Let the hub go on without its standby, as the roster asks: this node then has no word there (`standby`)."""
+        without = roster.hub.get("without", 0)
+        if self.observer or self.state is PeerState.CONNECTING or type(without) is not int or without <= self.without:
+            return []
+        self.without = without
+        return [Send(self._beat(now))]
+
     def _beat(self, now: float) -> Heartbeat:
-        return Heartbeat(now)
+        self._beats[now] = max(self.in_flight, default=-1)
+        return Heartbeat(now, self._read_last)
+
+    @property
+    def _read_last(self) -> int:
+        """What a heartbeat says that this side has read; -1: nothing."""
+        return self.without or -1
 
     def _greeting(self) -> Hello:
         if (claim := self.claim) is not None:

@@ -70,7 +70,8 @@ class PeerBook:
     node.  held: as in Fetch: what a lost connection has left of a snapshot.
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
     not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
-    last believed.  dropped: messages of the hub that were not of now, by what they were.  heard: as in Welcome.
+    last believed.  without: as in Hello.  dropped: messages of the hub that were not of now, by what they were.
+    heard: as in Welcome.
     overtaken: what was pending at the checkpoint that this node goes on from has landed since, or will: a former life
     had offered it; until that is dropped.
     """
@@ -88,7 +89,7 @@ class PeerBook:
         addresses: Sequence[str] = (),
         promotes: bool = False,
     ) -> None:
-        self.term = 0
+        self.term = self.without = 0
         self._search, self._following = Search(peer, addresses), Following()
         self.incarnation, self.dropped = incarnation, Counter[str]()
         self._connection = Connection(0)

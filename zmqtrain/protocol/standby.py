@@ -3,13 +3,15 @@
     Follower    the standby's talk with the first: it holds all that the first is, and says which version it holds
     Succession  the standby's decision: the first is gone, and nodes say so too
     Tenure      the first's decision: whether it may go on without its standby
+    Patience    the first's decision: how long nodes wait for its standby before that is out of step
 
 Rule 1: while a standby is in step, nodes hear of a version only once the standby holds it: a takeover loses nothing
 that a node has heard of.
-Rule 2: the first tells the standby which nodes are its crew. Of the crew that it was last told, the standby needs at
-least half to take over; of every crew that the standby may have been told last, the first needs more than half to go on
-without it: never both. Nodes are counted by id: a newcomer is of no crew, and only a node of the crew counts as one
-that has left.
+Rule 2: the first tells the standby which nodes are its crew, by id. Of the crew that it was last told, the standby
+needs the word of at least half to take over: nodes that have turned to it, and have not let the first go on without it.
+Of every crew that the standby may have been told last, the first needs more than half to go on without it: nodes that
+have said that they let it, from when their word at the standby is too old to count, and nodes that have left for good.
+So never both, whoever is cut off when. Newcomers are of no crew, and nor is a node that was started anew.
 Rule 3: a standby that knows less than a node that turns to it is not the run's next hub, and says so.
 Rule 4: who tells a standby to take over must be an operator: one who has the hub's own keys, or, where there are none,
 is on the standby's own machine; and says so on a connection of now (`fencing`).
@@ -27,12 +29,12 @@ from typing import Any, NamedTuple
 from zmqtrain.protocol.effects import Deliver, Expect, PeerEffect, Send
 from zmqtrain.protocol.fencing import LIFE, Connection, Stamp, Verdict
 from zmqtrain.protocol.masters import RUN_OVER
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Heartbeat, Hello, Message, Refused
+from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refused
 from zmqtrain.protocol.peer import HUB, Peer, PeerState
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 from zmqtrain.types import PeerId, Version
 
-__all__ = ["STANDBY", "NO_OPERATOR", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Succession", "Tenure"]
+__all__ = ["STANDBY", "NO_OPERATOR", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Patience", "Succession", "Tenure"]
 
 STANDBY = "what listens there is the standby of another broker, and has not taken over: give the address of that"
 NO_OPERATOR = (
@@ -42,9 +44,18 @@ NO_OPERATOR = (
 )
 TAKES_OVER = "it takes over"
 """The reason of a standby's Goodbye to a first that is there: who was told to take over says so before it does."""
+PATIENCE_SECONDS, PATIENCE_SHARE = 2.0, 0.05
+"""Nodes wait for a standby at most so long at once, and in the long run for this share of the time."""
+FREE_SECONDS, FREE_BYTES_PER_SECOND = 0.1, 10e6
+"""What is no waiting: so long for each version, and as long as its bytes take at this rate."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 960.0
+"""For so long a standby that nodes had to wait for stays out of step: at first, and at most."""
 VOTE_SECONDS = 6.0
 """A node that turned to the standby so long ago may have found the first again: it comes several times in this time."""
 
+VOTE_DELAY_SECONDS = 2.0
+"""And so long its word may have been on the network."""
+TENURES_OF_A_LIFE = 1 << 20
 MOST_OPERATORS = 16
 MOST_VOTES = 1024
 """Nodes that turned to the standby last, whoever they say that they are."""
@@ -55,7 +66,7 @@ class Follower(Peer):
 
     address: where nodes reach the standby.  holds: the version that is here whole; -1: the run is not founded yet.
     in_step: what nodes have heard of the first is here, as that last said.  books: the first's, as it last said;
-    read: their number.  crew: the nodes that were live there then, with their incarnations.
+    read: their number.  crew: the nodes that were live there then, with their incarnations; tenure: its number.
     lost_at: when the first was lost; None: it is there.
     """
 
@@ -64,7 +75,7 @@ class Follower(Peer):
         self.address = address
         self.in_step = False
         self.books: dict[str, Any] = {}
-        self.read = 0
+        self.read = self.tenure = 0
         self.crew: dict[PeerId, int] = {}
         self.lost_at: float | None = None
         self._copies: dict[int, Replica | Aggregate] = {}
@@ -107,14 +118,15 @@ class Follower(Peer):
         try:
             told = dict(json.loads(books.text))
             crew = {PeerId(str(peer)): int(incarnation) for peer, incarnation in told["crew"].items()}
-            in_step, number = told["in_step"] is True, int(told["number"])
+            in_step, number, tenure = told["in_step"] is True, int(told["number"]), int(told["tenure"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             return self.distrust(f"its books: {error!r}", now)
-        self.books, self.crew, self.in_step, self.read = told, crew, in_step, number
+        self.books, self.crew, self.in_step, self.read, self.tenure = told, crew, in_step, number, tenure
         return []
 
-    def _beat(self, now: float) -> Heartbeat:
-        return Heartbeat(now, self.read)
+    @property
+    def _read_last(self) -> int:
+        return self.read
 
     def _greeting(self) -> Hello:
         return Hello(self.name, "standby", self.run, self.version, address=self.address)
@@ -130,11 +142,12 @@ class Follower(Peer):
 
 
 class _Vote(NamedTuple):
-    """The word of a node that the first does not answer. at: when it came.  version, incarnation: as in its Hello."""
+    """The word of a node that the first does not answer. at: when it came.  The rest: as in its Hello."""
 
     at: float
     version: Version
     incarnation: int
+    without: int
 
 
 class Succession:
@@ -181,7 +194,7 @@ class Succession:
         """Record that a node of this run has turned to the standby: the first does not answer it."""
         if hello.role == "node" and hello.run == self._follower.run:
             self._votes.pop(peer, None)
-            self._votes[peer] = _Vote(now, hello.version, hello.incarnation)
+            self._votes[peer] = _Vote(now, hello.version, hello.incarnation, hello.without)
             if len(self._votes) > MOST_VOTES:
                 del self._votes[next(iter(self._votes))]
 
@@ -207,7 +220,11 @@ class Succession:
                 f"it was not in step with the first broker when that was lost: it holds version {follower.holds}, and "
                 "nodes may have heard of later ones. Start the first again with its checkpoint"
             )
-        known = max((vote.version for vote in self._votes.values() if now - vote.at <= VOTE_SECONDS), default=-1)
+        fresh = [(peer, vote) for peer, vote in self._votes.items() if now - vote.at <= VOTE_SECONDS]
+        without = sum(peer in follower.crew and vote.without >= follower.tenure for peer, vote in fresh)
+        if 2 * without > len(follower.crew):
+            return "its nodes have let the first broker go on without it. Start the first again with its checkpoint"
+        known = max((vote.version for _, vote in fresh), default=-1)
         if known > follower.holds:
             return (
                 f"it holds version {follower.holds}, and a node has seen version {known}: the first broker went on "
@@ -216,41 +233,52 @@ class Succession:
         return ""
 
     def _turned(self, now: float) -> set[PeerId]:
-        """The nodes of the crew that have turned to the standby. A node that was started anew since the crew was told
-        is not one of them: it may have said goodbye to the first in between, which then counts it as one that left."""
-        crew = self._follower.crew
+        """The nodes of the crew whose word counts here. That of a node that was started anew since the crew was told
+        does not: it may have said goodbye to the first in between; nor that of one that lets the first go on."""
+        crew, tenure = self._follower.crew, self._follower.tenure
         return {
             peer
             for peer, vote in self._votes.items()
-            if now - vote.at <= VOTE_SECONDS and peer in crew and vote.incarnation - crew[peer] < LIFE
+            if now - vote.at <= VOTE_SECONDS
+            and peer in crew
+            and vote.incarnation - crew[peer] < LIFE
+            and vote.without < tenure
         }
 
 
 class Tenure:
     """Whether a hub that had a standby may go on without it. standby: its address, as the hub last heard; "": none.
 
-    follows: it is in step.  ended: the standby has said that it takes over.
+    follows: it is in step.  number: how often one came in step; of a hub that was started again, far more: a checkpoint
+    may be older than the last time.  ended: the standby has said that it takes over.
     """
 
     def __init__(self) -> None:
-        self.standby = ""
+        self.standby, self.number = "", 0
         self.follows = self.ended = False
         self._told = 0
         self._crews: dict[frozenset[PeerId], int] = {}  # that the standby may go by, with the number it was last told
-        self._left: set[PeerId] = set()
+        self._released: dict[PeerId, float] = {}  # from when on these have no word at the standby any more
         self._counted = 0  # the size of a crew, of a checkpoint that holds no ids
+
+    @property
+    def without(self) -> int:
+        """The number of the tenure without which the nodes are to let this hub go on; 0: none."""
+        return self.number if self.standby and not self.follows else 0
 
     def joined(self, address: str) -> None:
         """A standby is in step: it goes by no crew before it is told one."""
-        self.standby, self.follows, self._counted = address, True, 0
+        self.standby, self.number, self.follows, self._counted = address, self.number + 1, True, 0
         self._crews.clear()
-        self._left.clear()
+        self._released.clear()
 
     def tell(self, crew: Collection[PeerId]) -> int:
         """Return the number of the books in which the standby is told this crew now."""
         self._told += 1
         if self.follows:
             self._crews[frozenset(crew)] = self._told
+            for peer in crew:
+                self._released.pop(peer, None)
         return self._told
 
     def read(self, number: int) -> None:
@@ -270,30 +298,32 @@ class Tenure:
             self.joined("")
             self.follows = False
 
-    def said_goodbye(self, peer: PeerId) -> None:
+    def let_go_on(self, peer: PeerId, number: int, joined: float) -> None:
+        """A node lets this hub go on without the standby of that tenure. joined: when it came to this hub."""
+        if number and number == self.without:
+            self._release(peer, joined)
+
+    def said_goodbye(self, peer: PeerId, joined: float) -> None:
         """A node has left for good: it turns to nobody."""
-        if any(peer in crew for crew in self._crews):
-            self._left.add(peer)
-        self._counted = max(0, self._counted - 1)
+        self._release(peer, joined)
 
-    def came(self, peer: PeerId) -> None:
-        """A node is here, again perhaps."""
-        self._left.discard(peer)
+    def _release(self, peer: PeerId, joined: float) -> None:
+        if self._counted or any(peer in crew for crew in self._crews):
+            self._released.setdefault(peer, joined + VOTE_SECONDS + VOTE_DELAY_SECONDS)
 
-    def holds(self, nodes: Collection[PeerId]) -> bool:
-        """Return whether nodes may hear of what is new: the standby holds it, or cannot take over. nodes: that are
-        here."""
+    def holds(self, now: float) -> bool:
+        """Return whether nodes may hear of what is new: the standby holds it, or cannot take over."""
         if self.ended or self.follows:
             return not self.ended
-        here, crews = set(nodes), [crew - self._left for crew in self._crews]
-        if self._counted and 2 * len(here) <= self._counted:
+        released = {peer for peer, since in self._released.items() if since <= now}
+        if self._counted and 2 * len(released) <= self._counted:
             return False
-        return all(not crew or 2 * len(crew & here) > len(crew) for crew in crews)
+        return all(not crew or 2 * len(crew & released) > len(crew) for crew in self._crews)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
         crews = [sorted(crew) for crew in self._crews]
-        return {"standby": self.standby, "crews": crews, "left": sorted(self._left), "crew": self._counted}
+        return {"standby": self.standby, "number": self.number, "crews": crews, "crew": self._counted}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` wrote: begin without the standby. Raises KeyError, TypeError or ValueError.
@@ -301,5 +331,51 @@ class Tenure:
         A checkpoint of an older release says only how many nodes the crew has.
         """
         self.standby, self._counted, self.follows = str(state["standby"]), int(state.get("crew", 0)), False
+        self.number = int(state.get("number", 0)) + TENURES_OF_A_LIFE
         self._crews = {frozenset(PeerId(str(peer)) for peer in crew): 0 for crew in state.get("crews", ())}
-        self._left = {PeerId(str(peer)) for peer in state.get("left", ())}
+
+
+class Patience:
+    """How long nodes wait for a standby that confirms versions late: a budget of seconds that fills up again slowly.
+
+    A standby that uses it up is out of step, and the run goes on. Each time it stays so for twice as long, unless it
+    has been in step for longer than that in between.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._at = PATIENCE_SECONDS, 0.0
+        self._in_step_at: float | None = None
+        self._pause, self._until = PAUSE_SECONDS, float("-inf")
+
+    def is_used_up(self, waited: float, size: int, now: float) -> bool:
+        """Return whether nodes have waited too long. waited: until now, for one version; size: the bytes of it."""
+        return _charge(waited, size) > self._left(now)
+
+    def waited(self, seconds: float, size: int, now: float) -> None:
+        """Nodes have waited so long for a version of this size, and the standby holds it now."""
+        self._seconds, self._at = self._left(now) - _charge(seconds, size), now
+
+    def may_be_in_step(self, now: float) -> bool:
+        """Return whether a standby may come in step again."""
+        return now >= self._until
+
+    def in_step(self, now: float) -> None:
+        """The standby is in step from now on."""
+        self._in_step_at = now
+
+    def out_of_step(self, now: float) -> float:
+        """The standby is out of step now; return for how many seconds it stays so."""
+        if self._in_step_at is not None and now - self._in_step_at > self._pause:
+            self._pause = PAUSE_SECONDS
+        self._in_step_at = None
+        seconds, self._until = self._pause, now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._seconds, self._at = PATIENCE_SECONDS, now
+        return seconds
+
+    def _left(self, now: float) -> float:
+        return min(PATIENCE_SECONDS, self._seconds + PATIENCE_SHARE * max(0.0, now - self._at))
+
+
+def _charge(seconds: float, size: int) -> float:
+    return max(0.0, seconds - FREE_SECONDS - size / FREE_BYTES_PER_SECOND)

@@ -1,9 +1,10 @@
 """Keep a hub's standby in step: a copy of all there is, then every release before the nodes hear of it.
 
 Rule 1: what lets nodes hear of a version goes through `announce`, in order, and waits until the standby holds it.
-Rule 2: a standby that holds up the nodes for longer than `PATIENCE_SECONDS` is sent away; it comes again, and is copied
-anew.  Rule 3: a hub whose standby is lost asks at its address whether that has taken over, and then steps down; until
-it knows, nodes hear of nothing new unless more than half of them are here (`protocol.standby.Tenure`).
+Rule 2: a standby that nodes wait for too long (`protocol.standby.Patience`) is sent away; it comes again, is copied
+anew, and stays out of step for a while.
+Rule 3: a hub whose standby is lost asks at its address whether that has taken over, and then steps down; until it
+knows, nodes hear of nothing new unless more than half of its crew are here (`protocol.standby.Tenure`).
 Rule 4: all of it in the broker's loop, but for the copy, which its codec thread makes.
 """
 
@@ -14,7 +15,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.numpy import load, save
 
@@ -23,16 +24,18 @@ from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.effects import HubEffect
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.peer import Peer
+from zmqtrain.protocol.standby import Patience
 from zmqtrain.runtime.broker.onlooker import Onlooker
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer, PeerId, Version
 
-__all__ = ["PATIENCE_SECONDS", "OpenLine", "pack_replica", "unpack_replica", "Replicas"]
+__all__ = ["OpenLine", "pack_replica", "unpack_replica", "Replicas"]
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 2.0
+PAUSED_SECONDS = 2.0
+"""The nodes let a hub go on without its standby within this, if they are here."""
 CLOSE_BEHIND = 2
 """A standby that is so many versions behind is brought in step: the nodes wait for it from then on."""
 
@@ -58,6 +61,15 @@ def unpack_replica(frames: Sequence[Buffer], state: int) -> tuple[dict[str, Any]
     return json.loads(b"".join(frames[:state])), load(arrays) if arrays else {}
 
 
+class _Waiting(NamedTuple):
+    """What lets nodes hear of a version, and waits. since: when it was due; size: as in `Replicas.announce`."""
+
+    version: Version
+    since: float
+    action: Callable[[], None]
+    size: int
+
+
 class Replicas:
     """The standby of one hub, and what waits for it.
 
@@ -73,7 +85,8 @@ class Replicas:
         open_line: OpenLine | None = None,
     ) -> None:
         self._hub, self.send_away, self._carry_out, self._open_line = hub, send_away, carry_out, open_line
-        self._waiting: deque[tuple[Version, float, Callable[[], None]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._patience, self._flushed_at = Patience(), 0.0
         self._announced: Version = hub.version
         self._held: Version = -1
         self._closing_since: float | None = None
@@ -81,10 +94,10 @@ class Replicas:
         self._rival: _Rival | None = None
         self._paused = False
 
-    def announce(self, version: Version, action: Callable[[], None], now: float) -> None:
-        """Do what lets nodes hear of a version, as soon as they may."""
-        self._waiting.append((version, now, action))
-        self._flush()
+    def announce(self, version: Version, action: Callable[[], None], now: float, size: int = 0) -> None:
+        """Do what lets nodes hear of a version, as soon as they may. size: the bytes that the standby is sent of it."""
+        self._waiting.append(_Waiting(version, now, action, size))
+        self._flush(now)
 
     def copied(self) -> None:
         """A copy is on its way to the standby: what it held before counts no more."""
@@ -97,30 +110,38 @@ class Replicas:
     def holds(self, version: Version, now: float) -> None:
         """The standby holds this version."""
         self._held = max(self._held, version)
-        if not self._hub.tenure.follows and self._hub.standby is not None:
+        may_be = self._hub.standby is not None and self._patience.may_be_in_step(now)
+        if may_be and not self._hub.tenure.follows and self._hub.standby is not None:
             if version >= self._announced:
+                if self._closing_since is not None:
+                    self._patience.waited(now - self._closing_since, 0, now)
                 self._closing_since, self._in_step_at = None, now
+                self._patience.in_step(now)
                 logger.info("the standby at %s is in step, at version %d", self._hub.standby.address, version)
                 self._carry_out(self._hub.in_step())
             elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
                 self._closing_since = now
-        self._flush()
+        self._flush(now)
 
     def tick(self, now: float) -> None:
         """See to what waits, and for whom."""
         standby = self._hub.standby
         if standby is None:
             self._closing_since = None
-        elif (since := self._waits_since()) is not None and now - since > PATIENCE_SECONDS:
-            text = f"it has not taken version {self._waiting[0][0]} for {now - since:.1f} s, and the nodes wait for it"
+        elif (since := self._waits_since()) is not None and self._patience.is_used_up(now - since, self._size(), now):
+            pause = self._patience.out_of_step(now)
             self._closing_since = None
+            text = (
+                f"the nodes have waited too long for it, now {now - since:.1f} s for one version: the run goes on "
+                f"without it, and it is in step again in {pause:.0f} s at the earliest"
+            )
             self.send_away(standby.peer, text)
-        self._flush()
+        self._flush(now)
         self._ask_rival()
-        paused = bool(self._waiting) and self._hub.standby is None
+        paused = self._hub.standby is None and bool(self._waiting) and now - self._waiting[0].since > PAUSED_SECONDS
         if paused and not self._paused:
             logger.warning(
-                "the standby at %s is gone, and so are half of the nodes or more: it may have taken over. Nodes hear "
+                "the standby at %s is gone, and so are half of its nodes or more: it may have taken over. Nodes hear "
                 "of nothing new here until more of them, or the standby, are back",
                 self._hub.tenure.standby,
             )
@@ -138,18 +159,23 @@ class Replicas:
             return self._closing_since
         if not (self._waiting and self._hub.tenure.follows):
             return None  # what waits does so for nodes, not for a standby that is being copied
-        return max(self._waiting[0][1], self._in_step_at)
+        return max(self._waiting[0].since, self._in_step_at, self._flushed_at)
 
-    def _may(self, version: Version) -> bool:
+    def _size(self) -> int:
+        return self._waiting[0].size if self._waiting else 0
+
+    def _may(self, version: Version, now: float) -> bool:
         if self._hub.tenure.follows:
             return version <= self._held
-        return self._closing_since is None and self._hub.may_announce
+        return self._closing_since is None and self._hub.may_announce(now)
 
-    def _flush(self) -> None:
-        while self._waiting and self._may(self._waiting[0][0]):
-            version, _, action = self._waiting.popleft()
-            self._announced = max(self._announced, version)
-            action()
+    def _flush(self, now: float) -> None:
+        while self._waiting and self._may(self._waiting[0].version, now):
+            if self._hub.tenure.follows and (since := self._waits_since()) is not None:
+                self._patience.waited(now - since, self._size(), now)
+            one, self._flushed_at = self._waiting.popleft(), now
+            self._announced = max(self._announced, one.version)
+            one.action()
 
     def _ask_rival(self) -> None:
         """Look whether a standby that is not here has taken over. Raises SteppedDown."""

@@ -21,7 +21,6 @@ from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
-from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Hello, Message, Snapshot
 from zmqtrain.protocol.peer import PeerState
@@ -174,7 +173,9 @@ class Standby(Onlooker):
                 "again, with its checkpoint"
             )
         self._aggregator.gate.open()  # the first's has seen the run's deltas, this one only what was made of them
-        books = {name: part for name, part in follower.books.items() if name not in ("crew", "in_step", "number")}
+        books = {
+            name: part for name, part in follower.books.items() if name not in ("crew", "in_step", "number", "tenure")
+        }
         state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": Tenure().state()}
         logger.warning(
             "this standby takes over %s at version %d, as term %d: %s",
@@ -200,8 +201,6 @@ class Standby(Onlooker):
                 peer, _, frames = await self._channel.receive()
             except ChannelClosed:
                 return
-            if len(frames[0]) > LONG_HEAD_BYTES:  # no Hello, Promote, Heartbeat or Goodbye is so large
-                continue
             with contextlib.suppress(FramingError, PeerLost, ZmqTrainError):
                 self._take(peer, *decode_head(frames[0]))
 

@@ -184,7 +184,8 @@ class Versions:
         first = standby.peer if standby is not None else ""
         self._traffic.send_aggregate(released, reduce, lambda peer: peer == first)
         to_nodes = partial(self._serving.released, released, reduce, lambda peer: peer != first)
-        self._replicas.announce(released.version, to_nodes, time.monotonic())
+        size = sum(len(frame) for frames in released.frames for frame in frames)
+        self._replicas.announce(released.version, to_nodes, time.monotonic(), size)
 
     # ------------------------------------------------------------------ an earlier one
 
