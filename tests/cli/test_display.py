@@ -78,7 +78,30 @@ def test_k_and_d_and_the_rates_of_links_are_shown_where_they_are_known() -> None
 def test_the_headline_says_how_the_run_stands() -> None:
     text = roster_headline(roster(TRAINING, NEW))
     expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units · held-out loss 2.3456, bits per byte 3.3840"
-    assert text == expected
+    assert text == f"{expected} · what another PC would add is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gains", "text"),
+    [
+        (4, (0.118, 0.18), "a fifth PC would add about 12 %; the fourth adds 18 %"),
+        (1, (0.9, math.inf), "a second PC would add about 90 %"),
+        (7, (0.004, 0.06), "an eighth PC would add less than 1 %; the seventh adds 6 %"),
+        (10, (0.05, 0.07), "an 11th PC would add about 5 %; the tenth adds 7 %"),
+        (21, (0.02, 0.02), "a 22nd PC would add about 2 %; the 21st adds 2 %"),
+        (2, (math.nan, 1e300), "what another PC would add is not known yet"),
+    ],
+)
+def test_the_headline_says_what_another_pc_would_add(nodes: int, gains: tuple[float, float], text: str) -> None:
+    hub = {"noise": 9.0, "gain_next": gains[0], "gain_last": gains[1]}
+    members = [member(f"pc-{number}") for number in range(nodes)]
+    assert roster_headline(roster(*members, hub=hub)).endswith(f" · {text}")
+
+
+def test_what_another_pc_would_add_is_not_said_where_no_deltas_of_several_are_shared() -> None:
+    for facts in ({"exchange": "allreduce"}, {"version": -1}):
+        assert "another PC" not in roster_headline(roster(TRAINING, NEW, **facts))
+    assert "another PC" not in roster_headline(roster(TRAINING))
 
 
 def test_where_gradients_are_exchanged_in_every_step_the_headline_says_how_and_not_k_and_d() -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "format_number",
     "format_scores",
     "roster_headline",
+    "roster_gain",
     "roster_line",
     "roster_table",
     "Display",
@@ -49,6 +50,7 @@ MOST_COUNT = 1 << 63
 MOST_DIGITS = 1e12
 """Numbers from here on are written with an exponent, or a unit."""
 NAME_LENGTH = 24
+ORDINALS = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 DROPPED = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.NOW)
 """What the hub counts of the messages that it has dropped."""
 
@@ -164,7 +166,34 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         size = format_bytes(_count(served, "bytes"))
         parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
     line = " · ".join(parts)
-    return line + (f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else "")
+    line += f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
+    gain = roster_gain(roster)
+    return line + (f"{separator}{gain}" if gain else "")
+
+
+def roster_gain(roster: Roster) -> str:
+    """Say how much sooner one more PC would reach a loss, and the last one does; "" where nodes share no deltas."""
+    count = len(roster.members)
+    if roster.version < 0 or roster.exchange or (count < 2 and "gain_next" not in roster.hub):
+        return ""
+    more, last = _figure(roster.hub, "gain_next"), _figure(roster.hub, "gain_last")
+    if not 0 <= more <= 1:
+        return "what another PC would add is not known yet"
+    another = _ordinal(count + 1)
+    article = "an" if another.startswith(("e", "8")) or another in ("11th", "18th") else "a"
+    text = f"{article} {another} PC would add {_percent(more, 'about ')}"
+    return text + (f"; the {_ordinal(count)} adds {_percent(last)}" if 0 <= last <= 1 else "")
+
+
+def _ordinal(number: int) -> str:
+    if number < len(ORDINALS):
+        return ORDINALS[number]
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def _percent(part: float, about: str = "") -> str:
+    return f"{about}{100 * part:.0f} %" if part >= 0.01 else "less than 1 %"
 
 
 def _refusals(roster: Roster) -> list[str]:

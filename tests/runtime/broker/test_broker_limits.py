@@ -22,6 +22,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.runtime.equation.delta import DENSE
+from zmqtrain.strategies.noise import gains
 
 
 def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
@@ -119,6 +120,19 @@ def test_the_roster_says_what_the_broker_has_refused_and_whether_its_disk_has_ro
         await peers.until(lambda: peers.told("o#1", Roster))
         said = peers.told("o#1", Roster)[0].hub
         assert (said["refused"], said["turned_away"], said["waits_for_room"]) == (1, 5, True)
+        assert "noise" not in said
+
+    lived(story)
+
+
+def test_the_roster_says_what_another_node_would_add_once_that_is_known():
+    async def story(peers):
+        await peers.join("a#1")
+        peers.broker.aggregator.meter._scale.noise = 7.0
+        peers.wire.say("o#1", Hello("o", "observer"))
+        await peers.until(lambda: peers.told("o#1", Roster))
+        said = peers.told("o#1", Roster)[0].hub
+        assert (said["noise"], said["gain_next"], said["gain_last"]) == (7.0, *gains(1, 7.0))
 
     lived(story)
 

@@ -76,8 +76,8 @@ def test_of_a_weighted_mean_one_delta_is_decoded_at_a_time(rule, monkeypatch):
         add(aggregator, 0, seed)
     living, most, decode = weakref.WeakValueDictionary(), [0], aggregator._decode
 
-    def counting(publish, frames, out=None):
-        u = decode(publish, frames, out)
+    def counting(peer, publish, frames):
+        u = decode(peer, publish, frames)
         living[publish.sequence] = u
         most[0] = max(most[0], len(living))
         return u

@@ -61,6 +61,7 @@ from zmqtrain.runtime.parameter_server.parameters import Parameters
 from zmqtrain.runtime.planning.auto import LoadPlanner
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
+from zmqtrain.strategies.noise import gains
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import VERSION, Buffer, PeerId
@@ -342,6 +343,9 @@ class Broker:
             return message
         here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": sum(self._refusals().values())}
         here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.unsaved}
+        if (noise := self.aggregator.meter.noise) is not None and message.members:
+            here["noise"] = noise
+            here["gain_next"], here["gain_last"] = gains(len(message.members), noise)
         return self.parameters.describe(replace(message, hub=message.hub | here))
 
     def _queue_bytes(self) -> int:

@@ -46,6 +46,7 @@ from zmqtrain.runtime.equation.delta import (
 from zmqtrain.runtime.equation.digest import digest_of
 from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.held_round import HeldRound
+from zmqtrain.runtime.equation.meter import DeltaMeter
 from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import mean_over_live
@@ -105,7 +106,7 @@ class Aggregator:
         self.settings, self.shard = settings, shard
         self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
         self.outer = outer_from_spec(settings.outer)
-        self.gate = DeltaGate(settings)
+        self.gate, self.meter = DeltaGate(settings), DeltaMeter()
         self.version: Version = -1
         self.parameters: list[Vector] = []
         self.published: list[Vector] = []
@@ -196,6 +197,7 @@ class Aggregator:
         self._judged.clear()
         self._young.clear()
         self._round.begin(len(flats))
+        self.meter.begin()
         self._round.remember(version, self.published, range(len(flats)))
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
@@ -230,7 +232,7 @@ class Aggregator:
         elif judgement is not None and judgement.young:
             self._young[peer, publish.sequence] = (publish, frames)
         else:
-            self._decode(publish, frames, out=self._sums[publish.fragment])
+            self._decode(peer, publish, frames, out=self._sums[publish.fragment])
 
     def _judge_round(self, reduce: Reduce) -> tuple[tuple[Contribution, Judgement], ...]:
         """Return who of a round is out, now that all of it is here; add what has waited for that and is not."""
@@ -241,14 +243,17 @@ class Aggregator:
         for one in reduce.contributions:
             waiting = self._young.pop((one.peer, one.sequence), None)
             if waiting is not None and (one.peer, one.sequence) not in out:
-                self._decode(*waiting, out=self._sums[one.fragment])
+                self._decode(one.peer, *waiting, out=self._sums[one.fragment])
         return left_out
 
-    def _decode(self, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
-        """Return D(u); added to `out`, if given."""
-        counts = self.layout.counts(publish.fragment)
-        codecs = self._codecs(publish)
-        return decode_payload(codecs, frames, counts, out=out, add=out is not None, checked=True)
+    def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
+        """Return D(u) of a node; added to `out`, if given."""
+        fragment, codecs = publish.fragment, self._codecs(publish)
+        before = np.zeros(1, np.float32) if out is None else self.meter.read(fragment, out)
+        total = decode_payload(codecs, frames, self.layout.counts(fragment), out=out, add=out is not None, checked=True)
+        if not publish.dense:  # what a node ends its share with is not of the usual size
+            self.meter.add(peer, fragment, before, total)
+        return total
 
     def _codecs(self, publish: Publish) -> tuple[Codec, ...]:
         return coding_from_spec(publish.codec).of_fragment(self.layout, publish.fragment)
@@ -272,6 +277,7 @@ class Aggregator:
         frames = tuple(self._release(fragment, reduce, fragment in counted, coding) for fragment in reduce.fragments)
         self.version = reduce.version
         self._round.remember(self.version, self.published, reduce.fragments)
+        self.meter.close(reduce.fragments)
         return Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:

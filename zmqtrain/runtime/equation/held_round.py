@@ -37,7 +37,7 @@ SCORES_KEPT = 16
 
 Vector = NDArray[np.float32]
 Frames = Sequence[Buffer]
-Decode = Callable[[Publish, Frames], Vector]
+Decode = Callable[[PeerId, Publish, Frames], Vector]
 
 
 class HeldRound:
@@ -98,9 +98,10 @@ class HeldRound:
             of_fragment = [(one, publish, frames) for one, publish, frames in held if one.fragment == fragment]
             by_score = self._selection.weights([one.score for one, _, _ in of_fragment], own)
             by_samples = self._aggregation.weigh([one.samples for one, _, _ in of_fragment])
+            decoded = [partial(decode, one.peer, publish, frames) for one, publish, frames in of_fragment]
             counted = [
-                (partial(self._damped, one, partial(decode, publish, frames), published[fragment]), score * samples)
-                for (one, publish, frames), score, samples in zip(of_fragment, by_score, by_samples, strict=True)
+                (partial(self._damped, one, u, published[fragment]), score * samples)
+                for (one, _, _), u, score, samples in zip(of_fragment, decoded, by_score, by_samples, strict=True)
                 if score * samples > 0
             ]
             if self._aggregation.streams:
