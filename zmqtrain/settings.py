@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.specs import split_argument
+from zmqtrain.types import LOCAL_UNITS
 
 __all__ = ["AUTO_EVERY", "AUTO_DELAY", "read_steps", "RunSettings"]
 
@@ -17,6 +18,21 @@ AUTO_EVERY, AUTO_DELAY = 0, -1
 """What `every` and `delay` are where people write "auto"."""
 
 
+_MOST_STEPS = 10**9
+_MOST_SECONDS = 10**9
+_RANGES: dict[str, tuple[float, int]] = {
+    "fragments": (1, 1 << 16),
+    "masters": (1, 9999),
+    "start_nodes": (1, 1 << 16),
+    "units": (0, LOCAL_UNITS - 1),
+    "evaluate_seconds": (0, _MOST_SECONDS),
+    "seed": (0, (1 << 63) - 1),
+    "heartbeat_seconds": (0.01, _MOST_SECONDS),
+    "lost_seconds": (0, _MOST_SECONDS),
+    "max_staleness": (0, _MOST_STEPS),
+    "apart_steps": (1, _MOST_STEPS),
+}
+"""By setting the least and the most that it can be."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -116,20 +132,18 @@ class RunSettings:
             object.__setattr__(self, "codec", codec)
             object.__setattr__(self, "fragments", fragments)
 
-        def at_least(name: str, least: float) -> None:
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least:g}, got {getattr(self, name)}")
-
-        for name in ("fragments", "masters", "start_nodes"):
-            at_least(name, 1)
-        for name in ("units", "evaluate_seconds", "seed"):
-            at_least(name, 0)
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not value >= least:  # NaN neither
+                raise ConfigError(f"{name} must be at least {least:g}, got {value}")
+            if value > most:
+                raise ConfigError(f"{name} must be at most {most:,}, got {value}")
         for name, auto, least in (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0)):
-            if (steps := getattr(self, name)) != auto and steps < least:
+            steps = getattr(self, name)
+            if steps != auto and steps < least:
                 raise ConfigError(f'{name} must be "auto" or at least {least}, got {steps}')
-        at_least("heartbeat_seconds", 0.01)
-        at_least("max_staleness", 0)
-        at_least("apart_steps", 1)
+            if steps > _MOST_STEPS:
+                raise ConfigError(f"{name} must be at most {_MOST_STEPS:,}, got {steps}")
         if not 0 < self.elastic <= 1:
             raise ConfigError(f"elastic is a share, in 0 < elastic <= 1, got {self.elastic:g}")
         choices = {

@@ -19,6 +19,7 @@ from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.status import StatusConfig
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.sim.reading import read_scenario
 from zmqtrain.train.lockstep import Allreduce, Server
 
 HUB = "tcp://192.168.1.10:5555"
@@ -277,3 +278,37 @@ def test_promote_needs_an_address() -> None:
     assert read_config(PromoteConfig, "zmqtrain promote", [HUB]).hub == HUB
     with pytest.raises(ConfigError):
         read_config(PromoteConfig, "zmqtrain promote", ["pc2"])
+
+
+DEEP = ("every = " + "[" * 10**5, "program_arguments = " + "{a=" * 10**4, "x" + ".x" * 2000 + " = 1")
+
+
+@pytest.mark.parametrize("text", DEEP)
+def test_a_file_that_is_nested_deeply_is_refused_in_one_sentence(tmp_path, text):
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    for read in (lambda: broker("--config", str(path)), lambda: read_scenario(path)):
+        with pytest.raises(ConfigError) as raised:
+            read()
+        assert len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("heartbeat_seconds", "nan"), ("lost_seconds", "nan"), ("evaluate_seconds", "inf"), ("lost_seconds", "1e300"),
+        ("fragments", "1000000000"), ("masters", "1000000000"), ("seed", str(2**80)), ("units", str(2**80)),
+        ("every", str(10**30)), ("checkpoint_keep", str(10**23)), ("wait_seconds", "inf"), ("takeover_seconds", "nan"),
+        ("max_staleness", str(10**30)), ("start_nodes", str(10**30)), ("elastic", "nan"), ("share", "nan"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_no_number_or_absurd_is_refused_by_name(tmp_path, name, value):
+    standby = ["--standby", "tcp://127.0.0.1:1"] if name in ("takeover_seconds", "wait_seconds") else []
+    with pytest.raises((ConfigError, SystemExit)) as raised:
+        read_config(BrokerConfig, "zmqtrain-broker", [*standby, f"--{name.replace('_', '-')}", value])
+    if isinstance(raised.value, ConfigError):
+        assert name in str(raised.value) and len(str(raised.value)) < 300
+    path = tmp_path / "settings.toml"
+    path.write_text(f"{'standby = ' + repr(standby[1]) if standby else ''}\n{name} = {value}\n")
+    with pytest.raises(ConfigError, match=name):
+        read_config(BrokerConfig, "zmqtrain-broker", ["--config", str(path)])

@@ -72,10 +72,16 @@ class KeepsCheckpoints(Protocol):
         """How many stay."""
 
 
-def require(name: str, value: float, least: float) -> None:
-    """Raise ConfigError unless a number is at least so much."""
+MOST = 10**9
+"""The largest number of seconds, nodes or files that can be typed."""
+
+
+def require(name: str, value: float, least: float, most: int = MOST) -> None:
+    """Raise ConfigError unless a number is at least so much, and at most `most`."""
     if not value >= least:
-        raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
+        raise ConfigError(f"{name} must be at least {least:g}, got {value}")
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most:,}, got {value}")
 
 
 def check_checkpoints(config: KeepsCheckpoints, strict: bool) -> None:

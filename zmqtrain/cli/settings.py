@@ -8,6 +8,7 @@ Rule 3: each record stands with its program (of broker and node in a file of its
 from __future__ import annotations
 
 import difflib
+import reprlib
 import socket
 import sys
 import textwrap
@@ -81,6 +82,8 @@ def _read_file(kind: type[Any], path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"the file {path} (--config) cannot be read: {why}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply: a setting is a number, a text or a list") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}; a line is, for example: every = 16") from error
     kinds = _kinds(kind)
@@ -111,15 +114,20 @@ def _join_arguments(place: Path, table: Mapping[str, Any]) -> str:
 def _checked(place: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ConfigError(f"{place} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
+            raise ConfigError(f"{place} must be one of {', '.join(map(repr, get_args(kind)))}, got {_short(value)}")
         return value
     wants_path = kind is Path or Path in get_args(kind)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not (str if wants_path else kind):
         word = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
-        raise ConfigError(f"{place} must be {word}, got {value!r}")
+        raise ConfigError(f"{place} must be {word}, got {_short(value)}")
     return Path(value) if wants_path else value
+
+
+def _short(value: Any) -> str:
+    """Return a value as a message says it."""
+    return reprlib.repr(value)
 
 
 def check_host(address: str) -> None:

@@ -29,6 +29,9 @@ from zmqtrain.types import ModelSpec, PeerId
 
 __all__ = ["HubBook"]
 
+MOST_VERSIONS = 1 << 62
+"""A checkpoint that says more versions, or samples, than this was not written by a hub."""
+
 
 class HubBook:
     """A hub's run and its peers.
@@ -191,6 +194,8 @@ class HubBook:
         """Take over what `state` wrote (settings are the caller's to compare). Raises CheckpointError."""
         try:
             self.run, self.version = str(state["run"]), int(state["version"])
+            if not (-1 <= self.version < MOST_VERSIONS and 0 <= int(state["samples"]) < MOST_VERSIONS):
+                raise ValueError(f"version {self.version} after {state['samples']} samples cannot be")
             self.founding.number = int(state.get("founding", 0))
             model = model_from_wire(
                 tuple((str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in state["model"])
@@ -207,7 +212,7 @@ class HubBook:
             self.term = int(state.get("term", 0))
             if "tenure" in state:
                 self.tenure.restore(state["tenure"])
-        except (AttributeError, FramingError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except (AttributeError, FramingError, LookupError, ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of the hub cannot be read: {error!r}") from error
         if self.version >= 0:
             self.founding.resume(model)

@@ -24,6 +24,7 @@ Rule: what cannot be used is a ConfigError that says where it stands, and what w
 from __future__ import annotations
 
 import difflib
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -40,6 +41,7 @@ from zmqtrain.transport.memory import LinkModel
 __all__ = ["read_scenario", "scenario_from_tables"]
 
 NOT_OWN = ("settings", "nodes", "link", "hub_link", "faults")
+MOST_SECONDS, MOST_NODES = 10**9, 10**5
 TABLES = ("run", "link", "hub_link", "node", "fault", "chaos")
 
 
@@ -50,6 +52,10 @@ def read_scenario(path: Path, seed: int | None = None) -> Scenario:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"the scenario {path} cannot be read: {why}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"the scenario {path} is nested too deeply: its tables hold numbers, texts and lists"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     scenario = scenario_from_tables(tables, str(path))
@@ -106,8 +112,10 @@ def _faults(place: str, tables: Mapping[str, Any], names: list[str]) -> tuple[Fa
 
 
 def _number(place: str, value: Any) -> float:
-    if type(value) not in (int, float) or not value >= 0:
-        raise ConfigError(f"{place} must be a number of at least 0, got {value!r}")
+    if type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS:
+        raise ConfigError(
+            f"{place} must be a number of at least 0 and at most {MOST_SECONDS:,}, got {reprlib.repr(value)}"
+        )
     return float(value)
 
 
@@ -128,8 +136,8 @@ def _nodes(place: str, table: Mapping[str, Any]) -> list[SimNode]:
     """The nodes that one table describes: `count` of them; with a name, they are numbered if they are several."""
     _check_keys(place, table, ("count", *(field.name for field in fields(SimNode))))
     count = table.get("count", 1)
-    if type(count) is not int or count < 1:
-        raise ConfigError(f"{place}: count must be a whole number of at least 1, got {count!r}")
+    if type(count) is not int or not 1 <= count <= MOST_NODES:
+        raise ConfigError(f"{place}: count must be a whole number of 1 to {MOST_NODES:,}, got {count!r}")
     node = _record(SimNode, place, {name: value for name, value in table.items() if name != "count"})
     if count == 1 or not node.name:
         return [node] * count
@@ -151,12 +159,12 @@ def _value(place: str, kind: Any, name: str, value: Any) -> Any:
         try:
             return tuple(tuple(float(number) for number in part) for part in value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{place} must be a list of lists of numbers, got {value!r}") from None
+            raise ConfigError(f"{place} must be a list of lists of numbers, got {reprlib.repr(value)}") from None
     if isinstance(default, float) and type(value) is int:
         return float(value)
     if type(value) is not type(default) and name != "straggler":
         word = {int: "a whole number", float: "a number", bool: "true or false"}.get(type(default), "a text")
-        raise ConfigError(f"{place} must be {word}, got {value!r}")
+        raise ConfigError(f"{place} must be {word}, got {reprlib.repr(value)}")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, ZmqTrainError
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.rounds import release_rule_from_spec
@@ -19,7 +20,7 @@ from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.checkpoints import files
 from zmqtrain.runtime.checkpoints.every import Every
-from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.delta import encode_snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
@@ -266,3 +267,54 @@ def test_half_a_checkpoint_takes_no_room(tmp_path, monkeypatch):
         run.keeper._folder.save(7, {}, {})
     assert not list(tmp_path.glob("*.part"))
     run.keeper.close(run.hub.state(), run.aggregator)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"settings": None}, "not of a broker's run"),
+        ({"version": 2**80}, "cannot be read"),
+        ({"version": -7}, "cannot be read"),
+        ({"version": 1e9}, "not of a broker's run"),
+        ({"samples": 2**80}, "cannot be read"),
+        ({"records": [1, 2]}, "cannot be read"),
+        ({"model": [["w", [2**60, 2**60], "float32"]]}, "model|cannot be read|leaf"),
+        ({"ledger": {"done": "deep"}}, "cannot be read"),
+        ({"quarantines": {"a": 1}}, "cannot be read"),
+        ({"run": None, "settings": []}, "not of a broker's run"),
+        ({"parameters/w": np.full(10, np.nan, np.float32)}, "not finite"),
+        ({"published/w": np.full(10, np.inf, np.float32)}, "not finite"),
+        ({"published/w": np.zeros((2, 5), np.float32)}, "has no published"),
+        ({"shares": np.zeros((2, 2), np.float32)}, "lacks what"),
+    ],
+)
+def test_a_forged_checkpoint_is_refused_in_one_sentence(tmp_path, change, why):
+    run = Run(tmp_path)
+    run.found()
+    run.keeper._folder.close()
+    path = tmp_path / "checkpoint-000000000000.safetensors"
+    state, arrays = files.read_arrays(path)
+    for name, value in change.items():
+        (arrays if name in arrays else state)[name] = value
+    files.write_arrays(path, arrays, {"state": json.dumps(state)})
+    with pytest.raises(ZmqTrainError, match=why):
+        Run(tmp_path)
+
+
+def test_a_checkpoint_whose_state_is_nested_deeply_is_refused_in_one_sentence(tmp_path):
+    files.write_arrays(
+        tmp_path / "checkpoint-000000000000.safetensors", {"w": np.zeros(1)}, {"state": "[" * 10**5 + "]" * 10**5}
+    )
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        Run(tmp_path)
+
+
+def test_a_journal_of_another_models_releases_is_refused_in_one_sentence(tmp_path):
+    run = Run(tmp_path)
+    run.found()
+    for fragments, frames in (((7,), ((b"x",),)), ((0,), ((b"x", b"y"),)), ((0,), ())):
+        run.keeper._folder.begin_journal(0)
+        run.keeper._folder.release((Released(1, "float32", fragments, frames), (), 0))
+        run.keeper._folder.close()
+        with pytest.raises(CheckpointError, match=r"remove .* to go on from the checkpoint"):
+            Run(tmp_path)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.broker.parts import export_part, merge_parts, part_file
+from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import encode_snapshot
 from zmqtrain.settings import RunSettings
@@ -108,3 +112,42 @@ def test_a_shard_saves_and_resumes_what_it_has_and_no_more():
 def test_the_shards_of_a_model_are_laid_one_behind_the_other():
     starts = [Layout(MODEL, 1, (shard, 3)).part(0) for shard in range(3)]
     assert [part.stop for part in starts[:-1]] == [part.start for part in starts[1:]] and starts[-1].stop == 15000
+
+
+DEEP = "[" * 10**5 + "]" * 10**5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"masters": 10**9},
+        {"masters": 0},
+        {"shard": -1},
+        {"version": float("inf")},
+        {"version": -5},
+        {"leaves": [["w", [2**40, 2**40], 0, 5000]]},
+        {"leaves": [["w", [2**70], 0, 2**70]]},
+        {"leaves": [["w", [-3, -5000], 0, 5]]},
+        {"leaves": [["w", [3, 5000], 10, 5]]},
+        {"leaves": [["w", None, 0, 5]]},
+        {"leaves": 7},
+        {"run": None, "leaves": None},
+    ],
+)
+def test_a_part_that_says_what_cannot_be_is_refused_in_one_sentence_and_at_once(folders, tmp_path, change):
+    path = folders[0] / part_file(0, 3)
+    with safe_open(path, framework="np") as file:
+        facts, arrays = json.loads(file.metadata()["part"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    write_arrays(path, arrays, {"format": "zmqtrain part 1", "part": json.dumps(facts | change)})
+    with pytest.raises(CheckpointError) as raised:
+        merge_parts(folders, tmp_path / "model.safetensors")
+    assert len(str(raised.value)) < 1000
+
+
+def test_parts_that_are_nested_deeply_or_miss_thousands_of_others_are_refused_in_one_sentence(folders, tmp_path):
+    path = folders[0] / part_file(0, 3)
+    for text in (DEEP, json.dumps({"run": "r", "version": 1, "shard": 0, "masters": 9999, "leaves": []})):
+        write_arrays(path, {"w": np.zeros(1, np.float32)}, {"format": "zmqtrain part 1", "part": text})
+        with pytest.raises(CheckpointError) as raised:
+            merge_parts([path], tmp_path / "model.safetensors")
+        assert len(str(raised.value)) < 1000

@@ -99,6 +99,8 @@ class Keeper:
         if (loaded := folder.load()) is None:
             return ()
         state, arrays = loaded
+        if not isinstance(state.get("settings"), dict) or "run" not in state or type(state.get("version")) is not int:
+            raise CheckpointError(f"the checkpoint in {folder.folder} is not of a broker's run: name another folder")
         if state.get("shard", 0) != hub.shard:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
@@ -114,7 +116,7 @@ class Keeper:
             )
         # in strict mode the data lie in as many lanes as nodes began the run
         free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
-        difference = describe_difference(state.get("settings", {}), hub.settings.to_dict(), free)
+        difference = describe_difference(state["settings"], hub.settings.to_dict(), free)
         if difference:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} was written under other settings: {difference}. "

@@ -11,12 +11,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import CheckpointError
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MODEL_FILE = "model.safetensors"
 """The name of the file that has the shared parameters alone."""
+MOST_MASTERS = 9999
+"""As `--shard I/M` takes."""
 _FORMAT = "zmqtrain part 1"
 
 
@@ -84,11 +87,26 @@ def _read(path: Path) -> _Part:
                 )
             facts: dict[str, Any] = json.loads(metadata["part"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        leaves = [(str(name), tuple(shape), int(start), int(stop)) for name, shape, start, stop in facts["leaves"]]
+        leaves = [
+            (str(name), tuple(int(size) for size in shape), int(start), int(stop))
+            for name, shape, start, stop in facts["leaves"]
+        ]
         shard, masters, version = (int(facts[name]) for name in ("shard", "masters", "version"))
+        if not 0 <= shard < masters <= MOST_MASTERS or version < 0:
+            raise ValueError(f"it says shard {shard} of {masters} masters, version {version}")
+        for name, shape, start, stop in leaves:
+            array = arrays.get(name, np.zeros(0, np.float32))
+            if min(shape, default=0) < 0 or not 0 <= start <= stop <= prod(shape):
+                raise ValueError(
+                    f"it says that it holds the values {start} to {stop} of {name}, which is {list(shape)}"
+                )
+            if array.size != stop - start or array.dtype != np.float32:
+                raise ValueError(f"it does not hold the values {start} to {stop} of {name} in float32")
         return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever its bytes make of the reader, it is no part
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500] or type(error).__name__}") from error
 
 
 def _find(place: Path) -> Path:
@@ -131,10 +149,10 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
         if part.shard in seen:
             raise CheckpointError(f"{seen[part.shard]} and {part.path} are both of shard {part.shard}")
         seen[part.shard] = part.path
-    missing = [str(shard) for shard in range(first.masters) if shard not in seen]
-    if missing:
+    if missing := [str(shard) for shard in range(first.masters) if shard not in seen]:
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
         raise CheckpointError(
-            f"of the {first.masters} shards of {first.run} these are missing: {', '.join(missing)}; name the "
+            f"of the {first.masters} shards of {first.run} these are missing: {shown}; name the "
             "--checkpoint folders of their masters too"
         )
     parts.sort(key=lambda part: part.shard)
@@ -148,15 +166,15 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
 def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:
     model = {}
     for index, (name, shape) in enumerate(parts[0].shapes):
-        flat, filled = np.empty(int(np.prod(shape, dtype=np.int64)), np.float32), 0
+        held, filled = [], 0
         for part in parts:
             _, _, start, stop = part.leaves[index]
             if stop > start:
-                values = part.arrays.get(name, np.zeros(0, np.float32))
-                if start != filled or values.size != stop - start:
-                    raise CheckpointError(f"{part.path} does not hold the values {start} to {stop} of {name}")
-                flat[start:stop], filled = values.reshape(-1), stop
-        if filled != flat.size:
+                if start != filled:
+                    raise CheckpointError(f"the values of {name} from {filled} on are not what {part.path} holds next")
+                held.append(part.arrays[name].reshape(-1))
+                filled = stop
+        if filled != prod(shape):  # before room is made for them
             raise CheckpointError(f"the values of {name} from {filled} on are in none of the parts")
-        model[name] = flat.reshape(shape)
+        model[name] = np.concatenate([*held, np.zeros(0, np.float32)]).reshape(shape)
     return model

@@ -397,6 +397,10 @@ class Aggregator:
                 array = arrays.get(f"{name}/{leaf.path}", np.zeros(0, np.float32))
                 if array.shape != shape or array.dtype != np.float32:
                     raise CheckpointError(f"the checkpoint has no {name} of {leaf}")
+                if not np.isfinite(array).all():
+                    raise CheckpointError(
+                        f"the checkpoint's {name} of {leaf} are not finite: no run could go on from it"
+                    )
                 leaves.append(array)
             return self.layout.split(leaves)
 
@@ -420,7 +424,7 @@ class Aggregator:
             for fragment, fresh in enumerate(self._states):
                 numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))
                 self._states[fragment] = fill_states(fresh, [arrays[f"codec/{fragment}/{n}"] for n in numbers])
-        except (CodecError, KeyError) as error:
+        except (CodecError, LookupError, ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint lacks what the aggregation had in hand: {error}") from None
 
 

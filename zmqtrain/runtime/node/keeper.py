@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import CheckpointError, ModelMismatch
+from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.settings import RunSettings
@@ -30,6 +32,8 @@ AGAIN_SECONDS = 10.0
 """So long after a checkpoint for which there was no room it is tried again."""
 CLOSE_SECONDS = 60.0
 FORMAT = "zmqtrain node 1"
+MOST_VERSIONS = 1 << 62
+"""A checkpoint that says more versions than this was not written by a node."""
 
 Facts = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -65,6 +69,11 @@ class SavedNode:
             ("model", spec_from_plain(node["model"])),
         ):
             object.__setattr__(self, name, value)
+        if not (-1 <= self.version < MOST_VERSIONS and 0 <= self.incarnation < MAX_INCARNATION):
+            raise ValueError(f"version {self.version} and incarnation {self.incarnation} cannot be")
+        for name, array in self.arrays.items():
+            if name.startswith("anchor/") and array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise ValueError(f"the shared parameters {name.removeprefix('anchor/')} are not finite")
 
     def check_model(self, model: ModelSpec, folder: object) -> None:
         """Raise ModelMismatch, naming the leaf, unless this is the model of the checkpoint."""
@@ -83,11 +92,11 @@ def read_saved(folder: CheckpointFolder, version: int | None = None) -> SavedNod
     facts, arrays = loaded
     if facts.get("format") != FORMAT:
         raise CheckpointError(f"{folder.folder} holds no node's checkpoints: name a folder that is this node's own")
-    strict = facts["node"]["settings"].get("mode") == "strict"
-    versions = folder.good_versions() if strict and version is None else ()
     try:
+        strict = facts["node"]["settings"].get("mode") == "strict"
+        versions = folder.good_versions() if strict and version is None else ()
         return SavedNode(facts, arrays, versions)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint in {folder.folder} cannot be read: {error!r}") from error
 
 

@@ -56,7 +56,15 @@ class ParameterKeeper:
             directory, store = Directory(machine.rules.masters), Store(optimizer_from_spec(machine.rules.optimizer))
             directory.restore(state["directory"])
             store.restore(versions, arrays)
-        except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
+        except (
+            CheckpointError,
+            ConfigError,
+            LookupError,
+            ArithmeticError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
             text = f"the keys in {self._path} cannot be read: {error!r}. Move that file away to begin without them"
             raise CheckpointError(text) from error
         logger.info("resuming a parameter server of %d keys, from %s", len(versions), self._path)
