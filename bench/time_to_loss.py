@@ -9,8 +9,9 @@ of 25M to 100M values at 1 Gb/s, scaled down.
 
 Rule 1: the model is scored on held-out text every 10 steps' time (a second). A loss is reached when the curve through
 these scores, its centred mean over 30 steps' time taken, first comes down to it; of all rows alike.
-Rule 2: all rows of a seed begin with the same parameters. Each kind of row has the learning rate of `BEST_RATE`, which
-`--tune` found for it in one grid, with a seed of its own.
+Rule 2: all rows of a seed begin with the same parameters, and all nodes at time zero: what it takes to send them to
+those that join, once a run, is not counted. Each kind of row has the learning rate of `BEST_RATE`, which `--tune` found
+for it in one grid, with a seed of its own.
 Rule 3: `one` and `ideal` use no network: their seconds are steps times the step time. `ideal` takes each step with the
 batches of all nodes.  DDP and PowerSGD are the ideal's steps, each longer by the time of its exchange (of PowerSGD: of
 its bytes; what its low rank costs in learning is left out, in its favour). DiLoCo trains 50 steps apart (AdamW), then

@@ -4,7 +4,9 @@ Rule 1: all runs of a seed begin with the same parameters and are scored on the 
 the data units n, n + N, ... (of ours: the units in the order in which nodes ask for them).
 Rule 2: a curve is a list of (steps, loss) of what takes no network, and of (seconds, loss) of a run of ours. The model
 is scored every SCORED_STEPS steps' time; scoring takes none of that time.
-Rule 3: what is compiled is kept: one program for all seeds and rates of the runs without a network, one for each rate
+Rule 3: nodes that have joined wait until all have, and then begin together: time zero. What it costs to send the
+initial parameters is a matter of seconds here, for a port is slow and the run is short; it is not counted.
+Rule 4: what is compiled is kept: one program for all seeds and rates of the runs without a network, one for each rate
 of ours, and all of it in the cache folder that `keep_compiled` names.
 """
 
@@ -82,6 +84,7 @@ DILOCO = ExchangeSettings(
 )
 """Of Douillard et al. 2023. What fp16 rounds is left out."""
 LATENCY_SECONDS = 0.0005
+JOINING_LOOK_SECONDS = 0.001
 PROBE_STEPS = 100
 AUTO = "auto"
 
@@ -391,11 +394,18 @@ def _run_simulated(job: Job) -> Line:
 
 
 def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float) -> Line:
-    place, syncs = job.place, list[DelayedSync]()
+    place, syncs, begun = job.place, list[DelayedSync](), list[float]()
     held = place.held_milliseconds / 1e3
 
     class Watched(DelayedSync):
-        """Holds the training thread for a while at each offer, as an exchange with a card does."""
+        """Begins when all nodes have joined; holds the training thread for a while at each offer, as a card does."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            syncs.append(self)
+            while len(syncs) < job.nodes:
+                self.exchange.clock.sleep(JOINING_LOOK_SECONDS)
+            begun.append(self.exchange.clock.monotonic())
 
         def step(self, params: Any, **rest: Any) -> Any:
             before = self.statistics().offers if held else 0
@@ -403,10 +413,6 @@ def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float
             if held and self.statistics().offers > before:
                 self.exchange.clock.sleep(held)
             return params
-
-    def make_sync(*arguments: Any, **options: Any) -> DelayedSync:
-        syncs.append(Watched(*arguments, **options))
-        return syncs[-1]
 
     node_ns, hub_ns = codec_ns
     seconds = place.step_seconds
@@ -425,10 +431,11 @@ def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float
     )
     program = _Seeded(_base(job.program, job.data, job.rate), job.make())
     with tempfile.TemporaryDirectory() as folder:
-        result = simulate(scenario, program=program, make_sync=make_sync, record=Path(folder))
+        result = simulate(scenario, program=program, make_sync=Watched, record=Path(folder))
         chosen = read_chosen(Path(folder, "broker.jsonl"), scenario.settings)
+    zero = max(begun, default=0.0)
     return {
-        "curve": [(round(at, 4), loss) for at, _, loss in result.curve()],
+        "curve": [(round(at - zero, 4), loss) for at, _, loss in result.curve() if at >= zero],
         "ended": "target" if result.target_seconds < inf else "max_steps",
         "chosen": chosen,
         "refused_at_hub": result.refused,

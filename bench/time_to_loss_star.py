@@ -5,8 +5,8 @@ Rule 1: the broker and every node are processes in a network namespace each, whi
 Rule 2: the run is not asked for its score: the broker saves a checkpoint each second, and what the nodes had of it is
 scored by the bench: now and then while the run goes on, by a thread that takes only what nobody else wants of the
 cores, and all of it once the run is over. A point's time is that of the release, by the broker's record.
-Rule 3: time zero is when the last node begins its first step's time. What nodes compute is compiled, or in the cache
-folder, before they join.
+Rule 3: nodes that have joined wait until all have, and then begin together: time zero. What they compute is compiled,
+or in the cache folder, before they join.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -50,7 +50,7 @@ from time_to_loss_rows import (
     run_settings,
 )
 
-__all__ = ["run_real", "time_exchange", "main"]
+__all__ = ["run_real", "saved_versions", "time_exchange", "main"]
 
 PORT = 5555
 KEEP = 1_000_000
@@ -107,8 +107,9 @@ def _on_the_star(job: Job, folder: Path) -> Line:
             child.answer()
         for node in nodes:
             node.tell("join", f"tcp://{star.hub_address}:{PORT}")
-        begun = [node.answer(BEGIN_SECONDS)["begun"] for node in nodes]
-        zero = max(begun)
+        for node in nodes:
+            node.answer(BEGIN_SECONDS)
+        ask_all(nodes, "begin", zero := time.monotonic() + 0.1)
         with BusyMeter() as busy, _nice():
             ended = checkpoints.follow(zero + job.max_steps * job.place.step_seconds)
         statistics = ask_all(nodes, "figures")
@@ -119,7 +120,6 @@ def _on_the_star(job: Job, folder: Path) -> Line:
         "ended": ended,
         "statistics": statistics,
         "refused_at_hub": hub["refused"],
-        "begun_apart_seconds": max(begun) - min(begun),
         "busy": busy.busy_share,
     }
 
@@ -134,6 +134,12 @@ def _nice() -> Iterator[None]:
         yield
     finally:
         os.setpriority(os.PRIO_PROCESS, thread, before)
+
+
+def saved_versions(folder: Path) -> list[int]:
+    """Return the versions of the run in this folder that its broker has saved, rising."""
+    names = (path.name for path in (folder / "checkpoints").glob("checkpoint-*.safetensors"))
+    return sorted(int(name.removeprefix("checkpoint-").partition(".")[0]) for name in names)
 
 
 class _Checkpoints:
@@ -158,7 +164,7 @@ class _Checkpoints:
         more = 2 * SMOOTHED_STEPS * self.job.place.step_seconds
         done_at = inf
         while (now := time.monotonic()) < min(end, done_at):
-            waiting = self._versions()[-LIVE_SCORED:]
+            waiting = saved_versions(self.folder)[-LIVE_SCORED:]
             if len(waiting) == LIVE_SCORED and not self._scores.keys() & set(waiting):
                 score = self._score(waiting[-1])
                 if score <= self.job.until - STOPPED_BELOW and done_at == inf:
@@ -172,16 +178,12 @@ class _Checkpoints:
         began = next(one["monotonic"] for one in records if one["kind"] == "run")
         released = {one["version"]: one["seconds"] + began - zero for one in records if one["kind"] == "release"}
         curve: Curve = []
-        for version in reversed(self._versions()):
+        for version in reversed(saved_versions(self.folder)):
             if released.get(version, -1.0) >= 0:
                 curve.append((round(released[version], 4), self._score(version)))
                 if curve[-1][1] > max(TARGETS[0], self.job.until) + FAR:
                     break
         return curve[::-1]
-
-    def _versions(self) -> list[int]:
-        names = (path.name for path in (self.folder / "checkpoints").glob("checkpoint-*.safetensors"))
-        return sorted(int(name.removeprefix("checkpoint-").partition(".")[0]) for name in names)
 
     def _score(self, version: int) -> float:
         if version not in self._scores:
@@ -243,7 +245,7 @@ def _be_node(job: Job, number: int) -> None:
 
     from learning import pace
 
-    told, syncs = commands(), list[DelayedSync]()
+    told = commands()
     program = job.make()
     local = LocalStep(program)
     state = local.init(0)
@@ -253,27 +255,27 @@ def _be_node(job: Job, number: int) -> None:
     say({"compiled": True})
     _, address = told.get()
 
-    def make_sync(*arguments: Any, **options: Any) -> DelayedSync:
-        syncs.append(DelayedSync(*arguments, **options))
-        return syncs[-1]
-
     slowness = 2 if number >= job.nodes - job.slow else 1
-    paced = None
+    paces: list[Callable[[int, Any], None]] = []
 
-    def watch(step: int, loss: Any) -> None:
-        nonlocal paced
-        if paced is None:
-            say({"begun": time.monotonic()})
-            threading.Thread(target=answer, daemon=True).start()
-            paced = pace(slowness * job.place.step_seconds)
-        paced(step, loss)
+    def make_sync(*arguments: Any, **options: Any) -> DelayedSync:
+        sync = DelayedSync(*arguments, **options)
+        say({"joined": True})
+        _, zero = told.get()
+        say({"begins": True})
+        threading.Thread(target=answer, args=(sync,), daemon=True).start()
+        time.sleep(max(0.0, zero - time.monotonic()))
+        paces.append(pace(slowness * job.place.step_seconds))
+        return sync
 
-    def answer() -> None:
+    def answer(sync: DelayedSync) -> None:
         told.get()
-        say(asdict(syncs[0].statistics()))
+        say(asdict(sync.statistics()))
 
     with connect(address, f"pc-{number}", timeout_seconds=60.0) as node:
-        TrainingLoop(program, node, watch=watch, make_sync=make_sync).run(node.batches(program))
+        TrainingLoop(program, node, watch=lambda step, loss: paces[0](step, loss), make_sync=make_sync).run(
+            node.batches(program)
+        )
 
 
 if __name__ == "__main__":
