@@ -30,7 +30,9 @@ def test_who_sends_refused_deltas_again_and_again_is_told_for_how_long_none_is_t
     assert sent(hub.tick(10.0), Preempt) == [("b", Preempt(OVER))]  # what it has made of them meanwhile is dropped
     assert sent(hub.tick(10.1), Preempt) == []
     assert hub.roster(10.0).members[1]["state"] == "live"
-    assert hub.receive("b", publish(3), 10.0) == [Expect("b", publish(3))]
+    assert [message.reason for _, message in sent(hub.receive("b", publish(3), 10.1), Refused)] == ["restart"]
+    hub.receive("b", Fetch(-1, WIRE), 10.1)
+    assert hub.receive("b", publish(3), 10.1) == [Expect("b", publish(3))]
 
 
 def test_who_is_quarantined_is_not_waited_for_and_no_part_of_the_mean():

@@ -135,3 +135,37 @@ def test_no_delta_of_sound_training_is_refused_for_its_size(codec, away, program
     assert result.scores["loss"] < 5  # of 34, untrained
     assert len(said) > 50 and {judgement.why for judgement in said} == {""}
     assert result.refused == 0
+
+
+def hurried(node, factor):
+    """Make the DelayedSync of one node, whose steps are so many times as long."""
+
+    class Hurried(DelayedSync):
+        last = None
+
+        def step(self, params, *arguments, **named):
+            if self.exchange.name == node and self.last is not None:
+                params = jax.tree.map(lambda new, old: old + factor * (new - old), params, self.last)
+            params = super().step(params, *arguments, **named)
+            self.last = jax.tree.map(np.array, params)
+            return params
+
+    return Hurried
+
+
+@pytest.mark.parametrize("release", ["immediately", "quorum"])
+@pytest.mark.parametrize("factor", [-3.0, -30.0])
+def test_a_node_that_diverges_from_its_first_step_costs_the_others_next_to_nothing(
+    release, factor, program, scenario, tmp_path
+):
+    run = scenario(3, units=99, release=release, codec="float32", broadcast_codec="float32")
+    nodes = tuple(SimNode(name=name, steps=160) for name in ("node-0", "node-1", "node-2"))
+    run = replace(run, nodes=nodes, settings=replace(run.settings, units=0))
+    result = simulate(run, program, make_sync=hurried("node-0", factor), record=tmp_path)
+    alone = replace(run, nodes=run.nodes[1:], settings=replace(run.settings, start_nodes=2))
+    assert result.scores["loss"] < 1.1 * simulate(alone, program).scores["loss"] + 0.01
+    if release == "immediately":  # its first delta was a version of its own before anybody could judge it
+        assert "taken back" in (tmp_path / "broker.jsonl").read_text()
+    ends = [result.nodes[name].params for name in ("node-1", "node-2")]
+    for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)

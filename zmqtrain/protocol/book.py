@@ -71,6 +71,8 @@ class HubBook:
         self.quarantines = Quarantines()
         self.groups = Groups()
         self.news = False
+        self.rests_until = 0
+        """The version before which nothing is taken back again."""
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
         self._began = now
 

@@ -35,6 +35,7 @@ __all__ = [
     "Reduce",
     "Deliver",
     "Rebase",
+    "TakeBack",
     "Withdraw",
     "Disconnect",
     "HubEffect",
@@ -215,7 +216,8 @@ class Reduce:
     """Close the round: aggregate over `live` nodes, outer step, encode against what was published, send to all.
 
     contributions: the publishes in it, in the order in which they were accumulated; dense: send the result
-    uncompressed; plain: the mean is the step, whatever the outer optimizer.
+    uncompressed; plain: the mean is the step, whatever the outer optimizer.  back_to: of a version that takes back what
+    was published after this one, and holds nothing else; -1: of any other.
     """
 
     version: int
@@ -224,6 +226,7 @@ class Reduce:
     live: int
     dense: bool
     plain: bool = False
+    back_to: int = -1
 
     @property
     def landed(self) -> tuple[tuple[PeerId, int], ...]:
@@ -257,6 +260,14 @@ class Rebase:
     """At the hub: the norm gate turns away these nodes, half of the live ones or more: it is to take their size."""
 
     peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """At the hub: this node was found to diverge: look since which version what it contributed was a part of that, and
+    tell `Hub.take_back`."""
+
+    peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +322,7 @@ HubEffect = (
     | Accumulate
     | Reduce
     | Rebase
+    | TakeBack
     | Disconnect
 )
 PeerEffect = Send | Connect | Expect | Serve | Deliver | Withdraw | Disconnect

@@ -50,7 +50,7 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
 )
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
-from zmqtrain.protocol.publishing import fault_of, is_double, offended, refuse, release
+from zmqtrain.protocol.publishing import RESTART, fault_of, is_double, offended, refuse, release, take_back
 from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote
@@ -167,6 +167,8 @@ class Hub(HubBook):
         if isinstance(announcement, Snapshot):
             return self._begun(self.founding.whole(member, announcement))
         assert isinstance(announcement, Publish)
+        if member.restarts:
+            return [refuse(self, member, announcement, *RESTART)]
         self.rounds.add(peer, announcement, now)
         self.quarantines.accepted(peer)
         member.contributions += 1
@@ -196,6 +198,11 @@ class Hub(HubBook):
             return []
         member.refused += 1
         return offended(self, member, reason, text, now)
+
+    def take_back(self, peer: PeerId, version: int) -> list[HubEffect]:
+        """Go back to what was published at this version, by a further one: a node that diverges was a part of what came
+        after it. [] if that is not to be."""
+        return take_back(self, version, f"the run goes back to version {version}: {words(peer)} had diverged")
 
     def gone(self, peer: PeerId, why: str, now: float) -> list[HubEffect]:
         """A peer is gone, and nothing that it may have said counts any more."""
@@ -240,7 +247,7 @@ class Hub(HubBook):
         if member.state is MemberState.LIVE:
             if not fetch.model:  # how the mean scores, or its own: of a time that is over
                 return []
-            member.known_version = fetch.version
+            member.known_version, member.restarts = fetch.version, False
             landed = self.records.landed(member.peer)
             return [Serve(member.peer, member.known_version, landed, digest=fetch.digest, held=fetch.held)]
         if self.shard and fetch.founding > self.founding.number and self.version > 0:

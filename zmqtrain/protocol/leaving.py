@@ -13,8 +13,7 @@ from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.members import Member, MemberState
-from zmqtrain.protocol.messages import Preempt
-from zmqtrain.protocol.publishing import release
+from zmqtrain.protocol.publishing import release, restart
 from zmqtrain.protocol.quarantine import OVER
 
 __all__ = ["LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
@@ -54,7 +53,7 @@ def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
         member.quarantined = book.quarantines.rest(member.peer, now) > 0
         if over and member.state is MemberState.LIVE and book.settings.masters == 1:
             # what it has made of the shared parameters meanwhile is what it was out for, many times over
-            effects.append(SendTo(member.peer, Preempt(OVER)))
+            effects.append(restart(member, OVER))
     return effects
 
 

@@ -87,8 +87,9 @@ class Member:
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
     steps, units: that its deltas stand for, and data units that it has done, since it came in.
-    quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.  digest,
-    held: as in its last Fetch.
+    quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.
+    restarts: it was told to begin again from the shared parameters, and has not fetched them yet.  digest, held: as in
+    its last Fetch.
     asked_at: when it was last sent something because nothing was heard of it.
     unreachable_since: when its connection was first found gone; None: it was not.
     """
@@ -121,6 +122,7 @@ class Member:
     checkpoints: tuple[int, ...] = ()
     quarantined: bool = False
     voter: str = ""
+    restarts: bool = False
     digest: str = ""
     held: int = 0
     asked_at: float = 0.0

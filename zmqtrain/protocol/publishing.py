@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zmqtrain.protocol.book import HubBook
-from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Rebase, Reduce, SendTo
+from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Rebase, Reduce, SendTo, TakeBack
 from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, training
-from zmqtrain.protocol.messages import Publish, Quarantine, Refused
+from zmqtrain.protocol.messages import Preempt, Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
 from zmqtrain.types import PeerId, count_values
 
-__all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "refuse", "offended", "release"]
+__all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "refuse", "offended", "take_back", "restart", "release"]
 
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 MOST_WAITING_BYTES = 64 << 20
 """What one node may have on its way or waiting for a round, in bytes; more only if the model is so large: one publish
 of the whole of it for each that may be on its way, and one."""
+
+
+RESTART = ("restart", "this node is to begin again from the shared parameters: what it had pending is dropped")
+DIVERGED = frozenset({"norm", "enormous", "non-finite"})
+"""Who is quarantined for these diverges, and what it contributed just before may have been a part of that."""
 
 
 def is_double(book: HubBook, member: Member, publish: Publish) -> bool:
@@ -42,6 +47,8 @@ def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str]
         return "duplicate", f"sequence {publish.sequence} was heard before"
     if member.quarantined:
         return "quarantine", "this node is quarantined: nothing of it is taken now"
+    if member.restarts:
+        return RESTART
     if not 0 <= publish.fragment < settings.fragments:
         return "fragment", f"fragment {publish.fragment} of a run with {settings.fragments}"
     if publish.codec != ("float32" if publish.dense else settings.codec):
@@ -81,7 +88,36 @@ def offended(book: HubBook, member: Member, reason: str, text: str, now: float) 
     if reason == "norm" and (out := book.quarantines.wrongly(live)):
         return _acquit(book, out)
     member.quarantined = True
-    return [SendTo(member.peer, Quarantine(reason, text, seconds)), *release(book, now)]
+    takes_back = reason in DIVERGED and book.settings.mode == "default" and book.settings.masters == 1
+    back: list[HubEffect] = [TakeBack(member.peer)] if takes_back and not book.exchange else []
+    return [SendTo(member.peer, Quarantine(reason, text, seconds)), *back, *release(book, now)]
+
+
+def take_back(book: HubBook, version: int, text: str) -> list[HubEffect]:
+    """Go back to what was published at this version, by a further one; all nodes begin again from that.
+
+    What was computed since was computed on parameters that are taken back; it is dropped where it waits.  So that no
+    node can hold a run up for good, the next one is not before as many versions as this one takes back.
+    """
+    if not 0 <= version < book.version or book.version < book.rests_until:
+        return []
+    effects: list[HubEffect] = []
+    for peer, publish in book.rounds.pending:
+        if (member := book.members.get(peer)) is not None:
+            effects.append(refuse(book, member, publish, *RESTART))
+    book.clear_rounds()
+    fragments, taken = tuple(range(book.settings.fragments)), book.version - version
+    book.version += 1
+    book.rests_until = book.version + taken
+    live = max(1, len(training(book.members)))
+    effects.append(Reduce(book.version, fragments, (), live, dense=True, back_to=version))
+    return effects + [restart(one, text) for one in book.members.values() if one.state is MemberState.LIVE]
+
+
+def restart(member: Member, reason: str) -> SendTo:
+    """Have a live node drop what it has pending, and take none of its deltas until it has fetched what is shared."""
+    member.restarts = True
+    return SendTo(member.peer, Preempt(reason))
 
 
 def _acquit(book: HubBook, peers: Sequence[PeerId]) -> list[HubEffect]:

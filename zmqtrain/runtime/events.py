@@ -23,8 +23,8 @@ class BrokerEvents(Protocol):
         """The broker is up. version: that the run was resumed at, -1 for a new one."""
 
     def member(self, peer: PeerId, what: str, text: str) -> None:
-        """A node has come or gone. what: "joined", "left", "again" (it connected again), "lost", "quarantined" or
-        "acquitted" (the norm gate was wrong); text: why."""
+        """A node has come or gone. what: "joined", "left", "again" (it connected again), "lost", "quarantined",
+        "acquitted" (the norm gate was wrong) or "taken back" (what it contributed, as it diverges); text: why."""
 
     def averaged(self, peers: Sequence[PeerId]) -> None:
         """The parameters with which the run will be founded are the mean of these nodes', in this order, unless they

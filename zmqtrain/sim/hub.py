@@ -25,6 +25,7 @@ from zmqtrain.protocol.effects import (
     Reduce,
     SendTo,
     Serve,
+    TakeBack,
 )
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.founding import takes_moments
@@ -241,7 +242,11 @@ class SimHub:
             case Accumulate(peer, publish):
                 payload = self._whole.pop(_key(peer, publish))
                 self._codec.do(self._values(publish), partial(self.aggregator.accumulate, peer, publish, payload))
+            case TakeBack(peer):
+                self._codec.do(0, partial(self._take_back, peer))
             case Reduce():
+                if effect.back_to >= 0:
+                    self._whole.clear()
                 self._codec.do(sum(map(self._of_fragment, effect.fragments)), partial(self._release, effect))
             case Serve():
                 self._codec.do(0, partial(self._serve, effect, self._moments if effect.moments else ()))
@@ -254,6 +259,13 @@ class SimHub:
                 self._following.pop(peer, None)
                 self.aggregator.gate.forget(peer)
                 self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
+
+    def _take_back(self, peer: PeerId) -> None:
+        version = self.aggregator.version_before(peer)
+        if effects := self.hub.take_back(peer, version):
+            if self._events is not None:
+                self._events.member(peer, "taken back", f"what was published since version {version}")
+            self._carry_out(effects)
 
     def _say_quarantine(self, peer: PeerId, quarantine: Quarantine) -> None:
         self.aggregator.gate.forget(peer, probation=True)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.runtime.equation.aggregators import codecs_of, equal, founded, random_flats
-from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
+from zmqtrain.runtime.equation import aggregator as aggregator_module
 from zmqtrain.runtime.equation.delta import cut
 from zmqtrain.runtime.equation.gate import error_of, reason_of
 
@@ -106,3 +107,68 @@ def test_what_is_judged_and_never_counts_moves_nothing():
         assert here.aggregator.judge("c", publish, frames).why == ""
     assert here.send("d", scale=3.0) == "norm", "what was not heard of to the end has raised the usual size"
     assert here.aggregator.gate.memory().tolist() == before and not here.aggregator._judged
+
+
+def nodes_anchor(aggregator, releases, start):
+    """What a node has that has applied these, to the bit."""
+    anchor = [flat.copy() for flat in start]
+    for released in releases:
+        codecs, counts = codecs_of(aggregator, released.codec, 0), aggregator.layout.counts(0)
+        anchor[0] += decode_payload(codecs, released.frames[0], counts)
+    return anchor
+
+
+@pytest.mark.parametrize("broadcast", ["int8", "ternary"])
+@pytest.mark.parametrize("outer", ["sgd:rate=1", "nesterov:rate=0.8,momentum=0.5", "adam:rate=0.01"])
+def test_what_was_published_since_a_node_diverged_is_taken_back_and_all_anchors_stay_equal(broadcast, outer):
+    here = Round(broadcast=broadcast, outer=outer)
+    aggregator = here.aggregator
+    start, releases = [flat.copy() for flat in aggregator.published], []
+    for _ in range(2):
+        here.send("a"), here.send("b"), here.send("bad")
+        releases.append(here.close(live=3))
+    before = [flat.copy() for flat in aggregator.published]
+    for peer, scale in (("bad", 0.9), ("a", 0.1), ("b", 0.1), ("bad", 0.9)):
+        here.send(peer, scale)
+        releases.append(here.close(live=3))
+    assert aggregator.version_before("bad") == 2 and aggregator.version_before("a") == -1
+    here.send("a")  # in the sum, and of no version
+    here.come.clear()
+    releases.append(aggregator.release(Reduce(7, (0,), (), 3, dense=True, back_to=2)))
+    np.testing.assert_allclose(aggregator.published[0], before[0], rtol=0, atol=1e-5)
+    assert equal(aggregator.published, aggregator.parameters) and aggregator.version == 7
+    fresh = aggregator.outer.init(before[0].size)
+    assert all(np.array_equal(array, fresh[key]) for key, array in aggregator._outer_state[0].items())
+    assert equal(nodes_anchor(aggregator, releases, start), aggregator.published)
+    assert aggregator.version_before("bad") == -1, "once is enough"
+    releases.append(here.close(live=3))
+    assert equal(nodes_anchor(aggregator, releases, start), aggregator.published)
+    np.testing.assert_allclose(aggregator.published[0], before[0], rtol=0, atol=1e-5)
+
+
+def test_a_broker_started_again_on_its_journal_has_what_was_taken_back():
+    here, again = Round(), founded(fragments=1)
+    releases = []
+    for scale in (0.1, 0.1, 0.9):
+        here.send("a"), here.send("bad", scale)
+        releases.append(here.close(live=2))
+    releases.append(here.aggregator.release(Reduce(4, (0,), (), 2, dense=True, back_to=2)))
+    for released in releases:
+        again.replay(released)
+    assert equal(again.published, here.aggregator.published) and again.version == 4
+
+
+def test_the_record_of_what_was_published_is_bounded(monkeypatch):
+    monkeypatch.setattr(aggregator_module, "RECORD_EXCHANGES", 3)
+    here = Round(broadcast="ternary")
+    for _ in range(9):
+        here.send("a")
+        here.close(live=1)
+    assert [released.version for released, _ in here.aggregator._record] == [7, 8, 9]
+    monkeypatch.setattr(aggregator_module, "RECORD_EXCHANGES", 32)
+    monkeypatch.setattr(aggregator_module, "RECORD_BYTES", 0)
+    dense = Round(broadcast="float32")
+    for _ in range(9):
+        dense.send("a")
+        dense.close(live=1)
+    assert len(dense.aggregator._record) == 2

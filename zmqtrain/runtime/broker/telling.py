@@ -137,6 +137,13 @@ class Telling:
         if self._events is not None:
             self._events.member(peer, "quarantined", text)
 
+    def taking_back(self, peer: PeerId, version: Version, before: Version) -> None:
+        """What a node contributed that diverges is taken back."""
+        text = f"what was published since version {version} is taken back (the run was at {before})"
+        logger.warning("%s has diverged, and was a part of the last versions: %s", _name(peer), text)
+        if self._events is not None:
+            self._events.member(peer, "taken back", text)
+
     def rebased(self, peers: Sequence[PeerId]) -> None:
         """So many nodes were turned away for their norm that the gate is taken to be wrong."""
         text = (

@@ -25,6 +25,7 @@ from zmqtrain.protocol.effects import (
     Replicate,
     Rewind,
     Serve,
+    TakeBack,
 )
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Snapshot
@@ -42,7 +43,7 @@ from zmqtrain.types import Buffer, PeerId
 
 __all__ = ["VersionEffect", "Versions"]
 
-VersionEffect = Found | Average | Propose | Lend | Accumulate | Reduce | Rewind | Serve | Replicate
+VersionEffect = Found | Average | Propose | Lend | Accumulate | Reduce | TakeBack | Rewind | Serve | Replicate
 
 Frames = Sequence[Buffer]
 
@@ -88,7 +89,12 @@ class Versions:
             case Accumulate(peer, publish):
                 frames = self._arrivals.take(peer, publish)
                 self._jobs.do(partial(self._aggregator.accumulate, peer, publish, frames))
+            case TakeBack(peer):
+                self._jobs.do(partial(self._aggregator.version_before, peer), self._found_before, peer)
             case Reduce():
+                if effect.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
+                    self._serving.begin_anew()
+                    self._arrivals.clear()
                 self._jobs.do(partial(self._release, effect, len(self._hub.live)), self._released, effect)
                 if self._hub.version == effect.version:
                     self.save_when_due(together=True)
@@ -188,6 +194,15 @@ class Versions:
         self._replicas.announce(released.version, to_nodes, time.monotonic(), size)
 
     # ------------------------------------------------------------------ an earlier one
+
+    def _found_before(self, version: int | CodecError, peer: PeerId) -> None:
+        """A node was found to diverge; what it contributed since this version was a part of that."""
+        assert isinstance(version, int)
+        before = self._hub.version
+        effects = self._hub.take_back(peer, version)
+        if effects:
+            self._telling.taking_back(peer, version, before)
+            self._carry_out(effects)
 
     def _rewound(self, result: tuple[dict[str, Any], Frames] | CodecError) -> None:
         assert not isinstance(result, CodecError)

@@ -12,6 +12,7 @@ publishes are held until it closes (`held_round`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor
@@ -27,6 +28,7 @@ from zmqtrain.codecs.payload import (
     Slab,
     check_payload,
     decode_payload,
+    encode_payload,
     encode_slabs,
     initial_states,
     payload_size,
@@ -38,6 +40,7 @@ from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.runtime.equation.delta import (
     DENSE,
+    cut,
     decode_snapshot,
     encode_snapshot,
     snapshot_codecs,
@@ -64,6 +67,10 @@ LARGEST_SUM = 1e30
 """A sum that holds a larger value is left out of the parameters: the outer step of it might be no float32."""
 ROUNDING = 1e-6
 """What the shares of the federation that have come, sums of 1/N, may be off by."""
+
+RECORD_EXCHANGES, RECORD_MODELS, RECORD_BYTES = 32, 3, 16 << 20
+"""What a node that is found to diverge has contributed can be taken back for so many versions of each fragment, if what
+was published in them takes no more memory than so many models, or bytes if that is more."""
 
 Vector = NDArray[np.float32]
 
@@ -116,6 +123,7 @@ class Aggregator:
         self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
         self._judged: dict[tuple[PeerId, int], Judgement] = {}  # accepted, and in no version yet
         self._young: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}  # of those, judged once more
+        self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
         self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
 
@@ -196,6 +204,7 @@ class Aggregator:
         self.version, self._snapshot = version, (-1, ())
         self._judged.clear()
         self._young.clear()
+        self._record.clear()
         self._round.begin(len(flats))
         self.meter.begin()
         self._round.remember(version, self.published, range(len(flats)))
@@ -234,8 +243,8 @@ class Aggregator:
         else:
             self._decode(peer, publish, frames, out=self._sums[publish.fragment])
 
-    def _judge_round(self, reduce: Reduce) -> tuple[tuple[Contribution, Judgement], ...]:
-        """Return who of a round is out, now that all of it is here; add what has waited for that and is not."""
+    def _judge_round(self, reduce: Reduce) -> tuple[tuple[tuple[Contribution, Judgement], ...], list[Judgement]]:
+        """Return who of a round is out, now that all of it is here, and the others; add what has waited for that."""
         judged = [(one, self._judged.pop((one.peer, one.sequence), None)) for one in reduce.contributions]
         again = [(one, self.gate.judge_again(judgement)) for one, judgement in judged if judgement is not None]
         left_out = tuple((one, judgement) for one, judgement in again if judgement.why)
@@ -244,7 +253,7 @@ class Aggregator:
             waiting = self._young.pop((one.peer, one.sequence), None)
             if waiting is not None and (one.peer, one.sequence) not in out:
                 self._decode(one.peer, *waiting, out=self._sums[one.fragment])
-        return left_out
+        return left_out, [judgement for _, judgement in again if not judgement.why]
 
     def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
         """Return D(u) of a node; added to `out`, if given."""
@@ -260,8 +269,10 @@ class Aggregator:
 
     def release(self, reduce: Reduce) -> Released:
         """Close the round and return what every peer is to be sent."""
+        if reduce.back_to >= 0:
+            return self._take_back(reduce)
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
-        left_out = self._judge_round(reduce)
+        left_out, counted_in = self._judge_round(reduce)
         if left_out:
             out = {(one.peer, one.sequence) for one, _ in left_out}
             counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
@@ -278,7 +289,54 @@ class Aggregator:
         self.version = reduce.version
         self._round.remember(self.version, self.published, reduce.fragments)
         self.meter.close(reduce.fragments)
-        return Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
+        released = Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
+        if not self.gate.is_open:
+            self._record.append((released, counted_in))
+            most = max(RECORD_BYTES, RECORD_MODELS * 4 * sum(flat.size for flat in self.published))
+            while len(self._record) > RECORD_EXCHANGES * len(self.published) or self._record_bytes() > most:
+                self._record.popleft()
+        return released
+
+    def _record_bytes(self) -> int:
+        return sum(len(frame) for released, _ in self._record for frames in released.frames for frame in frames)
+
+    def version_before(self, peer: PeerId) -> Version:
+        """Return the version before the first that holds what this node, which has been found to diverge, contributed
+        as a part of that; -1: none of those that are known does."""
+        for released, judged in self._record:
+            if any(one.peer == peer and self.gate.is_suspicious(one) for one in judged):
+                return released.version - 1
+        return -1
+
+    def _take_back(self, reduce: Reduce) -> Released:
+        """Take what was published after a version from what is published, as a further version, and begin the outer
+        optimizer and the codec anew; what is not known any more of these stays."""
+        coding, frames = coding_from_spec(DENSE), []
+        for fragment in reduce.fragments:
+            counts, published = self.layout.counts(fragment), self.published[fragment]
+            total = np.zeros_like(published)
+            for released, _ in self._record:
+                if released.version > reduce.back_to and fragment in released.fragments:
+                    codecs = coding_from_spec(released.codec).of_fragment(self.layout, fragment)
+                    step = released.frames[released.fragments.index(fragment)]
+                    decode_payload(codecs, step, counts, out=total, add=True, checked=True)
+            codecs = coding.of_fragment(self.layout, fragment)
+            frames.append(encode_payload(codecs, cut(-total, counts)))
+            decode_payload(codecs, frames[-1], counts, out=published, add=True, checked=True)
+            self.parameters[fragment][:] = published
+            self._sums[fragment].fill(0)
+            broadcast = self.broadcast_coding.of_fragment(self.layout, fragment)
+            self._states[fragment] = initial_states(broadcast, counts)
+            self._outer_state[fragment] = self.outer.init(published.size)
+            self._shares[fragment] = 0.0
+        self._judged.clear()
+        self._young.clear()
+        self._record.clear()
+        self._round.begin(len(self.published))
+        self.version = reduce.version
+        self._round.remember(self.version, self.published, reduce.fragments)
+        self.meter.begin()
+        return Released(self.version, coding.name, reduce.fragments, tuple(frames))
 
     def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
         """Return whether, with this round, contributions of the whole federation have come since the last turn."""
