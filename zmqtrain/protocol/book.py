@@ -121,9 +121,10 @@ class HubBook:
         """The standby that follows this hub."""
         return next((one for one in self.members.values() if one.state is MemberState.STANDBY), None)
 
-    def may_announce(self, now: float) -> bool:
-        """Return whether this hub, without its standby, may let nodes hear of what is new: see `standby.Tenure`."""
-        return self.tenure.holds(now)
+    @property
+    def may_announce(self) -> bool:
+        """Whether this hub, without its standby, may let nodes hear of what is new: see `standby.Tenure`."""
+        return self.tenure.holds
 
     def roster(self, now: float) -> Roster:
         """Describe the run and its members as they stand."""
@@ -180,14 +181,14 @@ class HubBook:
             "quarantines": self.quarantines.state(),
         }
 
-    def books(self) -> str:
+    def books(self, now: float) -> str:
         """Return what a standby must hear of besides releases, and who is its crew, as JSON; it goes by them once it
         has read them."""
         here = {peer: self.records.incarnation(peer) for peer in sorted(crew(self.members))}
         told = {
             "crew": here,
             "in_step": self.tenure.follows,
-            "number": self.tenure.tell(here),
+            "number": self.tenure.tell(here, now),
             "tenure": self.tenure.number,
         }
         return json.dumps({**self._between_releases(), **told}, separators=(",", ":"))

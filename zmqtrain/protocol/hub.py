@@ -231,7 +231,7 @@ class Hub(HubBook):
             self.fence.keep(self.members)
             effects.append(Broadcast(self.roster(now)))
             if (standby := self.standby) is not None:
-                effects.append(SendTo(standby.peer, Books(self.books())))
+                effects.append(SendTo(standby.peer, Books(self.books(now))))
         return effects
 
     def measured(self, peer: PeerId, rate: float) -> None:
@@ -359,13 +359,13 @@ class Hub(HubBook):
 
     # ------------------------------------------------------------------ life after a restart
 
-    def in_step(self) -> list[HubEffect]:
+    def in_step(self, now: float) -> list[HubEffect]:
         """The standby holds all that nodes have heard of: from now on they hear of nothing before it."""
         standby = self.standby
         if standby is None:
             return []
         self.tenure.joined(standby.address)
-        return [SendTo(standby.peer, Books(self.books())), Broadcast(self.roster(self._rostered))]
+        return [SendTo(standby.peer, Books(self.books(now))), Broadcast(self.roster(now))]
 
     def await_all(self, versions: tuple[int, ...]) -> None:
         """In strict mode, after a restart: wait for all nodes, and go back with them to the newest of these versions
@@ -376,7 +376,8 @@ class Hub(HubBook):
     def rewound(self, state: dict[str, Any]) -> list[HubEffect]:
         """All have kept this state's version, as a Rewind asked for: be there, and begin if they are all still here."""
         self.records.clear()
-        self.restore({**state, "quarantines": {}})  # who is out is so now
+        now = {name: part for name, part in state.items() if name != "tenure"} | {"quarantines": {}}
+        self.restore(now)  # who is out, and who follows, is so now
         self.records.forget_unlanded()  # those will be sent again
         self.clear_rounds()
         return self._begun(self.founding.rewound(self.version))

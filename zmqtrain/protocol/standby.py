@@ -8,10 +8,11 @@
 Rule 1: while a standby is in step, nodes hear of a version only once the standby holds it: a takeover loses nothing
 that a node has heard of.
 Rule 2: the first tells the standby which nodes are its crew, by id. Of the crew that it was last told, the standby
-needs the word of at least half to take over: nodes that have turned to it, and have not let the first go on without it.
+needs the word of at least half to take over: nodes that have turned to it since, and have not let the first go on.
 Of every crew that the standby may have been told last, the first needs more than half to go on without it: nodes that
-have said that they let it, from when their word at the standby is too old to count, and nodes that have left for good.
-So never both, whoever is cut off when. Newcomers are of no crew, and nor is a node that was started anew.
+let it, or have left for good, and were here since before the standby read of a crew, so that it has no word of theirs.
+So never both, whoever is cut off when. Newcomers are of no crew, and nor is a node that was started anew. A first that
+was itself started again does not know the crew, and waits for a standby.
 Rule 3: a standby that knows less than a node that turns to it is not the run's next hub, and says so.
 Rule 4: who tells a standby to take over must be an operator: one who has the hub's own keys, or, where there are none,
 is on the standby's own machine; and says so on a connection of now (`fencing`).
@@ -54,7 +55,7 @@ VOTE_SECONDS = 6.0
 """A node that turned to the standby so long ago may have found the first again: it comes several times in this time."""
 
 VOTE_DELAY_SECONDS = 2.0
-"""And so long its word may have been on the network."""
+"""A word of a node at the standby may have been on the network for so long."""
 TENURES_OF_A_LIFE = 1 << 20
 MOST_OPERATORS = 16
 MOST_VOTES = 1024
@@ -65,9 +66,9 @@ class Follower(Peer):
     """The standby's side of its talk with the first.
 
     address: where nodes reach the standby.  holds: the version that is here whole; -1: the run is not founded yet.
-    in_step: what nodes have heard of the first is here, as that last said.  books: the first's, as it last said;
-    read: their number.  crew: the nodes that were live there then, with their incarnations; tenure: its number.
-    lost_at: when the first was lost; None: it is there.
+    in_step: what nodes have heard of the first is here, as that last said.  books: the first's, as it last said; read,
+    read_at: their number, and when they came.  crew: the nodes that were live there then, with their incarnations;
+    tenure: its number.  lost_at: when the first was lost; None: it is there.
     """
 
     def __init__(self, peer: PeerId, name: str, address: str, incarnation: int = 0) -> None:
@@ -76,6 +77,7 @@ class Follower(Peer):
         self.in_step = False
         self.books: dict[str, Any] = {}
         self.read = self.tenure = 0
+        self.read_at = float("-inf")
         self.crew: dict[PeerId, int] = {}
         self.lost_at: float | None = None
         self._copies: dict[int, Replica | Aggregate] = {}
@@ -122,6 +124,7 @@ class Follower(Peer):
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             return self.distrust(f"its books: {error!r}", now)
         self.books, self.crew, self.in_step, self.read, self.tenure = told, crew, in_step, number, tenure
+        self.read_at = now
         return []
 
     @property
@@ -240,6 +243,7 @@ class Succession:
             peer
             for peer, vote in self._votes.items()
             if now - vote.at <= VOTE_SECONDS
+            and vote.at > self._follower.read_at
             and peer in crew
             and vote.incarnation - crew[peer] < LIFE
             and vote.without < tenure
@@ -256,10 +260,11 @@ class Tenure:
     def __init__(self) -> None:
         self.standby, self.number = "", 0
         self.follows = self.ended = False
-        self._told = 0
-        self._crews: dict[frozenset[PeerId], int] = {}  # that the standby may go by, with the number it was last told
-        self._released: dict[PeerId, float] = {}  # from when on these have no word at the standby any more
-        self._counted = 0  # the size of a crew, of a checkpoint that holds no ids
+        self._told: dict[int, tuple[frozenset[PeerId], float]] = {}  # by number: a crew that it may go by, and when
+        self._books = 0
+        self._read_at = float("-inf")  # when the books were told that the standby has read last
+        self._released: dict[PeerId, float] = {}  # who lets this hub go on, or has left, with when it came here
+        self._unknown = False  # by which crew the standby goes
 
     @property
     def without(self) -> int:
@@ -268,23 +273,25 @@ class Tenure:
 
     def joined(self, address: str) -> None:
         """A standby is in step: it goes by no crew before it is told one."""
-        self.standby, self.number, self.follows, self._counted = address, self.number + 1, True, 0
-        self._crews.clear()
+        self.standby, self.number, self.follows, self._unknown = address, self.number + 1, True, False
+        self._read_at = float("-inf")
+        self._told.clear()
         self._released.clear()
 
-    def tell(self, crew: Collection[PeerId]) -> int:
+    def tell(self, crew: Collection[PeerId], now: float) -> int:
         """Return the number of the books in which the standby is told this crew now."""
-        self._told += 1
+        self._books += 1
         if self.follows:
-            self._crews[frozenset(crew)] = self._told
+            self._told[self._books] = frozenset(crew), now
             for peer in crew:
                 self._released.pop(peer, None)
-        return self._told
+        return self._books
 
     def read(self, number: int) -> None:
-        """The standby has read the books of this number: it goes by no earlier ones."""
-        if self.follows:
-            self._crews = {crew: told for crew, told in self._crews.items() if told >= number}
+        """The standby has read the books of this number: it goes by no earlier ones, nor by what it heard before."""
+        if self.follows and number in self._told:
+            self._read_at = self._told[number][1]
+            self._told = {told: one for told, one in self._told.items() if told >= number}
 
     def lost(self) -> None:
         """The standby is gone: it may take over, with half of the crew that it was told last."""
@@ -308,31 +315,30 @@ class Tenure:
         self._release(peer, joined)
 
     def _release(self, peer: PeerId, joined: float) -> None:
-        if self._counted or any(peer in crew for crew in self._crews):
-            self._released.setdefault(peer, joined + VOTE_SECONDS + VOTE_DELAY_SECONDS)
+        if any(peer in crew for crew, _ in self._told.values()):
+            self._released.setdefault(peer, joined)
 
-    def holds(self, now: float) -> bool:
-        """Return whether nodes may hear of what is new: the standby holds it, or cannot take over."""
-        if self.ended or self.follows:
-            return not self.ended
-        released = {peer for peer, since in self._released.items() if since <= now}
-        if self._counted and 2 * len(released) <= self._counted:
-            return False
-        return all(not crew or 2 * len(crew & released) > len(crew) for crew in self._crews)
+    @property
+    def holds(self) -> bool:
+        """Whether nodes may hear of what is new: the standby holds it, or cannot take over."""
+        if self.ended or self.follows or self._unknown:
+            return self.follows and not self.ended
+        released = {peer for peer, joined in self._released.items() if joined + VOTE_DELAY_SECONDS <= self._read_at}
+        return all(not crew or 2 * len(crew & released) > len(crew) for crew, _ in self._told.values())
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold."""
-        crews = [sorted(crew) for crew in self._crews]
-        return {"standby": self.standby, "number": self.number, "crews": crews, "crew": self._counted}
+        return {"standby": self.standby, "number": self.number}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` wrote: begin without the standby. Raises KeyError, TypeError or ValueError.
+        """Take over what `state` wrote, in this release or an earlier one. Raises KeyError, TypeError or ValueError.
 
-        A checkpoint of an older release says only how many nodes the crew has.
+        Who follows or has taken over since is not known: nodes hear of nothing new before a standby is in step.
         """
-        self.standby, self._counted, self.follows = str(state["standby"]), int(state.get("crew", 0)), False
-        self.number = int(state.get("number", 0)) + TENURES_OF_A_LIFE
-        self._crews = {frozenset(PeerId(str(peer)) for peer in crew): 0 for crew in state.get("crews", ())}
+        self.standby, self.number, self.follows = str(state["standby"]), int(state.get("number", 0)), False
+        self._unknown = bool(self.standby)
+        if self.standby or self.number:
+            self.number += TENURES_OF_A_LIFE
 
 
 class Patience:

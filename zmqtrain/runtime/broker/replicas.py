@@ -118,7 +118,7 @@ class Replicas:
                 self._closing_since, self._in_step_at = None, now
                 self._patience.in_step(now)
                 logger.info("the standby at %s is in step, at version %d", self._hub.standby.address, version)
-                self._carry_out(self._hub.in_step())
+                self._carry_out(self._hub.in_step(now))
             elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
                 self._closing_since = now
         self._flush(now)
@@ -141,8 +141,9 @@ class Replicas:
         paused = self._hub.standby is None and bool(self._waiting) and now - self._waiting[0].since > PAUSED_SECONDS
         if paused and not self._paused:
             logger.warning(
-                "the standby at %s is gone, and so are half of its nodes or more: it may have taken over. Nodes hear "
-                "of nothing new here until more of them, or the standby, are back",
+                "the standby at %s is gone and may have taken over: too few of the nodes that it knows are here, or "
+                "this broker itself was started again. Nodes hear of nothing new here until it is back. If its PC does "
+                "not come back, and nothing is served there, start another: zmqtrain-broker --standby",
                 self._hub.tenure.standby,
             )
         self._paused = paused
@@ -164,13 +165,13 @@ class Replicas:
     def _size(self) -> int:
         return self._waiting[0].size if self._waiting else 0
 
-    def _may(self, version: Version, now: float) -> bool:
+    def _may(self, version: Version) -> bool:
         if self._hub.tenure.follows:
             return version <= self._held
-        return self._closing_since is None and self._hub.may_announce(now)
+        return self._closing_since is None and self._hub.may_announce
 
     def _flush(self, now: float) -> None:
-        while self._waiting and self._may(self._waiting[0].version, now):
+        while self._waiting and self._may(self._waiting[0].version):
             if self._hub.tenure.follows and (since := self._waits_since()) is not None:
                 self._patience.waited(now - since, self._size(), now)
             one, self._flushed_at = self._waiting.popleft(), now
