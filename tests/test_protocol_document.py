@@ -42,6 +42,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     Welcome,
     WireLeaf,
+    WireSchedule,
     WorkUnit,
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Peer, PeerState
@@ -68,7 +69,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     tuple[WirePlace, ...]: "places",
     tuple[tuple[int, int], ...]: "landings",
     tuple[tuple[str, int], ...]: "origins",
-    tuple[tuple[int, int, int], ...]: "schedules",
+    tuple[WireSchedule, ...]: "schedules",
 }
 FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
 FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, Folded}

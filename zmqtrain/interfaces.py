@@ -136,8 +136,8 @@ class Exchange(Protocol):
         """Give what is wanted: parameters and optimizer state as they are now, as for `join`."""
 
     def next_fragments(self) -> tuple[int, ...]:
-        """Return the fragments that the offers of now should carry: one for each master, none for one that would refuse
-        it now."""
+        """Return the fragments that the offers of now should carry: one for each master, or all of the model where an
+        exchange carries all; none that would be refused now."""
 
     def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
@@ -167,13 +167,17 @@ class Exchange(Protocol):
         """
 
     def schedule(self) -> tuple[int, int]:
-        """Return the run's k and d as they hold at the version that is applied here; asked where k or d are auto."""
+        """Return the run's k and d as they hold at the version that is applied here, and code by what holds there;
+        asked where something is auto."""
 
     def pace(self) -> tuple[float, Sequence[float]]:
         """Return the samples per second of this node and of all live ones, as last reported (NaN: not known)."""
 
-    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
-        """Say how training goes, for whoever watches. loss may be a device scalar: nobody waits for it."""
+    def report(
+        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
+    ) -> None:
+        """Say how training goes, for whoever watches and for the plan. loss may be a device scalar: nobody waits for
+        it.  held_seconds: how long the training thread is held for one exchange (0: not known)."""
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """Say how the shared model of `version` scores on held-out data."""

@@ -12,16 +12,49 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.specs import split_argument
 from zmqtrain.types import LOCAL_UNITS
 
-__all__ = ["AUTO_EVERY", "AUTO_DELAY", "read_steps", "RunSettings"]
+__all__ = ["AUTO", "AUTO_EVERY", "AUTO_DELAY", "AUTO_FRAGMENTS", "FITTED", "read_steps", "pieces_of", "RunSettings"]
 
-AUTO_EVERY, AUTO_DELAY = 0, -1
-"""What `every` and `delay` are where people write "auto"."""
+AUTO = "auto"
+"""What a spec says that the hub fits to what it measures."""
+AUTO_EVERY, AUTO_DELAY, AUTO_FRAGMENTS = 0, -1, 0
+"""What `every`, `delay` and `fragments` are where people write "auto"."""
+FITTED: dict[str, Any] = {
+    "every": AUTO_EVERY,
+    "delay": AUTO_DELAY,
+    "codec": AUTO,
+    "broadcast_codec": AUTO,
+    "fragments": AUTO_FRAGMENTS,
+    "outer": AUTO,
+}
+"""The settings that may be auto, and what they are then."""
+FIXED: dict[str, Any] = {
+    "every": 8,
+    "delay": 4,
+    "codec": "ternary",
+    "broadcast_codec": "ternary",
+    "fragments": 1,
+    "outer": "nesterov:rate=0.8,momentum=0.5",
+}
+"""What takes the place of auto in a run that nothing can be fitted to: in strict mode, whose bits may not depend on
+measured times, and with several masters, each of which sees its own share only."""
+FIRST: dict[str, Any] = {
+    "every": 2,
+    "delay": 2,
+    "codec": "ternary:block=128",
+    "broadcast_codec": "ternary:block=128",
+    "outer": "sgd:rate=1",
+}
+"""What takes the place of auto until enough is measured; specs in their full form. A first k that is too small for the
+link does no harm, because offers are then put off until the one before has landed."""
+PIECES = ((1 << 17, 1), (1 << 20, 2), (1 << 26, 4))
+"""(values of the model, fragments): up to so many values, auto cuts the model into so many fragments; more: eight."""
+MOST_PIECES = 8
 
 
 _MOST_STEPS = 10**9
 _MOST_SECONDS = 10**9
 _RANGES: dict[str, tuple[float, int]] = {
-    "fragments": (1, 1 << 16),
+    "fragments": (AUTO_FRAGMENTS, 1 << 16),
     "masters": (1, 9999),
     "start_nodes": (1, 1 << 16),
     "units": (0, LOCAL_UNITS - 1),
@@ -37,9 +70,14 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def read_steps(name: str, value: Any) -> Any:
-    """Return what a person wrote for the setting `name`: "auto" of `every` and `delay` as a number, all else as is."""
-    auto = {"every": AUTO_EVERY, "delay": AUTO_DELAY}
-    return auto[name] if name in auto and value == "auto" else value
+    """Return what a person wrote for the setting `name`: "auto" of a numeric setting as a number, all else as is."""
+    return FITTED[name] if value == AUTO and name in FITTED else value
+
+
+def pieces_of(values: int) -> int:
+    """Return into how many fragments auto cuts a model of so many values: the aggregate of the first comes down while
+    the others go up, and each fragment costs its heads."""
+    return next((pieces for most, pieces in PIECES if values <= most), MOST_PIECES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +88,21 @@ class RunSettings:
     """What the nodes train: "text", "image", or an installed one; empty: the first node's own model founds the run."""
     program_arguments: str = ""
     """Arguments of the program, as "width=128,layers=2"."""
-    every: int = 8
-    """k: a node offers a delta every so many steps; 0 (auto): as often as links and machines allow, as measured."""
-    delay: int = 4
+    every: int = AUTO_EVERY
+    """k: a node offers a delta every so many steps; 0 (auto): as often as is best for the loss on these links and
+    machines, as measured."""
+    delay: int = AUTO_DELAY
     """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; -1 (auto):
     when it has come, as measured."""
-    codec: str = "ternary"
+    codec: str = AUTO
     """How a node's delta is coded on its way up: a spec such as ternary:block=128, topk:density=0.01+int4 or
-    "ternary;<1024=bf16" (docs/codecs.md). "ternary:block=128,fragments=8" sets fragments too."""
-    broadcast_codec: str = "ternary"
-    """How the aggregate is coded on its way down, with the hub's own feedback: as for codec."""
-    fragments: int = 1
-    """Each exchange carries one of so many parts of the model, in turn."""
+    "ternary;<1024=bf16" (docs/codecs.md); auto: as the link and the machines allow, as measured.
+    "ternary:block=128,fragments=8" sets fragments too."""
+    broadcast_codec: str = AUTO
+    """How the aggregate is coded on its way down, with the hub's own feedback: as for codec; auto: as the way up."""
+    fragments: int = AUTO_FRAGMENTS
+    """Each exchange carries one of so many parts of the model, in turn; 0 (auto): each exchange carries the whole model
+    in a few parts, and the aggregate of the first comes down while the others go up."""
     masters: int = 1
     """The model is divided among so many brokers: each has a share of it, equal in bytes, and an exchange goes to all
     of them, a fragment to each."""
@@ -84,8 +125,9 @@ class RunSettings:
     norm_gate: str = "auto"
     """A delta whose norm is so many times that of what came before it is refused, as 10; "none": none is. auto: 10, but
     none in strict mode, and where nodes keep parameters of their own (initial own, elastic)."""
-    outer: str = "nesterov:rate=0.8,momentum=0.5"
-    """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging."""
+    outer: str = AUTO
+    """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging; auto: that for
+    a small k, nesterov:rate=0.8,momentum=0.5 for a large one."""
     elastic: float = 1.0
     """The share of what is pending that a node offers: under 1, nodes keep parameters of their own around the shared
     ones (elastic averaging)."""
@@ -124,13 +166,17 @@ class RunSettings:
     def __post_init__(self) -> None:
         codec, fragments = split_argument(self.codec, "fragments")
         if fragments is not None:
-            if self.fragments not in (1, fragments):
+            if self.fragments not in (AUTO_FRAGMENTS, fragments):
                 raise ConfigError(
                     f"codec {self.codec!r} says fragments={fragments}, the setting fragments says {self.fragments}: "
                     "leave one of them out"
                 )
             object.__setattr__(self, "codec", codec)
             object.__setattr__(self, "fragments", fragments)
+        if self.mode == "strict" or self.masters > 1:
+            for name, auto in FITTED.items():
+                if getattr(self, name) == auto:
+                    object.__setattr__(self, name, FIXED[name])
 
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
@@ -138,7 +184,8 @@ class RunSettings:
                 raise ConfigError(f"{name} must be at least {least:g}, got {value}")
             if value > most:
                 raise ConfigError(f"{name} must be at most {most:,}, got {value}")
-        for name, auto, least in (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0)):
+        steps_of = (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0), ("fragments", AUTO_FRAGMENTS, 1))
+        for name, auto, least in steps_of:
             steps = getattr(self, name)
             if steps != auto and steps < least:
                 raise ConfigError(f'{name} must be "auto" or at least {least}, got {steps}')
@@ -171,11 +218,6 @@ class RunSettings:
                 'mode "strict" makes the same bits again, and what depends on the speed of nodes does not: say '
                 "--minibatch fixed:batches=1, or as many as you like"
             )
-        if self.mode == "strict" and self.is_planned:
-            raise ConfigError(
-                'mode "strict" makes the same bits again, and k and d that follow from measured times do not: say '
-                "--every and --delay in numbers; `zmqtrain plan` says which fit"
-            )
         if self.initial == "own" and self.elastic == 1 and self.preemption == "none":
             raise ConfigError(
                 'initial "own" with preemption "none" never brings the nodes together: say --preemption score, or '
@@ -185,11 +227,6 @@ class RunSettings:
             raise ConfigError(
                 f'initial "{self.initial}" compares or mixes whole models, and of {self.masters} masters none has one: '
                 "say --initial founder (all begin with the parameters of the first node), or --masters 1"
-            )
-        if self.masters > 1 and self.is_planned:
-            raise ConfigError(
-                f"every and delay are numbers where the model is divided among {self.masters} masters, as each sees "
-                "its own share only: say both; `zmqtrain plan --masters` fits them"
             )
         if self.mode == "strict" and self.initial == "own":
             raise ConfigError(
@@ -223,18 +260,39 @@ class RunSettings:
 
     @property
     def offers_in_flight(self) -> int:
-        """How many offers of one node may be on their way: just as many as `delay` asks for (of a planned run: one,
-        until `scheduled` says k and d)."""
-        return 1 if self.is_planned else max(1, -(-self.delay // self.every))
+        """How many offers of one node and fragment may be in flight: as many as `delay` asks for (of a fitted run: one,
+        until `scheduled` says k and d); one more where an exchange carries all, so that a late aggregate puts off no
+        offer."""
+        if self.every == AUTO_EVERY or self.delay == AUTO_DELAY:
+            return 1
+        return max(1, -(-self.delay // self.every)) + self.carries_all
 
     @property
     def is_planned(self) -> bool:
-        """Whether k or d (auto) follow from what is measured: the broker announces them, again and again."""
-        return self.every == AUTO_EVERY or self.delay == AUTO_DELAY
+        """Whether something (auto) follows from what is measured: the broker announces it, again and again."""
+        return any(getattr(self, name) == auto for name, auto in FITTED.items() if name != "fragments")
 
-    def scheduled(self, every: int, delay: int) -> RunSettings:
-        """Return the settings with this k and d."""
-        return replace(self, every=every, delay=delay)
+    @property
+    def carries_all(self) -> bool:
+        """Whether an exchange carries all fragments of the model, one after the other, not one of them in turn."""
+        return self.fragments == AUTO_FRAGMENTS
+
+    def fragments_of(self, values: int) -> int:
+        """Return into how many fragments a model of so many values is cut: auto, one where a round takes fragments as
+        they come (every release rule but quorum)."""
+        if not self.carries_all:
+            return self.fragments
+        return pieces_of(values) if self.release.partition(":")[0] == "quorum" else 1
+
+    def scheduled(self, **chosen: Any) -> RunSettings:
+        """Return the settings with these in the place of auto; "" and what is told stay. Raises ConfigError."""
+        fitted = {name: value for name, value in chosen.items() if value != "" and getattr(self, name) == FITTED[name]}
+        return replace(self, **fitted)
+
+    @property
+    def at_first(self) -> RunSettings:
+        """The settings that hold until something is measured: in numbers and specs, but for the fragments."""
+        return self.scheduled(**FIRST)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, for the wire and the checkpoint."""

@@ -145,7 +145,9 @@ class BrokerConfig(RunOptions):
         if self.address:
             parse_address(self.address)
         require("wait_seconds", self.wait_seconds, 0)
-        given = [f.name for f in fields(RunSettings) if f.name != "masters" and getattr(self, f.name) != f.default]
+        not_given = RunSettings(masters=self.masters)  # where there are several, nothing is auto
+        names = [field.name for field in fields(RunSettings) if field.name != "masters"]
+        given = [name for name in names if getattr(self, name) != getattr(not_given, name)]
         if given:
             raise ConfigError(
                 f"the settings of a run are {whose}: leave {', '.join(given)} out here, or give them where {where}"

@@ -172,6 +172,12 @@ def _schedule_of(settings: RunSettings) -> str:
     return f"every {every}, delay {'auto' if settings.delay == AUTO_DELAY else settings.delay}"
 
 
+def _cut_of(settings: RunSettings) -> str:
+    if settings.carries_all:
+        return "fragments auto"
+    return f"{settings.fragments} fragment{'s' * (settings.fragments != 1)}"
+
+
 def judge_link(link: LinkFigures, way: WayToHub) -> Iterator[Finding]:
     """Give the findings about the hub's answers and the rates of the link."""
     settings = link.settings
@@ -181,7 +187,7 @@ def judge_link(link: LinkFigures, way: WayToHub) -> Iterator[Finding]:
         OK,
         f"{link.run}, {'not begun' if link.version < 0 else f'version {link.version}'}, {there}: "
         f"{settings.program or 'custom loops'}, {_schedule_of(settings)}, {settings.codec} up, "
-        f"{settings.broadcast_codec} down, {settings.fragments} fragment{'s' * (settings.fragments != 1)}; protocol "
+        f"{settings.broadcast_codec} down, {_cut_of(settings)}; protocol "
         f"version {PROTOCOL_VERSION}" + (f", {link.software}" if link.software else ""),
     )
     yield from _judge_rates(link)

@@ -14,7 +14,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.runtime.checkpoints.every import every_from_text
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings
 
 __all__ = [
     "Verbose",
@@ -24,6 +24,7 @@ __all__ = [
     "File",
     "Every",
     "Delay",
+    "Fragments",
     "RunOptions",
     "KeepsCheckpoints",
     "require",
@@ -37,8 +38,8 @@ Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
-def _steps(name: str, least: int, auto: int) -> PrimitiveConstructorSpec[int]:
-    """How a number of steps is read from a flag: "auto", or a number."""
+def _number(name: str, least: int, auto: int, what: str) -> PrimitiveConstructorSpec[int]:
+    """How a setting that may be auto is read from a flag: "auto", or a number. what: it counts, for --help."""
 
     def read(written: list[str]) -> int:
         if written[0] == "auto":
@@ -49,15 +50,16 @@ def _steps(name: str, least: int, auto: int) -> PrimitiveConstructorSpec[int]:
 
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="{auto,STEPS}",
+        metavar=f"{{auto,{what}}}",
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: ["auto" if value == auto else str(value)],
     )
 
 
-Every = Annotated[int, _steps("every", 1, AUTO_EVERY)]
-Delay = Annotated[int, _steps("delay", 0, AUTO_DELAY)]
+Every = Annotated[int, _number("every", 1, AUTO_EVERY, "STEPS")]
+Delay = Annotated[int, _number("delay", 0, AUTO_DELAY, "STEPS")]
+Fragments = Annotated[int, _number("fragments", 1, AUTO_FRAGMENTS, "FRAGMENTS")]
 
 
 class KeepsCheckpoints(Protocol):
@@ -94,8 +96,12 @@ def check_checkpoints(config: KeepsCheckpoints, strict: bool) -> None:
 class RunOptions(RunSettings):
     """The settings of a run as they are typed."""
 
-    every: Every = 8
-    """k: a node offers a delta every so many steps; auto: as often as links and machines allow, as measured."""
-    delay: Delay = 4
+    every: Every = AUTO_EVERY
+    """k: a node offers a delta every so many steps; auto: as often as is best for the loss on these links and machines,
+    as measured."""
+    delay: Delay = AUTO_DELAY
     """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; auto: when
     it has come, as measured."""
+    fragments: Fragments = AUTO_FRAGMENTS
+    """Each exchange carries one of so many parts of the model, in turn; auto: each carries the whole model in a few
+    parts, and the aggregate of the first comes down while the others go up."""

@@ -22,8 +22,9 @@ from zmqtrain.cli.terminal import Terminal
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
+from zmqtrain.runtime.planning.learning import NODE_BATCHES, SPREAD
 from zmqtrain.runtime.planning.memory import MemoryEstimate, Place, estimate
-from zmqtrain.runtime.planning.planning import PERIOD_STEPS, Plan, Wish, make_plan, variants
+from zmqtrain.runtime.planning.planning import Plan, Wish, make_plan, variants
 from zmqtrain.runtime.planning.schedule import model_of
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
@@ -60,17 +61,18 @@ class PlanConfig:
     share: float = 0.8
     """What training may take of every port; the rest is left to ssh, NFS and data."""
     codec: str = ""
-    """How deltas are coded (docs/codecs.md); empty: the densest that keeps to period_steps."""
+    """How deltas are coded (docs/codecs.md); empty: as is best for the time to a loss."""
     broadcast_codec: str = ""
     """How aggregates are coded; empty: as codec."""
     fragments: int = 0
-    """In how many parts the model travels; 0: chosen."""
+    """One of so many parts of the model in each exchange, in turn; 0: the whole model in each."""
     every: int = 0
-    """k, to see what it does; 0: the smallest that fits."""
+    """k, to see what it does; 0: as is best for the time to a loss."""
     delay: int = 0
-    """d, to see what it does; 0: the smallest at which the aggregate is there."""
-    period_steps: float = PERIOD_STEPS
-    """In so many steps the whole model should have been exchanged: what the codec is chosen by."""
+    """d, to see what it does; 0: when the aggregate is there."""
+    critical: float = NODE_BATCHES
+    """The critical batch size of your training, in batches of one node: with so many nodes a sample teaches half of
+    what it does with one. `zmqtrain status` measures it in a run ("another PC would add ...")."""
     masters: int = 1
     """How many brokers share the work, each on a port of its own."""
     masters_on_nodes: bool = False
@@ -166,7 +168,7 @@ def wish_of(config: PlanConfig) -> Wish:
         fragments=config.fragments,
         every=config.every,
         delay=config.delay,
-        period_steps=config.period_steps,
+        node_batches=config.critical,
         step_on=config.step_on,
         codec_on=_codec_on(config),
         cores=config.cores,
@@ -192,7 +194,7 @@ def memory_of(config: PlanConfig, plan: Plan) -> MemoryEstimate:
             delay=plan.schedule.delay,
             codec=plan.codec,
             broadcast_codec=plan.broadcast_codec,
-            fragments=plan.fragments,
+            fragments=0 if plan.load.pieces else plan.fragments,
         ),
         config.anchor,
         config.batches,
@@ -203,10 +205,11 @@ def memory_of(config: PlanConfig, plan: Plan) -> MemoryEstimate:
 
 def settings_line(plan: Plan) -> str:
     """Return what to type where the (first) broker is started, besides its program and who may reach it."""
+    cut = "" if plan.load.pieces else f" --fragments {plan.fragments}"
     shard = f" --shard 0/{plan.load.masters}" if plan.load.masters > 1 else ""
     return (
         f"zmqtrain-broker --every {plan.schedule.every} --delay {plan.schedule.delay} --codec {quote(plan.codec)} "
-        f"--broadcast-codec {quote(plan.broadcast_codec)} --fragments {plan.fragments}{shard}"
+        f"--broadcast-codec {quote(plan.broadcast_codec)} --outer {quote(plan.option.outer)}{cut}{shard}"
     )
 
 
@@ -227,8 +230,15 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
     table.add_column()
     table.add_column()
     both = plan.codec if plan.broadcast_codec == plan.codec else f"{plan.codec} up, {plan.broadcast_codec} down"
+    pieces = "all in each exchange" if load.pieces else "one in each exchange"
+    share, least, most = plan.speedup / plan.ideal, plan.speedup * (1 - SPREAD), plan.speedup * (1 + SPREAD)
     rows = {
-        "codec": f"{both}, {plan.fragments} fragment{'s' * (plan.fragments > 1)}",
+        "to a loss": f"{plan.speedup:.2f} times as fast as one PC ({least:.1f} to {min(most, plan.ideal):.1f}); on a "
+        f"free network {plan.ideal:.2f} times",
+        "why": f"{share:.0%} of the free network: exchanges leave {predicted.efficiency:.0%} of the steps, and codec, "
+        f"k and age ask for {plan.option.slowdown:.2f} times as many",
+        "codec": f"{both}, {plan.fragments} fragment{'s' * (plan.fragments > 1)}, {pieces}",
+        "outer": plan.option.outer,
         "k, d": f"{plan.schedule.every}, {plan.schedule.delay} steps",
         "an exchange": f"{format_bytes(load.bytes_up)} up, {format_bytes(load.bytes_down)} down, per node, in "
         f"{predicted.latency_seconds:.2g} s",
@@ -246,16 +256,16 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
 
 def _variants_table(plans: Sequence[Plan]) -> Table:
     table = Table(title="the same with other masters and hubs (Gb/s)", title_justify="left", box=None, pad_edge=False)
-    figures = ("masters", "hub", "codec", "parts", "k", "d", "model", "age", "MB/step", "port", "efficiency")
+    figures = ("masters", "hub", "codec", "parts", "k", "d", "age", "MB/step", "port", "efficiency", "speed-up")
     for column in figures:
         table.add_column(column, justify="left" if column == "codec" else "right")
     for plan in plans:
         predicted = plan.prediction
         table.add_row(
             str(plan.wish.masters), f"{plan.wish.hub_bits / 1e9:g}", plan.codec, str(plan.fragments),
-            str(plan.schedule.every), str(plan.schedule.delay), f"{predicted.model_period_steps:.4g}",
-            f"{predicted.age_steps:.4g}", f"{predicted.mb_up:.3g}",
-            f"{max(predicted.port_up, predicted.port_down):.0%}", f"{predicted.efficiency:.3f}",
+            str(plan.schedule.every), str(plan.schedule.delay), f"{predicted.age_steps:.4g}",
+            f"{predicted.mb_up:.3g}", f"{max(predicted.port_up, predicted.port_down):.0%}",
+            f"{predicted.efficiency:.3f}", f"{plan.speedup:.2f}",
         )  # fmt: skip
     return table
 
@@ -296,6 +306,10 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "delay": plan.schedule.delay,
         "bytes_up": plan.load.bytes_up,
         "bytes_down": plan.load.bytes_down,
+        "outer": plan.option.outer,
+        "slowdown": plan.option.slowdown,
+        "speedup": plan.speedup,
+        "ideal_speedup": plan.ideal,
         **asdict(plan.prediction),
     }
 

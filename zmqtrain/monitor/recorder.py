@@ -24,6 +24,7 @@ from zmqtrain.interfaces import Clock
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
 from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.messages import Schedule
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, PeerId, Update, Version
 
@@ -128,9 +129,9 @@ class BrokerRecorder(Recorder):
         """See BrokerEvents."""
         self.write(records.founding(self.seconds, self._averaged or (peer,)))
 
-    def scheduled(self, every: int, delay: int, from_version: Version, text: str) -> None:
+    def scheduled(self, schedule: Schedule, text: str) -> None:
         """See BrokerEvents."""
-        self.write(records.plan(self.seconds, every, delay, from_version, text))
+        self.write(records.plan(self.seconds, schedule, text))
 
     def released(self, reduce: Reduce, nodes: int, codec: str, frames: Sequence[Sequence[Buffer]]) -> None:
         """See BrokerEvents."""
@@ -196,9 +197,9 @@ class NodeRecorder(Recorder):
         )
         self._hold(record)
 
-    def scheduled(self, every: int, delay: int) -> None:
+    def scheduled(self, every: int, delay: int, codec: str, broadcast_codec: str) -> None:
         """See NodeEvents."""
-        self._hold(records.schedule(self.seconds, self._name, every, delay))
+        self._hold(records.schedule(self.seconds, self._name, every, delay, codec, broadcast_codec))
 
     def paced(self, own: float, rates: Sequence[float]) -> None:
         """See NodeEvents."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.messages import Schedule
 from zmqtrain.types import Array, Buffer, PeerId, Version
 
 __all__ = [
@@ -98,10 +99,12 @@ def founding(seconds: float, peers: Sequence[PeerId]) -> Record:
     return {"kind": "founding", "seconds": seconds, "nodes": [name_of(peer) for peer in peers], "peers": list(peers)}
 
 
-def plan(seconds: float, every: int, delay: int, from_version: Version, text: str) -> Record:
-    """Other k and d are announced, for the time from a version on. text: what they follow from."""
+def plan(seconds: float, schedule: Schedule, text: str) -> Record:
+    """Another k, d, codec or outer optimizer is announced, from a version on. text: what they follow from."""
     return {
-        "kind": "plan", "seconds": seconds, "every": every, "delay": delay, "from_version": from_version, "text": text
+        "kind": "plan", "seconds": seconds, "every": schedule.every, "delay": schedule.delay,
+        "from_version": schedule.from_version, "codec": schedule.codec, "broadcast_codec": schedule.broadcast_codec,
+        "outer": schedule.outer, "text": text,
     }  # fmt: skip
 
 
@@ -122,6 +125,8 @@ def release(
         "samples": reduce.samples,
         "fragments": list(reduce.fragments),
         "dense": reduce.dense,
+        "broadcast_codec": reduce.codec,
+        "outer": reduce.outer,
         "contributions": [
             {
                 "node": name_of(one.peer),
@@ -185,9 +190,12 @@ def step(seconds: float, name: str, number: int, loss: float, samples: int = -1)
     return {**record, "samples": samples} if samples >= 0 else record
 
 
-def schedule(seconds: float, name: str, every: int, delay: int) -> Record:
-    """A node has come to the run's k and d of now (where they are auto)."""
-    return {"kind": "schedule", "seconds": seconds, "node": name, "every": every, "delay": delay}
+def schedule(seconds: float, name: str, every: int, delay: int, codec: str, broadcast_codec: str) -> Record:
+    """A node has come to the run's k, d and codecs of now (where something is auto)."""
+    return {
+        "kind": "schedule", "seconds": seconds, "node": name, "every": every, "delay": delay, "codec": codec,
+        "broadcast_codec": broadcast_codec,
+    }  # fmt: skip
 
 
 def pace(seconds: float, name: str, own: float, rates: Sequence[float]) -> Record:

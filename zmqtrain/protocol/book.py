@@ -17,15 +17,15 @@ from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import Groups
 from zmqtrain.protocol.masters import Masters
 from zmqtrain.protocol.members import Member, MemberState, crew
-from zmqtrain.protocol.messages import Publish, Roster, Schedule, model_from_wire
+from zmqtrain.protocol.messages import Publish, Roster, model_from_wire
 from zmqtrain.protocol.quarantine import Quarantines
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import ReleaseRule
-from zmqtrain.protocol.schedules import Timetable
+from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 from zmqtrain.protocol.standby import Tenure
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId
+from zmqtrain.types import ModelSpec, PeerId, count_values
 
 __all__ = ["HubBook"]
 
@@ -64,7 +64,7 @@ class HubBook:
         self.timetable = Timetable(settings)
         self.masters = Masters(settings.masters)
         self.members: dict[PeerId, Member] = {}
-        self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, settings.fragments)
+        self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, together=settings.carries_all)
         self.dealing = Dealing(settings, self.members, shard)
         self.records = Records()
         self.fence = Fence()
@@ -82,6 +82,11 @@ class HubBook:
     def model(self) -> ModelSpec:
         """The run's model; before the run has one, that of the node that is asked for its parameters."""
         return self.founding.model
+
+    @property
+    def fragments(self) -> int:
+        """Into how many fragments the run's model is cut."""
+        return self.settings.fragments_of(count_values(self.model))
 
     @property
     def ledger(self) -> WorkLedger:
@@ -208,9 +213,8 @@ class HubBook:
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
             self.records.restore(state["records"])
-            schedules = [tuple(int(number) for number in one) for one in state.get("schedules", ())]
-            for from_version, every, delay in schedules:
-                self.timetable.add(Schedule(every, delay, from_version))
+            for schedule in state.get("schedules", ()):
+                self.timetable.add(schedule_from_plain(schedule))
             self.quarantines.restore(state.get("quarantines", {}), self._began)
             self.term = int(state.get("term", 0))
             if "tenure" in state:
@@ -231,4 +235,4 @@ class HubBook:
 
     def clear_rounds(self) -> None:
         """Drop what waits for a round: of a run that begins anew, or of nodes that exchange otherwise now."""
-        self.rounds = FragmentRounds(self.rounds.rule, self.settings.fragments)
+        self.rounds = FragmentRounds(self.rounds.rule, together=self.settings.carries_all)

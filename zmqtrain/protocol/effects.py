@@ -217,7 +217,8 @@ class Reduce:
 
     contributions: the publishes in it, in the order in which they were accumulated; dense: send the result
     uncompressed; plain: the mean is the step, whatever the outer optimizer.  back_to: of a version that takes back what
-    was published after this one, and holds nothing else; -1: of any other.
+    was published after this one, and holds nothing else; -1: of any other.  codec: how the result is coded, and outer:
+    the outer optimizer, where they are fitted to what is measured ("": as before).
     """
 
     version: int
@@ -227,6 +228,8 @@ class Reduce:
     dense: bool
     plain: bool = False
     back_to: int = -1
+    codec: str = ""
+    outer: str = ""
 
     @property
     def landed(self) -> tuple[tuple[PeerId, int], ...]:

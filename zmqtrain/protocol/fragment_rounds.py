@@ -2,8 +2,9 @@
 
 Rule 1: such a rule judges each fragment's round on its own: who is late with one fragment does not mix it with the next
 one of the others, which would send both of them down twice; it is in the next round of its fragment.
-Rule 2: how late nodes are is known for each fragment; how often they send, of all fragments together: a round waits no
-longer for the late ones because there are more fragments.
+Rule 2: how late nodes are is known for each fragment.  How often they send is known of all fragments together where
+they take turns, because a round should wait no longer when there are more fragments; where every exchange carries all
+of them it is known of each.
 Rule 3: under the other rules there is one round, and this is `Rounds`.
 """
 
@@ -30,17 +31,27 @@ T = TypeVar("T", bound=_OfFragment)
 class FragmentRounds(Generic[T]):
     """The rounds of all fragments: what has come and has not been released, under one rule.
 
-    A contribution has a `fragment`, from 0 to fragments - 1; the other words are those of `Rounds`.
+    A contribution has a `fragment`, which the caller has checked; the other words are those of `Rounds`.
+    together: every exchange of a node carries all fragments.
     """
 
-    def __init__(self, rule: ReleaseRule, fragments: int) -> None:
-        self.rule = rule
-        intervals = Intervals()
-        self._rounds = [Rounds[T](rule, intervals) for _ in range(fragments if rule.by_fragment else 1)]
+    def __init__(self, rule: ReleaseRule, together: bool = False) -> None:
+        self.rule, self._together = rule, together
+        self._intervals = Intervals()
+        self._of_fragment: dict[int, Rounds[T]] = {}
 
     def add(self, peer: PeerId, contribution: T, now: float) -> None:
         """Take one contribution."""
-        self._rounds[contribution.fragment % len(self._rounds)].add(peer, contribution, now)
+        fragment = contribution.fragment if self.rule.by_fragment else 0
+        if fragment not in self._of_fragment:
+            intervals = Intervals() if self._together else self._intervals
+            self._of_fragment[fragment] = Rounds(self.rule, intervals)
+            self._of_fragment = dict(sorted(self._of_fragment.items()))
+        self._of_fragment[fragment].add(peer, contribution, now)
+
+    @property
+    def _rounds(self) -> list[Rounds[T]]:
+        return list(self._of_fragment.values())
 
     def forget(self, peer: PeerId) -> None:
         """Drop what waits of a node."""

@@ -36,7 +36,7 @@ __all__ = [
     "Assembler",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_HEAD_BYTES = 1 << 20
 
 OPENED_BYTES = 64

@@ -153,7 +153,7 @@ def _settle_exchange(book: HubBook, sender: PeerId, hello: Hello) -> str:
         )
     book.exchange = hello.exchange
     # what nodes in lockstep publish, at the end, is the same of all: it must land once, whole
-    book.rounds = FragmentRounds(AfterAll() if book.exchange else book.rule, book.settings.fragments)
+    book.rounds = FragmentRounds(AfterAll() if book.exchange else book.rule, together=book.settings.carries_all)
     return ""
 
 

@@ -51,12 +51,15 @@ __all__ = [
     "KeyRequest",
     "KEY_REQUESTS",
     "WireLeaf",
+    "WireSchedule",
     "model_to_wire",
     "model_from_wire",
 ]
 
 WireLeaf = tuple[str, tuple[int, ...], str]
 """A LeafSpec as it travels: path, shape, dtype."""
+WireSchedule = tuple[int, int, int, str, str, str]
+"""A Schedule as it travels in a Welcome: from_version, every, delay, codec, broadcast_codec, outer."""
 
 MAX_LEAF_VALUES = 1 << 40
 Scalar = int | float | str | bool
@@ -111,7 +114,8 @@ class Welcome:
 
     landed: (sequence, version) of this node's publishes that are in the parameters; accepted: those that will be.
     heard: the highest sequence that the hub has heard of this peer id, in whatever life: a new one counts on from it.
-    schedules: (from_version, every, delay), as in Schedule: the one that holds, and the next one if there is one.
+    schedules: (from_version, every, delay, codec, broadcast_codec, outer), as in Schedule: the one that holds, and the
+    next one if there is one.
     shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
     knows; another says where the first is.  term: how many standbys have taken over this run so far.  standby: where
     the hub's successor is ("": it has none).
@@ -123,7 +127,7 @@ class Welcome:
     model: tuple[WireLeaf, ...] = ()
     landed: tuple[tuple[int, int], ...] = ()
     accepted: tuple[int, ...] = ()
-    schedules: tuple[tuple[int, int, int], ...] = ()
+    schedules: tuple[WireSchedule, ...] = ()
     shard: int = 0
     masters: tuple[str, ...] = ()
     heard: int = -1
@@ -171,7 +175,8 @@ class Goodbye:
 class Report:
     """Node to hub: how training goes. scores: of the shared model at score_version, when this node evaluated it.
 
-    exchange_seconds: CPU of the codec for one exchange, encode and decode (0: none yet).
+    exchange_seconds: CPU of the codec for one offer and what comes of it, encode and decode (0: none yet).
+    held_seconds: how long the training thread is held for one exchange, of all it offers at once (0: not known).
     """
 
     step: int
@@ -186,6 +191,7 @@ class Report:
     scores: dict[str, float] | None = None
     score_version: int = -1
     exchange_seconds: float = 0.0
+    held_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +229,15 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Hub to all: from the step boundary at which you have applied `from_version` on, k is `every` and d is `delay`."""
+    """Hub to all: from the step boundary at which you have applied `from_version` on, k is `every`, d is `delay`, and
+    these specs hold ("": as at the beginning of the run); outer is the hub's own affair."""
 
     every: int
     delay: int
     from_version: int
+    codec: str = ""
+    broadcast_codec: str = ""
+    outer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, PeerBook, PeerState
 from zmqtrain.protocol.quarantine import OVER
-from zmqtrain.protocol.schedules import Timetable
+from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
@@ -284,8 +284,8 @@ class Peer(PeerBook):
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
         if self.timetable is None:
             self.timetable = Timetable(self.settings)
-        for from_version, every, delay in welcome.schedules:
-            self.timetable.add(Schedule(every, delay, from_version))
+        for schedule in welcome.schedules:
+            self.timetable.add(schedule_from_plain(schedule))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
         self.shard, self.masters = welcome.shard, welcome.masters
         self.state, self.obstacle = PeerState.WELCOMED, ""

@@ -49,10 +49,11 @@ def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str]
         return "quarantine", "this node is quarantined: nothing of it is taken now"
     if member.restarts:
         return RESTART
-    if not 0 <= publish.fragment < settings.fragments:
-        return "fragment", f"fragment {publish.fragment} of a run with {settings.fragments}"
-    if publish.codec != ("float32" if publish.dense else settings.codec):
-        return "codec", f"coded as {words(publish.codec)!r}; this run takes {settings.codec!r}"
+    if not 0 <= publish.fragment < book.fragments:
+        return "fragment", f"fragment {publish.fragment} of a run with {book.fragments}"
+    if not (publish.codec == "float32" if publish.dense else book.timetable.takes(publish.codec)):
+        taken = book.timetable.at(book.version).codec
+        return "codec", f"coded as {words(publish.codec)!r}; this run takes {taken!r}"
     if publish.base_version > book.version:
         return "version", f"based on version {publish.base_version}; the run is at {book.version}"
     staleness = book.version - publish.base_version
@@ -63,7 +64,7 @@ def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str]
         return "samples", f"stands for {publish.samples} samples in {publish.steps} steps"
     waiting = [one for peer, one in book.rounds.pending if peer == member.peer]
     waiting += [one for one in member.open.values() if isinstance(one, Publish)]
-    in_flight = book.timetable.at(book.version).offers_in_flight
+    in_flight = book.timetable.at(book.version).offers_in_flight * (book.fragments if settings.carries_all else 1)
     most_bytes = max(MOST_WAITING_BYTES, (1 + in_flight) * 4 * count_values(book.model))
     waiting_bytes = sum(sum(one.sizes) for one in (*waiting, publish))
     if len(waiting) >= max(MOST_WAITING, in_flight) or waiting_bytes > most_bytes:
@@ -145,6 +146,7 @@ def release(book: HubBook, now: float) -> list[HubEffect]:
             effects += [Accumulate(peer, publish) for peer, publish in taken]
         senders = {peer for peer, _ in taken}
         everybody = max(len(training(book.members) | senders), book.dealing.nodes_at_the_end)
+        scheduled = book.timetable.at(book.version)
         reduce = Reduce(
             version=book.version + 1,
             fragments=tuple(sorted({publish.fragment for _, publish in taken})),
@@ -152,6 +154,8 @@ def release(book: HubBook, now: float) -> list[HubEffect]:
             live=len(senders) if book.exchange else everybody,
             dense=any(publish.dense for _, publish in taken),
             plain=bool(book.exchange),
+            codec=scheduled.broadcast_codec if book.settings.is_planned else "",
+            outer=scheduled.outer if book.settings.is_planned else "",
         )
         book.version = reduce.version
         for peer, sequence in reduce.landed:

@@ -1,7 +1,8 @@
-"""Know which k and d hold at which version, where a run's follow from what is measured (auto).
+"""Know which k, d, codecs and outer optimizer hold at which version, where they are fitted to what is measured (auto).
 
 Rule 1: a schedule begins at a version, some versions ahead: every node comes to it at the step boundary at which it has
-applied that version, and all agree without having asked.
+applied that version, and all agree without having asked.  A delta and an aggregate name their codec, so one that is
+still in flight at the change is read all the same.
 Rule 2: a plan is made anew when nodes come or go, and when what was measured asks for another one without a break,
 for `HOLD_VERSIONS` and `HOLD_SECONDS`: one that changes with every hesitation of a PC would cost more than it gains.
 Rule 3: what a plan follows from is the planner's affair; what is fixed in the settings stays.
@@ -9,84 +10,131 @@ Rule 3: what a plan follows from is the planner's affair; what is fixed in the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
+from typing import Any, Protocol
 
 from zmqtrain.errors import FramingError
 from zmqtrain.protocol.members import Member
-from zmqtrain.protocol.messages import Schedule
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.protocol.messages import Schedule, WireSchedule
+from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, Version
 
-__all__ = ["FIRST_EVERY", "FIRST_DELAY", "Timetable", "Plan", "Planner", "Replanning"]
+__all__ = ["Timetable", "Plan", "Planner", "Replanning", "schedule_from_plain"]
 
-FIRST_EVERY, FIRST_DELAY = 8, 4
-"""What holds until enough is known for a plan."""
 LEAD_VERSIONS = 4
 """So many versions ahead a schedule begins: who is told now has not applied that yet."""
 HOLD_VERSIONS, HOLD_SECONDS = 16, 5.0
 CHANGE, DELAY_CHANGE = 0.25, 2
-"""What counts as another plan: k or d by this share, d by at least so many steps."""
+"""What counts as another plan, where its gain is not known: k or d by this share, d by at least so many steps."""
+LEAST_GAIN, USUAL_GAIN = 1.03, 0.1
+"""A plan is another one if the run is said to be so many times as fast with it; one that gains less than a tenth is
+held back for all of `HOLD_VERSIONS` and `HOLD_SECONDS`, one that gains more for a part of them."""
 MOST_STEPS = 1 << 20
+LOOK_SECONDS = 0.25
+"""A plan is computed so often at most, while the same nodes are here."""
+LONGEST_SPEC = 256
+CODECS_KEPT = 8
+"""Of so many codecs, the newest of a run, a delta is taken: it may have been coded before the last change."""
+
+
+def schedule_from_plain(plain: Iterable[Any]) -> Schedule:
+    """Read a schedule as a Welcome and a checkpoint have it; one of three numbers is of version 0.1.
+
+    Raises FramingError.
+    """
+    from_version, every, delay, *specs = plain
+    if len(specs) > 3:
+        raise FramingError(f"a schedule of {3 + len(specs)} parts; it has at most 6")
+    return Schedule(int(every), int(delay), int(from_version), *(str(spec) for spec in specs))
 
 
 class Timetable:
-    """The settings of a run by version. settings: as they were given; schedules: (from_version, every, delay)."""
+    """The settings of a run by version. settings: as they were given; schedules: as `since` gives them."""
 
-    def __init__(self, settings: RunSettings, schedules: Iterable[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, settings: RunSettings, schedules: Iterable[WireSchedule] = ()) -> None:
         self._given = settings
-        first = (
-            FIRST_EVERY if settings.every == AUTO_EVERY else settings.every,
-            FIRST_DELAY if settings.delay == AUTO_DELAY else settings.delay,
-        )
-        self._entries: list[tuple[Version, RunSettings]] = [(-1, settings.scheduled(*first))]
-        for from_version, every, delay in schedules:
-            self.add(Schedule(every, delay, from_version))
+        self._entries: list[tuple[Version, RunSettings]] = [(-1, settings.at_first)]
+        self._codecs = deque([settings.at_first.codec], maxlen=CODECS_KEPT)
+        for schedule in schedules:
+            self.add(schedule_from_plain(schedule))
 
     def add(self, schedule: Schedule) -> None:
         """Take over a schedule; it takes the place of those that would begin later.
 
-        Raises FramingError for one that cannot be; ignores all where k and d are given.
+        Raises FramingError for one that cannot be; ignores all where nothing is auto.
         """
         if not (1 <= schedule.every <= MOST_STEPS and 0 <= schedule.delay <= MOST_STEPS):
             raise FramingError(f"a schedule with every {schedule.every} and delay {schedule.delay}")
+        specs = (schedule.codec, schedule.broadcast_codec, schedule.outer)
+        if any(len(spec) > LONGEST_SPEC for spec in specs):
+            raise FramingError(f"a schedule with a spec of more than {LONGEST_SPEC} characters")
         if self._given.is_planned:
-            settings = self._given.scheduled(schedule.every, schedule.delay)
+            settings = self._given.scheduled(
+                every=schedule.every,
+                delay=schedule.delay,
+                codec=schedule.codec,
+                broadcast_codec=schedule.broadcast_codec,
+                outer=schedule.outer,
+            )
+            settings = settings.at_first  # of version 0.1, or of a spec that is left out: as at the beginning
             kept = [entry for entry in self._entries if entry[0] < schedule.from_version]
             self._entries = [*kept, (schedule.from_version, settings)]
+            if settings.codec not in self._codecs:
+                self._codecs.append(settings.codec)
 
     def at(self, version: Version) -> RunSettings:
-        """Return the settings that hold at the step boundary at which `version` was applied, k and d in numbers."""
+        """Return the settings that hold at the step boundary at which `version` was applied: nothing is auto in them,
+        but for the fragments, which follow from the model."""
         for from_version, settings in reversed(self._entries):
             if from_version <= version:
                 return settings
         return self._entries[0][1]
 
-    def since(self, version: Version) -> tuple[tuple[int, int, int], ...]:
-        """Return (from_version, every, delay) of what holds at `version`, and of what follows; () where k and d are
-        given. What was before is forgotten."""
+    def takes(self, codec: str) -> bool:
+        """Whether a delta may be coded so: by a codec that holds, held of late, or will hold."""
+        return codec in self._codecs
+
+    def since(self, version: Version) -> tuple[WireSchedule, ...]:
+        """Return (from_version, every, delay, codec, broadcast_codec, outer) of what holds at `version`, and of what
+        follows; () where nothing is auto. What was before is forgotten."""
         if not self._given.is_planned:
             return ()
         passed = sum(from_version <= version for from_version, _ in self._entries)
-        del self._entries[: max(0, passed - 1)]
-        return tuple((from_version, one.every, one.delay) for from_version, one in self._entries)
+        self._entries = self._entries[max(0, passed - 1) :]
+        return tuple(
+            (from_version, one.every, one.delay, one.codec, one.broadcast_codec, one.outer)
+            for from_version, one in self._entries
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a planner wants. text: what it follows from, for people."""
+    """What a planner wants, of what is auto. text: what it follows from, for people. gain: how many times as fast the
+    run reaches a loss with it as with what holds, as predicted (0: not known)."""
 
     every: int
     delay: int
     text: str = ""
+    codec: str = ""
+    broadcast_codec: str = ""
+    outer: str = ""
+    gain: float = 0.0
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What it chooses, by setting."""
+        names = ("every", "delay", "codec", "broadcast_codec", "outer")
+        return {name: getattr(self, name) for name in names}
 
 
 class Planner(Protocol):
-    """What k and d follow from: a pure function of what the hub knows."""
+    """What the settings that are auto follow from: a pure function of what the hub knows."""
 
-    def __call__(self, model: ModelSpec, members: Sequence[Member]) -> Plan | None:
-        """Return the plan for these live nodes; None as long as too little is known of them."""
+    def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
+        """Return the plan for these live nodes; None as long as too little is known of them. now: what holds."""
 
 
 class Replanning:
@@ -98,47 +146,57 @@ class Replanning:
         self._crew: frozenset[PeerId] = frozenset()
         self._from_version: Version = -1
         self._other_since: tuple[Version, float] | None = None
+        self._looked_at = -inf
 
     def look(self, version: Version, model: ModelSpec, members: Sequence[Member], now: float) -> Schedule | None:
         """Return the schedule that is to be announced now, already in the timetable; None: what holds is good.
 
         version: of the hub; members: the live nodes.
         """
+        crew = frozenset(member.peer for member in members)
         settings = self._timetable.at(max(version, self._from_version))
         if self._planner is None or version < 0 or not members or version < self._from_version:
             return None
-        plan = self._planner(model, members)
+        if crew == self._crew and now < self._looked_at + LOOK_SECONDS:
+            return None
+        self._looked_at = now
+        plan = self._planner(model, members, settings)
         if plan is None:
             return None
-        every, delay = _within(plan.every, 1), _within(plan.delay, 0)
-        crew = frozenset(member.peer for member in members)
-        if crew == self._crew and not self._holds(_is_other(settings, every, delay), version, now):
+        wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
+        wanted |= {"every": _within(plan.every, 1), "delay": _within(plan.delay, 0)}
+        if crew == self._crew and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
             return None
         self._crew, self._other_since = crew, None
-        if (every, delay) == (settings.every, settings.delay):
+        if wanted == settings.to_dict():
             return None
         self.text, self._from_version = plan.text, version + LEAD_VERSIONS
-        schedule = Schedule(every, delay, self._from_version)
+        specs = (wanted["codec"], wanted["broadcast_codec"], wanted["outer"])
+        schedule = Schedule(wanted["every"], wanted["delay"], self._from_version, *specs)
         self._timetable.add(schedule)
         return schedule
 
-    def _holds(self, other: bool, version: Version, now: float) -> bool:
-        """Whether another plan has been asked for, at each look, for long enough."""
+    def _holds(self, other: bool, gain: float, version: Version, now: float) -> bool:
+        """Whether another plan has been asked for, at each look, for long enough: the less it gains, the longer."""
         if not other:
             self._other_since = None
             return False
         if self._other_since is None:
             self._other_since = (version, now)
         since_version, since = self._other_since
-        return version >= since_version + HOLD_VERSIONS and now >= since + HOLD_SECONDS
+        patience = min(1.0, USUAL_GAIN / (gain - 1)) if gain > 1 else 1.0
+        return version >= since_version + patience * HOLD_VERSIONS and now >= since + patience * HOLD_SECONDS
 
 
 def _within(steps: int, least: int) -> int:
     return min(max(steps, least), MOST_STEPS)
 
 
-def _is_other(settings: RunSettings, every: int, delay: int) -> bool:
-    """Whether this k and d are more than a hesitation away from those that hold."""
+def _is_other(settings: RunSettings, wanted: Mapping[str, Any], gain: float) -> bool:
+    """Whether a plan is more than a hesitation away from what holds."""
+    if gain:
+        return gain >= LEAST_GAIN
+    every, delay = wanted["every"], wanted["delay"]
     if abs(every - settings.every) >= CHANGE * settings.every:
-        return every != settings.every
-    return abs(delay - settings.delay) >= max(DELAY_CHANGE, CHANGE * settings.delay)
+        return bool(every != settings.every)
+    return bool(abs(delay - settings.delay) >= max(DELAY_CHANGE, CHANGE * settings.delay))

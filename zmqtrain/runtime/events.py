@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.messages import Schedule
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, PeerId, Update, Version
 
@@ -30,8 +31,8 @@ class BrokerEvents(Protocol):
         """The parameters with which the run will be founded are the mean of these nodes', in this order, unless they
         find it worse than their own: then others', told likewise, if any."""
 
-    def scheduled(self, every: int, delay: int, from_version: Version, text: str) -> None:
-        """Other k and d are announced. text: what they follow from."""
+    def scheduled(self, schedule: Schedule, text: str) -> None:
+        """Another k, d, codec or outer optimizer is announced. text: what it follows from."""
 
     def founded(self, peer: PeerId) -> None:
         """The run has its first parameters."""
@@ -69,8 +70,8 @@ class NodeEvents(Protocol):
     def applied(self, update: Update) -> None:
         """The training thread has taken an update."""
 
-    def scheduled(self, every: int, delay: int) -> None:
-        """The run's k and d have changed for this node: it has applied the version from which they hold."""
+    def scheduled(self, every: int, delay: int, codec: str, broadcast_codec: str) -> None:
+        """The run's k, d and codecs have changed for this node: it has applied the version from which they hold."""
 
     def paced(self, own: float, rates: Sequence[float]) -> None:
         """The node has planned by these paces."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.rounds import canonical_release
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO, FITTED, RunSettings
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.norms import norm_gate_from_text
 from zmqtrain.strategies.outer import outer_from_spec
@@ -44,7 +44,7 @@ CANONICAL: Mapping[str, Callable[[str], str]] = {
     "preemption": _preemption,
     "minibatch": lambda text: minibatch_from_spec(text).name,
 }
-"""By setting: what writes a spec out in full. Each raises ConfigError for one that names nothing."""
+"""By setting: what writes a spec out in full, auto aside. Each raises ConfigError for one that names nothing."""
 
 _OF_ONE = {"aggregate": ("mean", "weighted"), "selection": ("all", "better")}
 """What makes sense of a round of one delta; all other rules compare those of a round."""
@@ -64,7 +64,8 @@ def check_rules(settings: RunSettings) -> dict[str, str]:
     written = {}
     for name, write in CANONICAL.items():
         try:
-            written[name] = write(getattr(settings, name))
+            text = getattr(settings, name)
+            written[name] = AUTO if text == AUTO and FITTED.get(name) == AUTO else write(text)
         except ConfigError as error:
             raise ConfigError(f"{name} = {error}") from error
     if written["release"] == "immediately":

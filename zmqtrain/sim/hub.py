@@ -222,7 +222,7 @@ class SimHub:
             case Broadcast(message):
                 if isinstance(message, Schedule) and self._events is not None:
                     why = self.hub.replanning.text
-                    self._events.scheduled(message.every, message.delay, message.from_version, why)
+                    self._events.scheduled(message, why)
                 for peer in list(self.hub.members):
                     self._send(peer, message)
             case Expect(peer, announcement):
@@ -382,7 +382,7 @@ class SimHub:
 
     def _contribution_seconds(self) -> float:
         """The time of the codec thread for one contribution: to check and to add it, and a share of the release."""
-        return 3 * self._value_seconds * count_values(self.hub.model) / self.settings.fragments
+        return 3 * self._value_seconds * count_values(self.hub.model) / self.hub.fragments
 
     def _values(self, announcement: Announcement) -> int:
         if isinstance(announcement, Publish):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from zmqtrain.errors import AggregateTimeout
@@ -168,9 +169,12 @@ class ScriptedExchange:
     # ------------------------------------------------------------------ exchange
 
     def next_fragments(self) -> tuple[int, ...]:
-        """See Exchange: the fragment that was offered at this step."""
-        event = self._due("offer")
-        return () if event is None else (int(event["fragment"]),)
+        """See Exchange: the fragments that were offered at this step."""
+        if (first := self._due("offer")) is None:
+            return ()
+        following = takewhile(lambda one: one["kind"] == "offer", self.script.events[self._next :])
+        together = [int(one["fragment"]) for one in following if one["step"] == first["step"]]
+        return tuple(together if self.settings.carries_all and not self._draining else together[:1])
 
     def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """See Exchange: taken if it was."""
@@ -238,6 +242,8 @@ class ScriptedExchange:
         if event is not None:
             self._next += 1
             self._schedule = (int(event["every"]), int(event["delay"]))
+            if "codec" in event:  # a record of version 0.1 has none: its codecs stood in the settings
+                self._known_coder.adopt(event["codec"], event["broadcast_codec"])
         return self._schedule
 
     def pace(self) -> tuple[float, Sequence[float]]:
@@ -249,7 +255,9 @@ class ScriptedExchange:
         own, *rates = (math.nan if rate is None else rate for rate in (event["own"], *event["rates"]))
         return own, rates
 
-    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
+    def report(
+        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
+    ) -> None:
         """See Exchange: a step is over, and all that happened in it must have happened again."""
         event = self.left
         if event is not None and not event["draining"] and event["step"] <= step:

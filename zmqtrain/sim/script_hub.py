@@ -108,7 +108,9 @@ class ScriptedHub:
         for one in contributions:
             self.aggregator.accumulate(one.peer, *self._offers.pop((one.peer, one.sequence)))
         fragments, version = tuple(release["fragments"]), self.aggregator.version + 1
-        reduce = Reduce(version, fragments, contributions, release["live"], release["dense"])
+        codec, outer = release.get("broadcast_codec", ""), release.get("outer", "")
+        live, dense = release["live"], release["dense"]
+        reduce = Reduce(version, fragments, contributions, live, dense, codec=codec, outer=outer)
         made = self.aggregator.release(reduce)
         if self.differs_at is None and crc_of_frames(made.frames) != release.get("crc"):
             self.differs_at = version

@@ -8,7 +8,7 @@ aggregate is applied at exactly k + d.
 from __future__ import annotations
 
 import statistics
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -36,6 +36,8 @@ STRICT_LOOK_SECONDS = 10.0
 """After so long without an aggregate, strict mode looks again whether it still has one to wait for."""
 FLUSH_SECONDS = 30.0
 LANDING_LOOK_SECONDS = 0.005
+HELD_KEPT = 15
+"""Of so many exchanges, the newest, the median says how long one holds the training thread: the first ones compile."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class DelayedSync:
                 )
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
         self._model, elastic = model, self.settings.elastic
+        self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
         self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
         while update is not None and update.version < 0 and self.settings.initial == "mean":
             update = exchange.vote(float("nan") if judge is None else judge(self._tree_of(update)))
@@ -122,7 +125,8 @@ class DelayedSync:
         self._adoption = Adoption(update.moments) if update is not None and self._adopted else None
         self._moves.warm_up(leaves, self._anchor)
         self._account, self._rhythm = Account(self.settings.masters), Rhythm(exchange)
-        self._held_seconds = 0.0
+        self._held_seconds = self._held_before = 0.0
+        self._held: deque[float] = deque(maxlen=HELD_KEPT)  # of the newest exchanges
         self._score_before: Any = None
         self._resumed = self._untaken = False
         if self._keeping is not None and (saved := self._keeping.take()) is not None:
@@ -190,7 +194,7 @@ class DelayedSync:
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
             self._score_before.block_until_ready()
         self._score_before = score
-        began = time.perf_counter()
+        began = self._clock.monotonic()
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             params = self.params
@@ -207,17 +211,20 @@ class DelayedSync:
         if self._rhythm.is_due(self.steps):
             leaves = self._offer(leaves)
             self._rhythm.offered(self.steps)
+            self._held.append(self._held_seconds - self._held_before)
+            self._held_before = self._held_seconds
         self.exchange.report(
             step=self.steps,
             samples=self._account.samples,
             loss=float("nan") if score is None else score,
             age_steps=float(self._account.ages[-1]) if self._account.ages else float("nan"),
             offers_refused=self._account.refused,
+            held_seconds=statistics.median(self._held) if self._held else 0.0,
         )
         result: Params = jax.tree.unflatten(self._tree, leaves)
         if self._keeping is not None and self._keeping.is_due():
             self.save(result, state)
-        self._held_seconds += time.perf_counter() - began
+        self._held_seconds += self._clock.monotonic() - began
         return result
 
     def save(self, params: Any, state: Any = (), wait: bool = False) -> None:
@@ -258,7 +265,7 @@ class DelayedSync:
         # who never made a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
         # the beginning; and an empty round would only move the outer momentum on
         begun = self.exchange.founded and (self.steps or moved or self._own is not None)
-        each, masters = self.settings.fragments if begun else 0, range(self.settings.masters)
+        each, masters = self._each if begun else 0, range(self.settings.masters)
         leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
         while not all([self.exchange.everyone_drained(m) for m in masters]) and self._clock.monotonic() < until:
             self._clock.sleep(LANDING_LOOK_SECONDS)
@@ -298,17 +305,17 @@ class DelayedSync:
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
-        """Offer one fragment to each master."""
+        """Offer one fragment to each master, or all of them to the only one."""
         fragments = self.exchange.next_fragments()
         taken = sum(self._offer_fragment(leaves, fragment) is not None for fragment in fragments)
-        self._account.refused += self._account.masters - taken
+        self._account.refused += (self._each if self.settings.carries_all else self._account.masters) - taken
         return self._apply_due(leaves) if taken and self._rhythm.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
         self._account.take_back(self.exchange.in_flight())
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
-        master = fragment // self.settings.fragments
+        master = fragment // self._each
         sequence = self.exchange.offer(fragment, segments, self._account.unsaid(master), dense=dense)
         self._account.offered(sequence, master)
         return sequence

@@ -64,11 +64,12 @@ class Telling:
         logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
 
     def scheduled(self, schedule: Schedule) -> None:
-        """Another k and d hold."""
+        """Another k, d, codec or outer optimizer holds."""
         why = self._hub.replanning.text
-        logger.info("from version %d: k = %d, d = %d: %s", schedule.from_version, schedule.every, schedule.delay, why)
+        chosen = (schedule.every, schedule.delay, schedule.codec, schedule.outer)
+        logger.info("from version %d: k = %d, d = %d, %s, %s: %s", schedule.from_version, *chosen, why)
         if self._events is not None:
-            self._events.scheduled(schedule.every, schedule.delay, schedule.from_version, why)
+            self._events.scheduled(schedule, why)
 
     def released(self, reduce: Reduce, nodes: int, released: Released) -> None:
         """A version is made, and in the journal (codec thread). nodes: that were live."""

@@ -111,8 +111,8 @@ class Aggregator:
 
     def __init__(self, settings: RunSettings, shard: int = 0) -> None:
         self.settings, self.shard = settings, shard
-        self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
-        self.outer = outer_from_spec(settings.outer)
+        self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)
+        self.outer = outer_from_spec(settings.at_first.outer)
         self.gate, self.meter = DeltaGate(settings), DeltaMeter()
         self.version: Version = -1
         self.parameters: list[Vector] = []
@@ -138,7 +138,8 @@ class Aggregator:
             raise ModelMismatch(
                 f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
             )
-        self.layout = Layout(model, self.settings.fragments, (self.shard, self.settings.masters))
+        fragments = self.settings.fragments_of(count_values(model))
+        self.layout = Layout(model, fragments, (self.shard, self.settings.masters))
 
     def publish_bound(self, publish: Publish) -> int:
         """Return the bytes that a publish must have, and its most."""
@@ -195,10 +196,7 @@ class Aggregator:
         self.parameters = [flat.copy() for flat in flats]
         self.published = [flat.copy() for flat in flats]
         self._sums = [np.zeros_like(flat) for flat in flats]
-        self._states = [
-            initial_states(self.broadcast_coding.of_fragment(self.layout, f), self.layout.counts(f))
-            for f in range(len(flats))
-        ]
+        self._begin_states()
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
         self.version, self._snapshot = version, (-1, ())
@@ -208,6 +206,25 @@ class Aggregator:
         self._round.begin(len(flats))
         self.meter.begin()
         self._round.remember(version, self.published, range(len(flats)))
+
+    def _begin_states(self) -> None:
+        """Forget what the codec of the way down has kept: it is another, or begins anew."""
+        self._states = [
+            initial_states(self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment))
+            for fragment in range(len(self.parameters))
+        ]
+
+    def adopt(self, codec: str, outer: str) -> None:
+        """Code aggregates by this codec from now on, and step by this outer optimizer; "": by what holds.
+
+        What is not published stays in parameters - published, so nothing is lost; a momentum begins anew.
+        """
+        if codec and codec != self.broadcast_coding.name:
+            self.broadcast_coding = coding_from_spec(codec)
+            self._begin_states()
+        if outer and outer != self.outer.name:
+            self.outer = outer_from_spec(outer)
+            self._outer_state = [self.outer.init(flat.size) for flat in self.parameters]
 
     def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Raise CodecError unless the publish can be added."""
@@ -271,6 +288,7 @@ class Aggregator:
         """Close the round and return what every peer is to be sent."""
         if reduce.back_to >= 0:
             return self._take_back(reduce)
+        self.adopt(reduce.codec, reduce.outer)
         coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
         left_out, counted_in = self._judge_round(reduce)
         if left_out:
@@ -426,8 +444,9 @@ class Aggregator:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
         "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
-        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "shares" (float64, per
-        fragment), "gate", and what the rules of a round keep (`HeldRound.arrays`)."""
+        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "specs" (the codec's and
+        the outer optimizer's, as UTF-8, one a line), "shares" (float64, per fragment), "gate", and what the rules of a
+        round keep (`HeldRound.arrays`)."""
         named = {"parameters": self.parameters, "published": self.published}
         for key in self._outer_state[0]:
             named[f"outer.{key}"] = [state[key] for state in self._outer_state]
@@ -441,7 +460,8 @@ class Aggregator:
             arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}
         if (memory := self.gate.memory()) is not None:
             arrays["gate"] = memory
-        return arrays | {"shares": np.array(self._shares)} | self._round.arrays()
+        specs = np.frombuffer(f"{self.broadcast_coding.name}\n{self.outer.name}".encode(), np.uint8)
+        return arrays | {"shares": np.array(self._shares), "specs": specs} | self._round.arrays()
 
     def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
         """Take over what `arrays` returned. Raises CheckpointError."""
@@ -464,11 +484,22 @@ class Aggregator:
 
         parameters = flats("parameters")
         self._begin(flats("published"), version)
+        self._restore_specs(arrays)
         self.parameters = parameters
         for key in self._outer_state[0]:
             for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
                 state[key][:] = flat
         self._restore_rest(arrays)
+
+    def _restore_specs(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over the codec and the outer optimizer that held; a checkpoint of version 0.1 has the settings' own."""
+        if "specs" not in arrays or not self.settings.is_planned:
+            return
+        try:
+            codec, outer = arrays["specs"].tobytes().decode().split("\n")
+            self.adopt(codec, outer)
+        except (ValueError, ConfigError) as error:
+            raise CheckpointError(f"the checkpoint's codec and outer optimizer cannot be read: {error}") from error
 
     def _restore_rest(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take over what is not of the form of the model. Raises CheckpointError."""

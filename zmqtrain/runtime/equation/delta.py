@@ -29,8 +29,8 @@ from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.moments import decode_moments, split_snapshot
 from zmqtrain.runtime.equation.vectors import Vectors
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, number_of
+from zmqtrain.settings import AUTO, RunSettings
+from zmqtrain.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, count_values, number_of
 
 __all__ = [
     "DENSE",
@@ -143,9 +143,10 @@ class DeltaCoder:
 
     def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None, shard: int = 0) -> None:
         self.model = model
-        self.layout = Layout(model, settings.fragments, (shard, settings.masters))
-        self.coding = coding_from_spec(settings.codec)
-        self.broadcast_coding = coding_from_spec(settings.broadcast_codec)
+        self.layout = Layout(model, settings.fragments_of(count_values(model)), (shard, settings.masters))
+        self.settings = settings
+        self.coding = coding_from_spec(settings.at_first.codec)
+        self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)
         self.device = device
         self.unacked: dict[int, Encoded] = {}
         self.restarts = 0
@@ -169,6 +170,7 @@ class DeltaCoder:
         facts = {
             "unacked": [[sequence, u.fragment, u.codec, len(u.frames)] for sequence, u in unacked],
             "states": [[fragment, len(packed)] for fragment, packed in states.items()],
+            "codecs": [self.coding.name, self.broadcast_coding.name],
             "on_device": self.device is not None,
         }
         return facts, arrays
@@ -182,11 +184,25 @@ class DeltaCoder:
             for sequence, fragment, codec, count in facts["unacked"]
         }
         self._states.clear()
+        if self.settings.is_planned and "codecs" in facts:
+            self.adopt(*facts["codecs"])
         self._kept_on_device = bool(facts["on_device"])
         self._kept_states = {
             int(fragment): [arrays[f"codec/{fragment}/{n}"] for n in range(count)]
             for fragment, count in facts["states"]
         }
+
+    def adopt(self, codec: str, broadcast_codec: str) -> None:
+        """Code what is offered from now on by this codec, and expect aggregates by the other.
+
+        What is in flight stays as it was coded. What the codec before has kept is forgotten.
+        """
+        if codec != self.coding.name:
+            self.coding = coding_from_spec(codec)
+            self._states.clear()
+            self._kept_states.clear()
+        if broadcast_codec != self.broadcast_coding.name:
+            self.broadcast_coding = coding_from_spec(broadcast_codec)
 
     def _begin_states(self, fragment: int, fresh: list[State]) -> list[State]:
         """Return the states with which a fragment is coded first: those of a checkpoint, if there is one."""
@@ -286,7 +302,8 @@ class DeltaCoder:
 
     def decode_aggregate(self, aggregate: Aggregate, landed: Sequence[int], frames: Sequence[Buffer]) -> Update:
         """Decode an aggregate, and this node's part in it. Raises CodecError, also for one that is not of this run."""
-        if aggregate.codec not in (DENSE, self.broadcast_coding.name):
+        # where codecs are fitted, an aggregate may be here before the word that its codec holds
+        if aggregate.codec not in (DENSE, self.broadcast_coding.name) and self.settings.broadcast_codec != AUTO:
             text = f"an aggregate is coded as {aggregate.codec!r}; this run's are {self.broadcast_coding.name!r}"
             raise CodecError(text)
         if not set(aggregate.fragments) <= set(range(self.layout.fragments)):

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from zmqtrain.protocol.messages import Schedule
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.schedules import schedule_from_plain
 from zmqtrain.runtime.checkpoints.every import Every, every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.node.codec_jobs import CodecJobs
@@ -127,8 +127,7 @@ class NodeCheckpoint:
         self._units.restore(saved.facts["units"], exactly=rewound >= 0)
         for schedule in saved.facts["node"]["schedules"]:
             if self._peer.timetable is not None and self._peer.state is not PeerState.LIVE:
-                from_version, every, delay = schedule
-                self._peer.timetable.add(Schedule(every, delay, from_version))
+                self._peer.timetable.add(schedule_from_plain(schedule))
         unacked = _unacked(saved)
         for sequence in set(self._offers.in_flight()) - unacked:
             self._offers.withdrawn(sequence)  # it was just being withdrawn
@@ -150,7 +149,8 @@ class NodeCheckpoint:
         if self._peer.state is PeerState.CONNECTING and self._peer.timetable is not None:
             settings = self._peer.timetable.at(self._offers.version)
             self._steps_alone += 1
-            if self._steps_alone == settings.every * settings.fragments:
+            turns = 1 if settings.carries_all else settings.fragments
+            if self._steps_alone == settings.every * turns:
                 self._peer.keep_pending()
 
 

@@ -79,7 +79,7 @@ class PeerExchange(ABC):
         )  # fmt: skip
         self._joining = Joining(peer, self._offers, self._inbox, self._jobs)
         self._withdrawals = 0
-        self._scheduled = (0, 0)
+        self._scheduled: tuple[int, int, str, str] | None = None
 
     # ------------------------------------------------------------------ threads and time: of who runs it
 
@@ -210,14 +210,14 @@ class PeerExchange(ABC):
     # ------------------------------------------------------------------ exchange (training thread)
 
     def next_fragments(self) -> tuple[int, ...]:
-        """See Exchange; decided by `Offers.next_fragment`."""
+        """See Exchange; decided by `Offers.next_fragments`."""
         self._offers.hear(self._inbox.take_withdrawn())
         timetable = self._peer.timetable
         dropping = self._restarts.begun or self._peer.overtaken
-        if timetable is None or dropping or self.quarantined_seconds > 0:
+        if timetable is None or self._jobs.coder is None or dropping or self.quarantined_seconds > 0:
             return ()
-        fragment = self._offers.next_fragment(timetable.at(self._offers.version), self._link.live)
-        return () if fragment is None else (fragment,)
+        settings = timetable.at(self._offers.version)
+        return self._offers.next_fragments(settings, self.layout.fragments, self._link.live)
 
     def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
@@ -290,12 +290,16 @@ class PeerExchange(ABC):
         """See Exchange."""
         timetable = self._peer.timetable
         settings = self.settings if timetable is None else timetable.at(self._offers.version)
-        scheduled = (settings.every, settings.delay)
+        codecs = (settings.codec, settings.broadcast_codec)
+        scheduled = (settings.every, settings.delay, *codecs)
         if scheduled != self._scheduled:
+            coder = self._jobs.joined_coder
+            if not self._in_codec(lambda: coder.adopt(*codecs)):
+                return scheduled[:2]  # the codec thread has too much to do: at the next step
             self._scheduled = scheduled
             if self._events is not None:
                 self._events.scheduled(*scheduled)
-        return scheduled
+        return scheduled[:2]
 
     def pace(self) -> tuple[float, Sequence[float]]:
         """See Exchange."""
@@ -304,11 +308,14 @@ class PeerExchange(ABC):
             self._events.paced(own, rates)
         return own, rates
 
-    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
+    def report(
+        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
+    ) -> None:
         """See Exchange."""
         progress = self._progress
         progress.step, progress.samples, progress.loss = step, samples, loss
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
+        progress.held_seconds = held_seconds
         if self._joining.checkpoint is not None:
             self._joining.checkpoint.stepped()
         if self._events is not None:

@@ -24,10 +24,11 @@ from zmqtrain.types import Buffer, Update, Version
 
 __all__ = ["Inbox"]
 
-DECODED = 2
-"""So many updates wait decoded for the training thread, at most."""
-LARGE_UPDATE_BYTES = 1 << 26
-"""Only one of an update that holds more: the next is decoded when it is taken."""
+DECODED, MOST_DECODED = 2, 16
+"""So many updates wait decoded for the training thread, and up to so many if all of them are small."""
+DECODED_BYTES, LARGE_UPDATE_BYTES = 1 << 28, 1 << 26
+"""What several updates that wait decoded hold, at most; of one that holds more than the second, only that one waits:
+the next is decoded when it is taken."""
 KEPT = 32
 WITHDRAWN_KEPT = 1024
 
@@ -46,7 +47,7 @@ class Inbox:
         self._arrived: deque[tuple[Deliver | None, Sequence[Buffer]]] = deque()  # None: begin again from the anchor
         self._version: Version = 0  # of the last update decoded
         self._landed_unseen: list[int] = []
-        self._updates: Mailbox[Update] = Mailbox(DECODED)
+        self._updates: Mailbox[Update] = Mailbox(MOST_DECODED)
         self._withdrawn: Mailbox[int] = Mailbox(WITHDRAWN_KEPT)
         self.decode_seconds = 0.0
 
@@ -150,7 +151,11 @@ class Inbox:
 
     def _has_room(self) -> bool:
         waiting = self._updates.peek()
-        return waiting is None or (len(self._updates) < DECODED and _decoded_bytes(waiting) <= LARGE_UPDATE_BYTES)
+        if waiting is None:
+            return True
+        size = _decoded_bytes(waiting)
+        most = min(max(DECODED, DECODED_BYTES // max(1, size)), MOST_DECODED)
+        return len(self._updates) < most and size <= LARGE_UPDATE_BYTES
 
 
 def _is_aggregate(deliver: Deliver | None) -> bool:

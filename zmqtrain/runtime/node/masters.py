@@ -131,9 +131,18 @@ class MastersNode:
         """See Exchange."""
         return self._first.pace()
 
-    def report(self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int) -> None:
+    def report(
+        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
+    ) -> None:
         """See Exchange."""
-        self._first.report(step=step, samples=samples, loss=loss, age_steps=age_steps, offers_refused=offers_refused)
+        self._first.report(
+            step=step,
+            samples=samples,
+            loss=loss,
+            age_steps=age_steps,
+            offers_refused=offers_refused,
+            held_seconds=held_seconds,
+        )
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """See Exchange."""

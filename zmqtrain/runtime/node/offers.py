@@ -6,6 +6,7 @@ that lives its record again keep the same book; the last of them is told what to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,17 +27,29 @@ class Offers:
         self._on_their_way: dict[int, int] = {}  # by sequence: the fragment
         self._offers_since: dict[int, int] = {}  # by fragment: the offers since its last one
 
-    def next_fragment(self, settings: RunSettings, live: bool) -> int | None:
-        """Return the fragment that the next offer should carry, None if it should not be made now.
+    def next_fragments(self, settings: RunSettings, fragments: int, live: bool) -> tuple[int, ...]:
+        """Return the fragments that the next exchange should carry, none if it should not be made now.
 
-        live: whether the node takes part in the run now.
+        settings: that hold now.  fragments: of the model.  live: whether the node takes part in the run now.
+        Where an exchange carries all fragments, these are those of which fewer are in flight than may be; all nodes
+        offer them in the same order.
+        """
+        if not live or self.version < 0:  # the run has just been founded, and its parameters are in flight
+            return ()
+        if not settings.carries_all:
+            fragment = self._next_in_turn(settings)
+            return () if fragment is None else (fragment,)
+        in_flight = Counter(self._on_their_way.values())
+        return tuple(number for number in range(fragments) if in_flight[number] < settings.offers_in_flight)
+
+    def _next_in_turn(self, settings: RunSettings) -> int | None:
+        """Return the fragment whose turn it is; None if as many are in flight as may be.
+
         All nodes that are up to date offer the same fragment, that of their version and those after it that are not on
         their way, so that it is aggregated once; a fragment that has waited for 2n own offers goes first, so that no
         rhythm of versions can starve it.
         """
-        if not live or len(self._on_their_way) >= settings.offers_in_flight:
-            return None
-        if self.version < 0:  # the run has just been founded, and its parameters are on their way
+        if len(self._on_their_way) >= settings.offers_in_flight:
             return None
         starved = [f for f, since in self._offers_since.items() if since >= 2 * settings.fragments]
         if starved:

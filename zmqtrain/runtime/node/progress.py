@@ -36,6 +36,7 @@ class Progress:
         self.step = self.offers_refused = 0
         self._loss: Any = math.nan
         self.age_steps = math.nan
+        self.held_seconds = 0.0
         self.scores: dict[str, float] | None = None
         self.score_version: Version = -1
         self._loss_known, self._loss_read_at = math.nan, -math.inf
@@ -86,6 +87,7 @@ class Progress:
             scores=self.scores,
             score_version=self.score_version,
             exchange_seconds=exchange_seconds,
+            held_seconds=self.held_seconds,
         )
 
     def _pace(self) -> tuple[int, float]:

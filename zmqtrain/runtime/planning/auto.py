@@ -1,4 +1,4 @@
-"""Give a running run its k and d (auto): from what its hub has been told and has measured, to a load that is fitted.
+"""Give a running run what is auto in its settings: from what its hub was told and has measured, by the time to a loss.
 
 Rule 1: no clock, no socket: what is measured comes with the members.
 Rule 2: what is typical counts, not what is worst, unless the run waits for its slowest: one node with a broken cable,
@@ -13,20 +13,38 @@ from math import isfinite
 
 import numpy as np
 
+from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.rounds import AfterCount, Immediately, release_rule_from_spec
 from zmqtrain.protocol.schedules import Plan
 from zmqtrain.quantities import parse_rate
-from zmqtrain.runtime.planning.schedule import PAYLOAD_SHARE, Load, exchange_bytes, fit, payload_rate
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.runtime.planning.costs import exchange_costs
+from zmqtrain.runtime.planning.learning import CODECS
+from zmqtrain.runtime.planning.schedule import (
+    PAYLOAD_SHARE,
+    Load,
+    Option,
+    Schedule,
+    best_option,
+    exchange_bytes,
+    judge_option,
+    payload_rate,
+)
+from zmqtrain.settings import AUTO, RunSettings
 from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.types import ModelSpec
+from zmqtrain.types import ModelSpec, count_values
 
 __all__ = ["ASSUMED_BITS", "link_share", "typical_rate", "LoadPlanner"]
 
 ASSUMED_BITS = 1e9
 """The rate of a port of which nothing is known yet: a run whose exchanges are too small to measure it hardly cares."""
+
+LEAST_MEASURED_BYTES = 1 << 20
+"""A model of so many bytes or more fills a link when it is fetched: nothing is planned before that was measured."""
+FLOAT_BYTES = 4
+LEAST_STEP_SHARE = 0.2
+"""What a step takes at least of the time in which it was measured, exchanges aside."""
 
 LEAST_RATE = 1e3
 STEP_SECONDS = (1e-6, 1e5)
@@ -53,7 +71,7 @@ def typical_rate(members: Iterable[Member]) -> float:
 
 
 class LoadPlanner:
-    """A `Planner`: fits k and d to the load of a run.
+    """A `Planner`: chooses k, d, codecs and outer optimizer, where they are auto, by the predicted time to a loss.
 
     share: of the hub's own port; its rate, where it is not told, is a typical node's.  contribution_seconds: gives
     the CPU that the hub takes for one contribution, of late.
@@ -65,45 +83,105 @@ class LoadPlanner:
         self.settings, self.share, self._contribution_seconds = settings, share, contribution_seconds
         self._rule = release_rule_from_spec(settings.release)
 
-    def __call__(self, model: ModelSpec, members: Sequence[Member]) -> Plan | None:
-        """See Planner. None until a node has said how fast it is."""
+    def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
+        """See Planner. None until a node has said how fast it is, and until a link is known that a model fills."""
         steps = [seconds for member in members if (seconds := _step_seconds(member)) > 0]
-        if not steps:
+        known = self.share.rate > 0 or any(member.link_rate > 0 for member in members)
+        if not steps or not (known or FLOAT_BYTES * count_values(model) < LEAST_MEASURED_BYTES):
             return None
-        load = self.load(model, members, steps)
-        fitting = fit(load)
-        every = fitting.every if self.settings.every == AUTO_EVERY else self.settings.every
-        delay = fitting.delay if self.settings.delay == AUTO_DELAY else self.settings.delay
-        bits = 8 * load.hub_rate / PAYLOAD_SHARE / self.share.share
-        text = (
-            f"{load.nodes} node{'s' * (load.nodes != 1)}, {_amount(bits, 'b')}/s x {self.share.share:g}, "
-            f"{_amount(load.bytes_up, 'B')} up and {_amount(load.bytes_down, 'B')} down, "
-            f"step {1e3 * load.step_seconds:.3g} ms"
-        )
-        return Plan(every, delay, text)
+        held = self._held(members, now)
 
-    def load(self, model: ModelSpec, members: Sequence[Member], steps: Sequence[float]) -> Load:
-        """Return the load of these live nodes. steps: the seconds of a step, of those that have said it."""
-        settings, nodes = self.settings, len(members)
-        sizes = exchange_bytes(model, settings.codec, settings.broadcast_codec, settings.fragments)
+        def load(codec: str, broadcast_codec: str) -> Load:
+            return self.load(model, members, steps, now, codec, broadcast_codec, held)
+
+        given = self.settings
+        ways = [(codec, broadcast) for codec in self._codecs() for broadcast in self._broadcast_codecs(codec)]
+        every, delay = given.every, given.delay  # 0, -1: auto
+        best = best_option(((*way, load(*way)) for way in ways), every, delay)
+        holding = (now.codec, now.broadcast_codec)
+        present = judge_option(*holding, load(*holding), Schedule(now.every, now.delay))
+        return Plan(
+            best.schedule.every,
+            best.schedule.delay,
+            self._text(best),
+            best.codec,
+            best.broadcast_codec,
+            best.outer,
+            present.time / best.time,
+        )
+
+    def _codecs(self) -> Sequence[str]:
+        given = self.settings.codec
+        return [coding_from_spec(codec).name for codec in CODECS] if given == AUTO else [given]
+
+    def _broadcast_codecs(self, codec: str) -> Sequence[str]:
+        given = self.settings.broadcast_codec
+        return [codec if given == AUTO else given]
+
+    def _text(self, option: Option) -> str:
+        load = option.load
+        bits = 8 * load.hub_rate / PAYLOAD_SHARE / self.share.share
+        share = 100 / option.time
+        return (
+            f"{load.nodes} node{'s' * (load.nodes != 1)}, {_amount(bits, 'b')}/s x {self.share.share:g}, "
+            f"{_amount(load.bytes_up, 'B')} up and {_amount(load.bytes_down, 'B')} down an exchange, "
+            f"step {1e3 * load.step_seconds:.3g} ms; predicted: {share:.0f} % of the speed of a free network, and "
+            f"{option.prediction.busiest} is the limit"
+        )
+
+    def _held(self, members: Sequence[Member], now: RunSettings) -> float:
+        """Return how long an exchange holds a training thread, the median of what the nodes say."""
+        said = [member.report.held_seconds for member in members if member.report is not None]
+        sound = [seconds for seconds in said if 0 < seconds < MOST_EXCHANGE_SECONDS]
+        return statistics.median(sound) if sound else 0.0
+
+    def load(
+        self,
+        model: ModelSpec,
+        members: Sequence[Member],
+        steps: Sequence[float],
+        now: RunSettings,
+        codec: str,
+        broadcast_codec: str,
+        held: float,
+    ) -> Load:
+        """Return the load of these live nodes with these codecs.
+
+        steps: the seconds of a step, of those that have said it.  now: what holds, and was measured.  held: seconds.
+        """
+        settings, nodes, values = self.settings, len(members), count_values(model)
+        fragments = settings.fragments_of(values)
+        at_once = fragments if settings.carries_all else 1
+        sizes = exchange_bytes(model, codec, broadcast_codec, fragments)
         slowest_counts = settings.waits or self._rule.one_each
         shares = [(LinkShare(one.link, one.share), one.measured) for one in members if one.link_rate > 0]
         rates = [max(LEAST_RATE, share.usable(measured)) for share, measured in shares]
         typical = (min(rates) if slowest_counts else statistics.median(rates)) if rates else payload_rate(ASSUMED_BITS)
         # where each node's k follows from its speed, k is that of the reference (dynamic_every)
         percentile = 100 - REFERENCE_PERCENTILE if settings.follows_speed else 50.0
+        measured_step = float(np.percentile(steps, percentile))
         said = [member.report.exchange_seconds for member in members if member.report is not None]
-        codecs = [seconds for seconds in said if 0 < seconds < MOST_EXCHANGE_SECONDS]
+        coded = [seconds for seconds in said if 0 < seconds < MOST_EXCHANGE_SECONDS]
+        here = exchange_costs(values / fragments, sizes.up, sizes.down, codec, broadcast_codec, nodes, codec_on="host")
+        holding = exchange_bytes(model, now.codec, now.broadcast_codec, fragments)
+        there = exchange_costs(
+            values / fragments, holding.up, holding.down, now.codec, now.broadcast_codec, nodes, codec_on="host"
+        )
+        # what was measured is of the codec that holds; the table says how another compares with it
+        node_seconds = statistics.median(coded) * here.node_seconds / there.node_seconds if coded else 0.0
+        hub_seconds = nodes * self._contribution_seconds() * here.hub_seconds / there.hub_seconds
         return Load(
             nodes=nodes,
-            step_seconds=float(np.percentile(steps, percentile)),
-            bytes_up=sizes.up,
-            bytes_down=round(sizes.down * self._aggregates(nodes)),
+            step_seconds=max(measured_step - held / now.every, LEAST_STEP_SHARE * measured_step),
+            bytes_up=at_once * sizes.up,
+            bytes_down=round(at_once * sizes.down * self._aggregates(nodes)),
             node_rate=typical,
             hub_rate=self.share.usable(typical_rate(members) or payload_rate(ASSUMED_BITS)),
-            fragments=settings.fragments,
-            node_seconds=statistics.median(codecs) if codecs else 0.0,
-            hub_seconds=nodes * self._contribution_seconds(),
+            fragments=1 if settings.carries_all else fragments,
+            pieces=fragments if settings.carries_all else 0,
+            node_seconds=at_once * node_seconds,
+            hub_seconds=at_once * hub_seconds,
+            held_seconds=held,
         )
 
     def _aggregates(self, nodes: int) -> float:

@@ -1,45 +1,41 @@
 """Plan a run before it begins: codec, fragments, k and d from what is known of its model, machines and links (pure).
 
-Rule 1: the densest codec whose turns of the whole model stay short enough; the wire that is there is spent.
-Rule 2: what is given is kept, what is left out is chosen.
+Rule 1: the plan with the least predicted time to a loss: steps lost by exchanges, times the slow-down of learning.
+Rule 2: what is given is kept, what is left out is chosen, from what a running hub would choose from (auto).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES
 from zmqtrain.errors import ConfigError
-from zmqtrain.protocol.rounds import FIRST_GRACE_SECONDS
-from zmqtrain.runtime.planning.costs import COSTS, exchange_costs
+from zmqtrain.runtime.planning.costs import exchange_costs
+from zmqtrain.runtime.planning.learning import CODECS, NODE_BATCHES, ideal_speedup
 from zmqtrain.runtime.planning.memory import Place
 from zmqtrain.runtime.planning.schedule import (
     Load,
+    Option,
     Prediction,
     Schedule,
+    best_option,
     exchange_bytes,
-    fit,
     held_seconds,
     model_of,
     nicer_slowdown,
     payload_rate,
-    predict,
-    stages,
 )
+from zmqtrain.settings import pieces_of
 
-__all__ = ["PERIOD_STEPS", "Wish", "Plan", "load_of", "make_plan", "variants"]
-
-PERIOD_STEPS = 32
-"""In so many steps every parameter should have had its turn (measured: docs/results.md)."""
+__all__ = ["Wish", "Plan", "load_of", "make_plan", "variants"]
 
 FRAGMENTS_TRIED = (1, 2, 4, 8, 16, 32, 64)
-SLOWER = 1.1
-"""What a turn of the whole model may take longer, for the sake of younger aggregates."""
+"""With several masters, where an exchange carries one fragment of each."""
 
 SCHEDULES_TRIED = 4
-"""Until what is on its way and the schedule agree."""
+"""Until what is in flight and the schedule agree."""
 
 MASTERS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""
@@ -53,8 +49,9 @@ class Wish:
     """What a run is to be. Raises ConfigError for numbers that cannot be.
 
     parameters: of the model.  node_bits, hub_bits: rate of a node's port and of each master's, bits per second; share:
-    of them that training may take.  codec, broadcast_codec: "": chosen, and as the way up.  fragments: 0: chosen.
-    every, delay: 0: chosen.  period_steps: in so many steps the whole model is to have had its turn.
+    of them that training may take.  codec, broadcast_codec: "": chosen, and as the way up.  fragments: 0: an exchange
+    carries the whole model (with several masters: chosen).  every, delay: 0: chosen.  node_batches: the critical batch
+    size, in batches of one node.
     step_on: a card ("device") or the processor trains.  cores: of a node's machine.
     node_ns, hub_ns, held_seconds: as for `exchange_costs`; None: the table's.
     """
@@ -72,7 +69,7 @@ class Wish:
     fragments: int = 0
     every: int = 0
     delay: int = 0
-    period_steps: float = PERIOD_STEPS
+    node_batches: float = NODE_BATCHES
     step_on: Place = "device"
     codec_on: Place = "device"
     cores: float = 4.0
@@ -93,31 +90,63 @@ class Wish:
             raise ConfigError(f"a machine has some cores, not {self.cores:g}")
         if self.fragments < 0 or self.every < 0 or self.delay < 0:
             raise ConfigError("fragments, every and delay are at least 1, or 0: chosen")
-        if not self.period_steps >= 1:
-            raise ConfigError(f"period_steps must be at least 1, got {self.period_steps:g}")
+        if not 0 < self.node_batches < inf:
+            raise ConfigError(f"node_batches must be a positive number, got {self.node_batches:g}")
+
+    @property
+    def carries_all(self) -> bool:
+        """Whether an exchange carries all fragments of the model, as in `RunSettings`."""
+        return self.fragments == 0 and self.masters == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run should be set to, and what it then does. wish: what was asked."""
+    """What a run should be set to, and what it then does. wish: what was asked.  fragments: of the model."""
 
     wish: Wish
-    codec: str
-    broadcast_codec: str
-    load: Load
-    schedule: Schedule
-    prediction: Prediction
+    option: Option
+    fragments: int
 
     @property
-    def fragments(self) -> int:
-        """In how many parts the model travels."""
-        return self.load.fragments
+    def codec(self) -> str:
+        """How deltas are coded."""
+        return self.option.codec
+
+    @property
+    def broadcast_codec(self) -> str:
+        """How aggregates are coded."""
+        return self.option.broadcast_codec
+
+    @property
+    def load(self) -> Load:
+        """What it asks of links and machines."""
+        return self.option.load
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its k and d."""
+        return self.option.schedule
+
+    @property
+    def prediction(self) -> Prediction:
+        """What it does."""
+        return self.option.prediction
+
+    @property
+    def ideal(self) -> float:
+        """How many times as fast as one PC so many would reach a loss on a free network."""
+        return ideal_speedup(self.wish.nodes, self.wish.node_batches)
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as one PC these reach a loss, as predicted."""
+        return self.ideal / self.option.time
 
 
-def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, on_the_way: int = 0) -> Load:
+def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_flight: int = 0) -> Load:
     """Return what the wished run asks of links and machines with these codecs and so many fragments.
 
-    on_the_way: as for `exchange_costs`.
+    in_flight: earlier deltas of a fragment that a node has in flight when it encodes the next (`exchange_costs`).
     """
     sizes = exchange_bytes(model_of(wish.parameters), codec, broadcast_codec, fragments, wish.masters)
     costs = exchange_costs(
@@ -130,40 +159,49 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, on_the
         wish.masters,
         step_on=wish.step_on,
         codec_on=wish.codec_on,
-        on_the_way=on_the_way,
+        on_the_way=in_flight,
         node_ns=wish.node_ns,
         hub_ns=wish.hub_ns,
+        held_seconds=0.0,
+    )
+    at_once = fragments if wish.carries_all else 1
+    whole = exchange_costs(
+        wish.parameters * at_once / fragments,
+        0,
+        0,
+        codec,
+        broadcast_codec,
+        wish.nodes,
+        step_on=wish.step_on,
+        codec_on=wish.codec_on,
         held_seconds=wish.held_seconds,
     )
     step_cores = wish.cores if wish.step_on == "host" else 1.0
     return Load(
         nodes=wish.nodes,
         step_seconds=wish.step_seconds,
-        bytes_up=sizes.up,
-        bytes_down=sizes.down,
+        bytes_up=at_once * sizes.up,
+        bytes_down=at_once * sizes.down,
         node_rate=payload_rate(wish.node_bits, wish.share),
         hub_rate=payload_rate(wish.hub_bits, wish.share),
-        fragments=fragments,
+        fragments=fragments // at_once,
         masters=wish.masters,
-        node_seconds=costs.node_seconds * nicer_slowdown(wish.cores, step_cores),
-        hub_seconds=costs.hub_seconds,
-        held_seconds=held_seconds(costs.thread_seconds, costs.node_seconds, wish.cores, step_cores),
+        node_seconds=at_once * costs.node_seconds * nicer_slowdown(wish.cores, step_cores),
+        hub_seconds=at_once * costs.hub_seconds,
+        held_seconds=held_seconds(whole.thread_seconds, at_once * costs.node_seconds, wish.cores, step_cores),
         on_nodes=wish.on_nodes,
+        pieces=fragments if wish.carries_all else 0,
     )
 
 
 def make_plan(wish: Wish) -> Plan:
-    """Return the plan of a wish: the densest codec that keeps to `period_steps`, else the smallest one.
+    """Return the plan of a wish with the least predicted time to a loss.
 
     Raises ConfigError for a codec, or a number of fragments, that cannot be.
     """
-    if wish.codec:
-        return _best_cut(wish, wish.codec)
-    for codec in COSTS:
-        plan = _best_cut(wish, codec)
-        if plan.prediction.model_period_steps <= wish.period_steps:
-            return plan
-    return plan
+    codecs = (wish.codec,) if wish.codec else CODECS
+    plans = (_plan(wish, codec, fragments) for codec in codecs for fragments in _fragments(wish))
+    return min(plans, key=lambda plan: plan.option.time)  # the first, of equal ones: the densest codec
 
 
 def variants(wish: Wish) -> Iterator[Plan]:
@@ -175,49 +213,24 @@ def variants(wish: Wish) -> Iterator[Plan]:
         yield make_plan(replace(wish, hub_bits=bits, on_nodes=False))
 
 
-def _best_cut(wish: Wish, codec: str) -> Plan:
-    """Return the plan with the youngest aggregates, of those whose turns of the whole model are about the shortest.
-
-    Of those, if there are any, whose deltas all come within the first grace of a quorum's round: else the round closes
-    without the last of them, and from then on nodes are at different fragments, and aggregates hold several.
-    """
+def _fragments(wish: Wish) -> Sequence[int]:
+    if wish.fragments:
+        return (wish.fragments,)
+    if wish.carries_all:
+        return (pieces_of(wish.parameters),)
     blocks = -(-wish.parameters // BLOCK_VALUES)
-    tried = (wish.fragments,) if wish.fragments else tuple(n for n in FRAGMENTS_TRIED if n <= blocks)
-    plans = [_plan(wish, codec, fragments) for fragments in tried]
-    shortest = min(plan.prediction.model_period_steps for plan in plans)
-    together = [plan for plan in plans if _spread_seconds(plan.load) <= FIRST_GRACE_SECONDS]
-    if together and not wish.fragments:
-        plans, shortest = together, min(plan.prediction.model_period_steps for plan in together)
-    short = [plan for plan in plans if plan.prediction.model_period_steps <= SLOWER * shortest]
-    return min(short, key=lambda plan: plan.prediction.age_steps)  # the first, of equal ones: the fewest fragments
-
-
-def _spread_seconds(load: Load) -> float:
-    """Return in what time the second half of the deltas of nodes that offer together reach the hub, and are checked."""
-    seconds = stages(load)
-    return max(seconds["the hub's port, up"], seconds["the hub's codec"]) / 2
+    return [fragments for fragments in FRAGMENTS_TRIED if fragments * wish.masters <= max(blocks, wish.masters)]
 
 
 def _plan(wish: Wish, codec: str, fragments: int) -> Plan:
-    """Return the plan of this cut. What is on its way when a node encodes follows from the schedule, and the schedule
-    from the time that this takes: once more, for as long as there is more on its way, a few times at most."""
-    broadcast_codec, on_the_way = wish.broadcast_codec or codec, 0
+    """Return the plan of this cut. What is in flight when a node encodes follows from the schedule, and the schedule
+    from the time that this takes: once more, for as long as there is more in flight, a few times at most."""
+    broadcast_codec, in_flight = wish.broadcast_codec or codec, 0
     for _ in range(SCHEDULES_TRIED):
-        load = load_of(wish, codec, broadcast_codec, fragments, on_the_way)
-        schedule = _schedule(wish, load)
-        if schedule.on_the_way(fragments) <= on_the_way:
+        load = load_of(wish, codec, broadcast_codec, fragments, in_flight)
+        option = best_option([(codec, broadcast_codec, load)], wish.every, wish.delay or -1)
+        of_one = option.schedule.on_the_way(load.fragments)
+        if of_one <= in_flight:
             break
-        on_the_way = schedule.on_the_way(fragments)
-    return Plan(
-        wish=wish,
-        codec=codec,
-        broadcast_codec=broadcast_codec,
-        load=load,
-        schedule=schedule,
-        prediction=predict(load, schedule),
-    )
-
-
-def _schedule(wish: Wish, load: Load) -> Schedule:
-    fitting = fit(load)
-    return Schedule(wish.every or fitting.every, wish.delay or fitting.delay)
+        in_flight = of_one
+    return Plan(wish=wish, option=option, fragments=fragments)

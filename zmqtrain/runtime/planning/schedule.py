@@ -10,6 +10,7 @@ Rule 3: bytes are counted, not guessed: by the codecs' own layout, with heads, c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, isfinite
@@ -21,6 +22,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
 from zmqtrain.runtime.mailbox import NICENESS
+from zmqtrain.runtime.planning.learning import Learning, slowdown
 from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Load",
     "Schedule",
     "Prediction",
+    "Option",
     "ExchangeBytes",
     "payload_rate",
     "model_of",
@@ -37,6 +40,10 @@ __all__ = [
     "stages",
     "latency_seconds",
     "fit",
+    "fitting_delay",
+    "fitting_periods",
+    "judge_option",
+    "best_option",
     "predict",
 ]
 
@@ -52,6 +59,13 @@ LATE = 1.25
 
 HELD = 0.03
 """The largest share of its time that training may lose to exchanges, if a larger k can help it."""
+
+PERIOD_FACTORS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Multiples of the smallest k that are looked at."""
+
+OFTEN_OUTER, RARE_OUTER, RARE_TURN_STEPS = "sgd:rate=1", "nesterov:rate=0.8,momentum=0.5", 8
+"""The outer optimizers that auto chooses: the second where a turn of the model takes so many steps or more
+(docs/strategies.md#outer)."""
 
 CODEC_WEIGHT = 1.25**-NICENESS
 """Of a codec's thread at a core, to that of a thread that trains."""
@@ -77,6 +91,8 @@ class Load:
     hub_seconds: CPU of a master for one exchange, all contributions of it.
     held_seconds: that training loses to one exchange: see `held_seconds`.
     on_nodes: the masters run on nodes, and share their ports; else each has a port of its own.
+    pieces: an exchange carries the whole model in so many fragments, one after the other (`fragments` is 1 then); 0: it
+    carries one fragment.
     """
 
     nodes: int
@@ -91,6 +107,7 @@ class Load:
     hub_seconds: float = 0.0
     held_seconds: float = 0.0
     on_nodes: bool = False
+    pieces: int = 0
 
     def __post_init__(self) -> None:
         for name in ("nodes", "fragments", "masters"):
@@ -257,11 +274,17 @@ def stages(load: Load) -> dict[str, float]:
 
 
 def latency_seconds(load: Load) -> float:
-    """Return how long it takes from an offer until its aggregate is decoded, if all nodes offer together."""
+    """Return how long it takes from an offer until its aggregate is decoded, if all nodes offer together.
+
+    In several pieces, what has come of one from all goes down while the next comes up: only the slowest stage works on
+    all of them before the last piece is through the others.
+    """
     seconds = stages(load)
     up = max(seconds["the hub's port, up"], seconds["a node's port, up"])
     down = max(seconds["the hub's port, down"], seconds["a node's port, down"])
-    return up + down + load.node_seconds + load.hub_seconds
+    all_stages = (up, down, load.node_seconds, load.hub_seconds)
+    slowest, pieces = max(all_stages), max(1, load.pieces)
+    return slowest + (sum(all_stages) - slowest) / pieces
 
 
 def fit(load: Load) -> Schedule:
@@ -273,8 +296,76 @@ def fit(load: Load) -> Schedule:
     """
     busy = max(stages(load).values()) / BUSIEST
     every = max(1, _up(max(busy, load.held_seconds / HELD) / load.step_seconds))
+    return Schedule(every, fitting_delay(load))
+
+
+def fitting_delay(load: Load) -> int:
+    """Return the d after which an aggregate is there.
+
+    Where an exchange carries all, one more may be in flight than d asks for, so d is the step boundary that is nearest
+    to when an aggregate usually comes; else a d that is too small would put offers off.
+    """
+    steps = latency_seconds(load) / load.step_seconds
+    if load.pieces:
+        return max(1, _up(steps - 0.5))
     apart = 1 if load.nodes > 1 else 0
-    return Schedule(every, max(1, _up(LATE * latency_seconds(load) / load.step_seconds) + apart))
+    return max(1, _up(LATE * steps) + apart)
+
+
+def fitting_periods(load: Load) -> tuple[int, ...]:
+    """Return the k that are worth a look: the smallest at which no stage is too busy, and multiples of it."""
+    least = max(1, _up(max(stages(load).values()) / BUSIEST / load.step_seconds))
+    return tuple(dict.fromkeys(max(least, round(least * factor)) for factor in PERIOD_FACTORS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to set a run, and what it does. codec, broadcast_codec, outer: specs.
+
+    slowdown: how many times the steps of exact synchronous training to a loss.  time: how many times the seconds that a
+    free network would take; the option with the least is chosen.
+    """
+
+    codec: str
+    broadcast_codec: str
+    outer: str
+    load: Load
+    schedule: Schedule
+    prediction: Prediction
+    slowdown: float
+    time: float
+
+
+def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedule) -> Option:
+    """Return what this load and schedule do to the time to a loss."""
+    prediction = predict(load, schedule)
+    turn = prediction.model_period_steps
+    age = max(float(schedule.delay), prediction.latency_seconds / load.step_seconds + 0.5)
+    slow = slowdown(Learning(turn_steps=turn, age_steps=age, codec=codec, broadcast_codec=broadcast_codec))
+    outer = RARE_OUTER if turn >= RARE_TURN_STEPS else OFTEN_OUTER
+    return Option(
+        codec=codec,
+        broadcast_codec=broadcast_codec,
+        outer=outer,
+        load=load,
+        schedule=schedule,
+        prediction=prediction,
+        slowdown=slow,
+        time=slow / prediction.efficiency,
+    )
+
+
+def best_option(loads: Iterable[tuple[str, str, Load]], every: int = 0, delay: int = -1) -> Option:
+    """Return the option with the least time to a loss, the first of equal ones.
+
+    loads: (codec, broadcast_codec, load) of each way to code.  every, delay: what is told; 0, -1: chosen.
+    """
+    options = (
+        judge_option(codec, broadcast_codec, load, Schedule(k, fitting_delay(load) if delay < 0 else delay))
+        for codec, broadcast_codec, load in loads
+        for k in ((every,) if every else fitting_periods(load))
+    )
+    return min(options, key=lambda option: option.time)
 
 
 def predict(load: Load, schedule: Schedule) -> Prediction:
@@ -283,7 +374,7 @@ def predict(load: Load, schedule: Schedule) -> Prediction:
     An exchange that does not fit makes the period longer, not the steps: offers are put off, a whole k each time.
     """
     seconds, latency = stages(load), latency_seconds(load)
-    in_flight = max(1, -(-schedule.delay // schedule.every))
+    in_flight = max(1, -(-schedule.delay // schedule.every)) + (load.pieces > 0)
     turns = max(1, _up(latency / (schedule.every * load.step_seconds)))
     busiest = max(seconds, key=lambda stage: seconds[stage])
     period = max(schedule.every * max(1.0, turns / in_flight), seconds[busiest] / load.step_seconds)
