@@ -141,7 +141,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     if roster.exchange:
         parts.append(f"exchange {words(roster.exchange.partition(',')[0])}")
     elif roster.every:
-        parts.append(f"k {roster.every}, d {roster.delay}")
+        codec = roster.hub.get("codec", "")
+        parts.append(f"k {roster.every}, d {roster.delay}" + (f", {words(str(codec))}" if codec else ""))
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units")
     if dropped := sum(_count(roster.hub, kind) for kind in DROPPED):

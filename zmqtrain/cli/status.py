@@ -17,6 +17,7 @@ from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import HubUnreachable
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.protocol.words import MAX_SENTENCE, words
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.node import Node
@@ -82,6 +83,10 @@ def _run(config: StatusConfig) -> int:
         else:
             console, headline = Terminal(), roster_headline(roster, "\n")
             console.print(f"{title}\n{headline}")
+            if plan := roster.hub.get("plan"):
+                console.print(
+                    f"chosen for {words(str(plan), MAX_SENTENCE)}, outer optimizer {words(str(roster.hub['outer']))}"
+                )
             for shard, address in enumerate(roster.masters):
                 if shard:
                     where = address or "no address: its master is not here"

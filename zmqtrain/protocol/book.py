@@ -39,7 +39,7 @@ class HubBook:
     version: of the last aggregate, -1 until somebody has founded the run.  exchange: how the nodes exchange gradients
     in every step, past this hub; "": they publish to it.  rule: when a round is due, if they do.
     complete: as many nodes as the run begins with have come; until then nothing is released.  news: something has
-    happened, since the last look, from which another plan may follow.
+    happened, since the last look, from which another plan may follow.  plan: what the last one follows from, in words.
     The arguments are as in `Hub`.
     """
 
@@ -73,6 +73,7 @@ class HubBook:
         self.news = False
         self.rests_until = 0
         """The version before which nothing is taken back again."""
+        self.plan = ""
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
         self._began = now
 
@@ -153,6 +154,10 @@ class HubBook:
                 "term": self.term,
                 "standby": self.tenure.standby,
                 "without": self.tenure.without,
+                "codec": settings.codec,
+                "broadcast_codec": settings.broadcast_codec,
+                "outer": settings.outer,
+                "plan": self.plan,
                 **self.fence.dropped,
             },
         )

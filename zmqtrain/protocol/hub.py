@@ -225,6 +225,7 @@ class Hub(HubBook):
             self.news = False
             live = [member for member in self.members.values() if member.state is MemberState.LIVE]
             if (schedule := self.replanning.look(self.version, self.model, live, now)) is not None:
+                self.plan = self.replanning.text
                 effects.append(Broadcast(schedule))
         if now - self._rostered >= ROSTER_SECONDS:
             self._rostered = now

@@ -107,7 +107,7 @@ def take_back(book: HubBook, version: int, text: str) -> list[HubEffect]:
         if (member := book.members.get(peer)) is not None:
             effects.append(refuse(book, member, publish, *RESTART))
     book.clear_rounds()
-    fragments, taken = tuple(range(book.settings.fragments)), book.version - version
+    fragments, taken = tuple(range(book.fragments)), book.version - version
     book.version += 1
     book.rests_until = book.version + taken
     live = max(1, len(training(book.members)))
