@@ -1,7 +1,9 @@
 """Show what a federation gains: several paced nodes train one language model, then one trains alone: `bin/demo`.
 
-Rule 1: both runs have the same program, seed, seconds and pace per node; alone means plain local training, with nothing
-compressed, delayed or shared.  Rule 2: what is emulated is said wherever a figure is shown.
+Rule 1: all runs have the same program, seed, seconds and pace per node; alone means plain local training, with nothing
+compressed, delayed or shared. The ideal is one computer with the batch of all nodes and no network, at the same pace.
+Rule 2: what is emulated is said wherever a figure is shown.
+Rule 3: every run has the learning rate that is best for it, of one grid (RATES).
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
+from numpy.typing import NDArray
 from rich.table import Table
 
 from zmqtrain.cli.display import Display, format_bytes, format_count, format_number, log_to_stderr
@@ -28,30 +33,55 @@ from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.settings import RunSettings
 
-__all__ = ["DemoConfig", "main", "Point", "Curve", "Recorder", "draw", "summary_table", "pace_sentence"]
+__all__ = [
+    "DemoConfig",
+    "main",
+    "Point",
+    "Curve",
+    "Recorder",
+    "draw",
+    "summary_table",
+    "speed_sentence",
+    "ideal_sentence",
+    "pace_sentence",
+]
 
 PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
-FLOAT_BYTES = 4
+BATCH = 2
+"""Windows a node and step: so few that the mean of three nodes' deltas is worth nearly three times one node's."""
+RATES = {"together": 0.004, "alone": 0.002, "ideal": 0.002}
+"""The best of .001, .002, .004 and .008 for each run (three nodes, in virtual time): a mean of AdamW's deltas takes a
+higher rate than one batch as large as those of all nodes."""
+PLANNED: dict[str, Any] = {
+    "every": 1,
+    "delay": 1,
+    "codec": "ternary",
+    "broadcast_codec": "ternary",
+    "outer": "sgd:rate=1",
+}
+"""What the nodes share deltas with."""
 SHARED = RunSettings(
     program="text",
-    program_arguments="rate=0.005",
-    every=4,
-    delay=2,
-    outer="sgd:rate=1",
     initial="founder",  # as the run of one node begins
-    evaluate_seconds=2.0,
+    evaluate_seconds=2.5,
+    **PLANNED,
 )
-ALONE = replace(SHARED, codec="float32", broadcast_codec="float32")
+ALONE = replace(SHARED, every=1, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
 """With these, the run of a single node is the training it would do without a broker, step for step."""
+SMOOTHED, STEEP = 9, 1 / 8
+"""A smoothed loss is that of the line through so many scores, the nearest in time, over the logarithm of the seconds:
+single scores are too noisy to say when a loss was reached. In the first eighth, where the curve is steep, they stay."""
 NOT_SHARED = "nothing"
 KEPT_PACE = 0.8
-COLOURS = {"federation": "#0b6e99", "alone": "#c2571a"}
+COLOURS = {"federation": "#0b6e99", "alone": "#c2571a", "ideal": "#7a7a7a"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train a language model on real text with several nodes on this PC, then with one alone, and draw the two curves.
+    """Train a language model on real text with several nodes on this PC, then with one alone, and draw their curves.
+
+    Beside them is the ideal: one computer with the batch of all nodes and no network.
 
     Every node is paced to a fixed time per step, as if it had a PC of its own: otherwise the processes would only share
     this PC's cores, and several nodes would compute no more than one.
@@ -61,9 +91,9 @@ class DemoConfig:
     """Where demo.png and demo.json are written."""
     nodes: int = 3
     """How many nodes the federation has."""
-    seconds: float = 75.0
+    seconds: float = 80.0
     """How long each of the two runs trains."""
-    pace_seconds: float = 0.08
+    pace_seconds: float = 0.05
     """Every step of every node takes at least so long."""
     data: str = ""
     """A text file to train on; empty: the source of Python's standard library."""
@@ -105,48 +135,76 @@ class Curve:
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
+    def losses(self) -> tuple[float, ...]:
+        """The held-out loss at each point, smoothed: see SMOOTHED."""
+        losses = [point.loss for point in self.points]
+        steep = sum(point.seconds <= STEEP * self.points[-1].seconds for point in self.points) if self.points else 0
+        if len(losses) - steep >= SMOOTHED:
+            losses[steep:] = _lines(np.log([point.seconds for point in self.points[steep:]]), np.array(losses[steep:]))
+        return tuple(losses)
+
+    @property
     def loss(self) -> float:
-        """The last held-out loss, NaN if there is none."""
-        return self.points[-1].loss if self.points else math.nan
+        """The held-out loss at the last point, smoothed; NaN if there is none."""
+        return self.losses[-1] if self.points else math.nan
 
     def kept_pace(self, pace_seconds: float) -> float:
         """Which part of the steps that the pace allows the nodes have made: far below 1, this PC was too busy."""
         return self.steps * pace_seconds / (self.nodes * self.seconds) if self.seconds else 0.0
 
     def seconds_to(self, loss: float) -> float:
-        """When the held-out loss first was at or below `loss` (linear between two scores), NaN if never."""
-        for before, after in zip(self.points, self.points[1:], strict=False):
-            if after.loss <= loss < before.loss:
-                part = (before.loss - loss) / (before.loss - after.loss)
-                return before.seconds + part * (after.seconds - before.seconds)
+        """When the smoothed held-out loss first was at or below `loss` (linear between two points), NaN if never."""
+        at = [*zip((point.seconds for point in self.points), self.losses, strict=True)]
+        for (begin, before), (end, after) in pairwise(at):
+            if after <= loss < before:
+                return begin + (before - loss) / (before - after) * (end - begin)
         return math.nan
+
+
+def _lines(x: NDArray[np.float64], y: NDArray[np.float64]) -> list[float]:
+    """Return at each place the value of the line that fits the SMOOTHED nearest places best."""
+    values = []
+    for index, place in enumerate(x):
+        first = min(max(0, index - SMOOTHED // 2), len(x) - SMOOTHED)
+        near = slice(first, first + SMOOTHED)
+        _, height = np.polyfit(x[near] - place, y[near], 1)
+        values.append(float(height))
+    return values
 
 
 class Recorder:
     """Collect the curve of a run from its rosters.
 
-    Time begins with the first roster in which a node has trained; that the others still compile, in each other's way,
-    is time of the federation's. A score's time and samples are those of the first roster that shows it (one a second).
+    Time begins when the first node trains: its steps at this pace before the first roster that shows any. That the
+    others still compile, in each other's way, is time of the federation's. A score's time and samples are those of its
+    version (linear between two rosters).
     """
 
-    def __init__(self, label: str, nodes: int) -> None:
-        self.label, self.nodes = label, nodes
+    def __init__(self, label: str, nodes: int, pace_seconds: float = 0.0) -> None:
+        self.label, self.nodes, self.pace_seconds = label, nodes, pace_seconds
         self.began: float | None = None
         self._points: list[Point] = []
         self._score_version = -1
         self._last: Roster | None = None
+        self._seen: list[tuple[int, float, int]] = []  # (version, seconds, samples) of each roster
 
     def __call__(self, roster: Roster) -> None:
         """Take one roster."""
-        if self.began is None and any(int(member.get("step", 0)) > 0 for member in roster.members):
-            self.began = roster.seconds
+        steps = max((int(member.get("step", 0)) for member in roster.members), default=0)
+        if self.began is None and steps > 0:
+            before = self._seen[-1][1] if self._seen else -math.inf
+            self.began = max(before, roster.seconds - steps * self.pace_seconds)
+        self._seen.append((roster.version, roster.seconds, roster.samples))
         if self.began is None:
             return
         if len(roster.members) >= self.nodes:
             self._last = roster
         if roster.score_version > self._score_version and "loss" in roster.scores:
             self._score_version = roster.score_version
-            self._points.append(Point(roster.seconds - self.began, roster.samples, roster.scores["loss"]))
+            versions, seconds, samples = zip(*self._seen, strict=True)
+            at = np.interp(roster.score_version, versions, seconds) - self.began
+            count = round(float(np.interp(roster.score_version, versions, samples)))
+            self._points.append(Point(max(0.0, float(at)), count, roster.scores["loss"]))
 
     def curve(self) -> Curve:
         """Return what was collected."""
@@ -173,6 +231,14 @@ def pace_sentence(pace_seconds: float) -> str:
     return f"each node paced to one step per {1000 * pace_seconds:.0f} ms, as on a PC of its own"
 
 
+def ideal_sentence(nodes: int) -> str:
+    """Say what the ideal is, and what of it is emulated."""
+    return (
+        f"one computer with the batch of all {nodes} nodes and no network, computed at full speed; "
+        "its seconds are steps times the pace"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit code."""
     return run_command(PROGRAM, lambda: _run(read_config(DemoConfig, PROGRAM, argv)))
@@ -182,9 +248,8 @@ def _run(config: DemoConfig) -> int:
     figure_type = _load_matplotlib()
     _check_folder(config.output)
     log_to_stderr(config.verbose)
-    arguments = SHARED.program_arguments + (f",data={config.data}" if config.data else "")
-    shared = replace(SHARED, program_arguments=arguments, start_nodes=config.nodes)
-    alone = replace(ALONE, program_arguments=arguments)
+    shared = replace(SHARED, program_arguments=_arguments("together", config), start_nodes=config.nodes)
+    alone = replace(ALONE, program_arguments=_arguments("alone", config))
     paced, together_label = pace_sentence(config.pace_seconds), f"{config.nodes} nodes together"
     print(f"{together_label}, then one alone, {config.seconds:.0f} s each; {paced}")
     curves = []
@@ -193,24 +258,55 @@ def _run(config: DemoConfig) -> int:
         if curve is None:
             return 0
         curves.append(curve)
-    together, single = curves
-    Terminal().print(summary_table(together, single))
+    print(f"now the ideal: {ideal_sentence(config.nodes)}")
+    together, single, ideal = *curves, _compute_ideal(config)
+    Terminal().print(summary_table(together, single, ideal))
     print(f"({paced})")
     if (kept := min(curve.kept_pace(config.pace_seconds) for curve in curves)) < KEPT_PACE:
         print(
             f"note: this PC was too busy to keep the pace ({kept:.0%} of the steps were made), so the nodes slowed "
             "each other down, which PCs of their own would not: close other programs, or give more --pace-seconds"
         )
-    values = {"pace_seconds": config.pace_seconds, "note": paced, "runs": [asdict(curve) for curve in curves]}
+    runs = [asdict(curve) | {"smoothed_losses": curve.losses} for curve in (together, single, ideal)]
+    values = {"pace_seconds": config.pace_seconds, "note": paced, "ideal": ideal_sentence(config.nodes), "runs": runs}
     _write_json(config.output / "demo.json", {**values, "settings": shared.to_dict()})
-    draw(figure_type, together, single, config.pace_seconds, config.output / "demo.png")
+    draw(figure_type, together, single, ideal, config.pace_seconds, config.output / "demo.png")
     print(f"wrote {config.output / 'demo.png'} and {config.output / 'demo.json'}")
+    print(speed_sentence(together, single, ideal))
     return 0
+
+
+def _arguments(run: str, config: DemoConfig) -> str:
+    """Return the program's arguments in one of the runs of RATES."""
+    batch = BATCH * config.nodes if run == "ideal" else BATCH
+    return f"batch={batch},rate={RATES[run]:g}" + (f",data={config.data}" if config.data else "")
+
+
+def _compute_ideal(config: DemoConfig) -> Curve:
+    """One computer with the batch of all nodes, computed as fast as this PC can: a step takes the pace in its curve."""
+    from zmqtrain.sim.run import simulate  # imports jax: not for --help
+    from zmqtrain.sim.scenario import Scenario, SimNode
+
+    settings = replace(ALONE, program_arguments=_arguments("ideal", config))
+    node = SimNode(name="ideal", step_seconds=config.pace_seconds)
+    seconds, pause = config.seconds, settings.evaluate_seconds
+    result = simulate(Scenario(settings=settings, nodes=(node,), evaluate_seconds=pause, max_seconds=seconds))
+    return Curve(
+        label="ideal",
+        nodes=1,
+        points=tuple({point.seconds: point for point in (Point(*one) for one in result.curve())}.values()),
+        samples=result.samples,
+        steps=result.steps,
+        seconds=seconds,
+        contributions=0,
+        bytes_sent=0,
+        bytes_received=0,
+    )
 
 
 def _train(label: str, settings: RunSettings, nodes: int, config: DemoConfig) -> Curve | None:
     """One run of `config.seconds`, counted from when the first node trains; None if it was interrupted."""
-    recorder = Recorder(label, nodes)
+    recorder = Recorder(label, nodes, config.pace_seconds)
     federation = Federation(settings, nodes, pace_seconds=config.pace_seconds, watch=recorder)
     with federation:
         display = Display(lambda: federation.roster, f"{label}: {pace_sentence(config.pace_seconds)}")
@@ -259,41 +355,63 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another folder with --output") from error
 
 
-def summary_table(together: Curve, single: Curve) -> Table:
-    """Return the two runs side by side."""
+def speed_sentence(together: Curve, single: Curve, ideal: Curve) -> str:
+    """Say how many times as fast as one node the nodes reach the loss that one ends with, beside the ideal."""
+    if not single.points:
+        return "speed-up over one node: not known, as it was never scored: give more --seconds"
+    loss, alone = single.loss, single.points[-1].seconds
+    ours, best = together.seconds_to(loss), ideal.seconds_to(loss)
+    text = f"{single.label} ends with a loss of {format_number(loss, 3)} after {format_number(alone, 0)} s; "
+    if not math.isfinite(ours):
+        return f"{text}{together.label} did not reach it"
+    text += f"{together.label} reach it after {format_number(ours, 1)} s\nspeed-up over one node: {alone / ours:.2f}"
+    if math.isfinite(best):
+        text += f", {best / ours:.0%} of the ideal ({alone / best:.2f}: after {format_number(best, 1)} s)"
+    return text
+
+
+def summary_table(together: Curve, single: Curve, ideal: Curve) -> Table:
+    """Return the runs side by side."""
     table = Table(title="held-out loss in nats per byte", title_justify="left")
     table.add_column("")
-    table.add_column(together.label, justify="right")
-    table.add_column(single.label, justify="right")
-    for name, first, second in (
-        ("held-out loss at the end", format_number(together.loss, 4), format_number(single.loss, 4)),
-        ("tokens trained on", format_count(together.samples), format_count(single.samples)),
-        ("tokens per second", format_count(together.samples_per_second), format_count(single.samples_per_second)),
+    for curve in (together, single, ideal):
+        table.add_column(curve.label, justify="right")
+    curves, reached = (together, single, ideal), single.loss
+    sent, received = format_bytes(together.bytes_sent), format_bytes(together.bytes_received)
+    for name, *cells in (
+        ("held-out loss at the end", *(format_number(curve.loss, 4) for curve in curves)),
+        ("tokens trained on", *(format_count(curve.samples) for curve in curves)),
+        ("tokens per second", *(format_count(curve.samples_per_second) for curve in curves)),
         (
-            f"seconds to loss {format_number(single.loss, 3)}",
-            format_number(together.seconds_to(single.loss), 0),
-            format_number(single.seconds, 0),
+            f"seconds to loss {format_number(reached, 3)}",
+            format_number(together.seconds_to(reached), 0),
+            format_number(single.points[-1].seconds if single.points else math.nan, 0),
+            format_number(ideal.seconds_to(reached), 0),
         ),
-        ("deltas shared", f"{together.contributions}", NOT_SHARED),
-        ("sent by all nodes", format_bytes(together.bytes_sent), NOT_SHARED),
-        ("received by all nodes", format_bytes(together.bytes_received), NOT_SHARED),
+        ("deltas shared", f"{together.contributions}", NOT_SHARED, NOT_SHARED),
+        ("sent by all nodes", sent, NOT_SHARED, NOT_SHARED),
+        ("received by all nodes", received, NOT_SHARED, NOT_SHARED),
     ):
-        table.add_row(name, first, second)
+        table.add_row(name, *cells)
+    table.caption = f"losses are smoothed: each is that of a line through {SMOOTHED} scores over log(seconds)"
     return table
 
 
-def draw(figure_type: Any, together: Curve, single: Curve, pace_seconds: float, path: Path) -> None:
-    """Draw held-out loss against seconds and against tokens, and write it to `path`.
+def draw(figure_type: Any, together: Curve, single: Curve, ideal: Curve, pace_seconds: float, path: Path) -> None:
+    """Draw held-out loss against seconds and against tokens, scores as dots and smoothed as lines, to `path`.
 
     figure_type: matplotlib's Figure. Raises ConfigError if the file cannot be written.
     """
-    figure = figure_type(figsize=(11, 4.6), layout="constrained")
+    figure = figure_type(figsize=(11, 5.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, word in zip(panels, ("seconds", "samples"), strict=True):
-        for colour, curve in zip(COLOURS.values(), (together, single), strict=True):
+        for colour, curve in zip(COLOURS.values(), (together, single, ideal), strict=True):
             scale = 1 if word == "seconds" else 1e6
             x = [getattr(point, word) / scale for point in curve.points]
-            axes.plot(x, [point.loss for point in curve.points], ".-", color=colour, label=curve.label)
+            axes.plot(x, [point.loss for point in curve.points], ".", color=colour, alpha=0.35)
+            axes.plot(x, curve.losses, "--" if curve is ideal else "-", color=colour, label=curve.label)
+        if math.isfinite(single.loss):
+            axes.axhline(single.loss, color=COLOURS["alone"], linewidth=0.8, linestyle=":")
         axes.set_xlabel("seconds" if word == "seconds" else "million tokens in the model")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.1f}")
@@ -303,7 +421,10 @@ def draw(figure_type: Any, together: Curve, single: Curve, pace_seconds: float, 
     panels[0].set_ylabel("held-out loss (nats per byte)")
     panels[0].legend(frameon=False)
     sent = f"{format_bytes(together.bytes_sent)} sent and {format_bytes(together.bytes_received)} received by all nodes"
-    figure.suptitle(f"{together.label} against {single.label}: {pace_sentence(pace_seconds)}\n{sent}", fontsize=11)
+    heading = f"{together.label} against {single.label}: {pace_sentence(pace_seconds)}; {sent}"
+    figure.suptitle(
+        f"{heading}\nideal: {ideal_sentence(together.nodes)}\n{speed_sentence(together, single, ideal)}", fontsize=9
+    )
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
