@@ -11,7 +11,7 @@ import pytest
 from zmqtrain.errors import ConfigError
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.rules import check_rules
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO, FITTED, RunSettings
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec
@@ -19,7 +19,7 @@ from zmqtrain.strategies.staleness import staleness_from_spec
 from zmqtrain.train.minibatch import minibatch_from_spec
 
 PAGE = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
-DEFAULTS = RunSettings().to_dict()
+DEFAULTS = {name: AUTO if value == FITTED.get(name) else value for name, value in RunSettings().to_dict().items()}
 READERS = {
     "release": release_rule_from_spec,
     "aggregate": aggregation_from_spec,
