@@ -17,7 +17,8 @@ batches of all nodes.  DDP and PowerSGD are the ideal's steps, each longer by th
 its bytes; what its low rank costs in learning is left out, in its favour). DiLoCo trains 50 steps apart (AdamW), then
 waits for an exchange in fp16; outer Nesterov, rate 0.7, momentum 0.9; its curve is drawn straight from exchange to
 exchange, in its favour. An exchange is timed on the star, by gloo where torch is installed, else by this package's
-ring; where it was not timed, it takes a ring's limit at the port's rate. The column `exchange` says which.
+ring (with `--simulated` if `--time-exchanges` is said); where it was not timed, it takes a ring's limit at the port's
+rate. The column `exchange` says which.
 Rule 4: `auto` is told the program, its rate and data, and addresses: nothing of k, d, codecs or the like.  `slow` is
 auto with one of the nodes at half speed; `slow, ideal barrier` is the ideal with steps of twice the time.
 Rule 5: ours are real (processes on the star, `time_to_loss_star.py`) or, with `--simulated`, in virtual time
@@ -485,8 +486,12 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[""], help=only_help)
     parser.add_argument("--row", action="append", default=[], help='a row by hand: "name=dense|codec=int8|every=4|..."')
     parser.add_argument("--as", dest="model", choices=("25M", "100M"), help="as a model of so many values at 1 Gb/s")
-    parser.add_argument("--hub-cores", type=float, default=1.0, help="that the hub's codec uses, with --as (default 1)")
-    held_help = "of the training thread by an offer, with --as (default: as the planner counts it)"
+    parser.add_argument(
+        "--hub-cores", type=float, default=1.0, help="that share the hub's codec, with --as (default 1)"
+    )
+    codec_help = "where nodes compress, with --as: what it costs on a card is an estimate (default host)"
+    parser.add_argument("--codec-on", choices=("host", "device"), default="host", help=codec_help)
+    held_help = "of the training thread by an exchange, with --as (default: as the planner counts it)"
     parser.add_argument("--held-milliseconds", type=float, help=held_help)
     parser.add_argument("--step-milliseconds", type=float, default=100.0, help="of a step (default %(default)g)")
     parser.add_argument("--link", type=parse_rate, default=6e6, help="of each port, each way (default 6mbit)")
@@ -498,7 +503,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep-full", action="store_true", help="all of k, d and fragments of the grid")
     parser.add_argument("--sweep-target", type=float, default=TARGETS[0], help="a sweep's loss (default %(default)s)")
     parser.add_argument("--ratio", type=float, help="give ports the rate at which a float32 ring takes so many steps")
-    parser.add_argument("--time-exchanges", action="store_true", help="time DDP's and DiLoCo's exchanges on the star")
+    times_help = "time the exchanges of DDP and DiLoCo on the star, with --simulated too"
+    parser.add_argument("--time-exchanges", action="store_true", help=times_help)
     parser.add_argument("--text", default=text, help="a file, or stdlib")
     parser.add_argument("--program", default=TEXT, help="the text program's arguments (default %(default)s)")
     parser.add_argument("--json", nargs="+", type=Path, default=[], help="files of runs; the first takes what is made")
@@ -536,7 +542,7 @@ def _place(options: argparse.Namespace, nodes: int) -> Place:
     job = Job(kind="alone", program=options.program, data=options.text)
     values = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(job.make().init, 0)))
     if options.model:
-        return place_as(options.model, values, options.hub_cores, options.held_milliseconds)
+        return place_as(options.model, values, options.hub_cores, options.codec_on, options.held_milliseconds)
     link = ring_link(options.ratio, nodes, values, options.step_milliseconds / 1e3)
     return Place(step_milliseconds=options.step_milliseconds, link=link)
 
@@ -573,7 +579,7 @@ def _tables(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
     if not options.table:
         wanted = [row for rows in by_nodes.values() for row in rows if row.name.startswith(tuple(options.only))]
         jobs = list(dict.fromkeys(replace(row.job, seed=seed) for seed in range(options.seeds) for row in wanted))
-        if options.time_exchanges:
+        if options.time_exchanges or not options.simulated:
             jobs += dict.fromkeys(row.exchange for row in wanted if row.exchange is not None)
         number, parts = (int(part) for part in options.part.split("/"))
         bench.make(jobs[number::parts])

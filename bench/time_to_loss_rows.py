@@ -31,7 +31,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.monitor.records import read_records
 from zmqtrain.programs import parse_arguments
 from zmqtrain.quantities import parse_count
-from zmqtrain.runtime.planning.costs import ExchangeCosts, exchange_costs
+from zmqtrain.runtime.planning.costs import exchange_costs
 from zmqtrain.runtime.planning.schedule import exchange_bytes
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import read_steps
@@ -74,6 +74,8 @@ STOPPED_BELOW = (0.02, 0.05, 0.5)
 crossed; if it has not, the run is made again, to the next of them."""
 FAR = 0.3
 """A loss that is so much over the first target is scored more seldom."""
+STEP_MILLISECONDS = {"25M": 50.0, "100M": 180.0}
+"""Of the larger models that `--as` knows."""
 DILOCO_STEPS = 50
 DILOCO = ExchangeSettings(
     codec="float32",
@@ -97,13 +99,15 @@ Kind = Literal["alone", "ideal", "diloco", "simulated", "real", "exchange"]
 class Place:
     """The machines of a run. link: of every port, bits per second.
 
-    scale: codecs take the time of a model of so many times the values, and a thread of the hub does 1/hub_cores of its
-    codec's work.  held_milliseconds: of the training thread, by each offer.
+    In virtual time besides: scale: codecs take the time of a model of so many times the values; codec_on: of nodes,
+    where.  hub_cores: so many share the work of the hub's codec.  held_milliseconds: of the training thread, by each
+    exchange.
     """
 
     step_milliseconds: float = 100.0
     link: float = 6e6
     scale: float = 1.0
+    codec_on: Literal["host", "device"] = "host"
     hub_cores: float = 1.0
     held_milliseconds: float = 0.0
 
@@ -339,21 +343,27 @@ def run_settings(job: Job) -> RunSettings:
     )
 
 
-def place_as(model: str, values: int, hub_cores: float, held_milliseconds: float | None = None) -> Place:
+def place_as(
+    model: str,
+    values: int,
+    hub_cores: float = 1.0,
+    codec_on: Literal["host", "device"] = "host",
+    held_milliseconds: float | None = None,
+) -> Place:
     """Return where a model of `values` values takes the time of a larger one ("25M", "100M") at 1 Gb/s.
 
     Ports are slower by as much as the model is smaller, and codecs take the larger model's seconds.
-    held_milliseconds: None: as the planner counts it.
+    held_milliseconds: None: as the planner counts it, where a card trains.
     """
-    step_milliseconds = {"25M": 50.0, "100M": 180.0}[model]
     scale = parse_count(model) / values
-    held = 1e3 * _costs(1.0, 0, 0, "float32", "float32", 1).thread_seconds
+    held = exchange_costs(scale * values, 0, 0, "float32", "float32", 1, codec_on=codec_on).thread_seconds
     return Place(
-        step_milliseconds=step_milliseconds,
+        step_milliseconds=STEP_MILLISECONDS[model],
         link=1e9 / scale,
         scale=scale,
+        codec_on=codec_on,
         hub_cores=hub_cores,
-        held_milliseconds=held if held_milliseconds is None else held_milliseconds,
+        held_milliseconds=1e3 * held if held_milliseconds is None else held_milliseconds,
     )
 
 
@@ -362,17 +372,13 @@ def ring_link(ratio: float, nodes: int, values: int, step_seconds: float) -> flo
     return 2 * (nodes - 1) / nodes * 32 * values / (ratio * step_seconds)
 
 
-def _costs(values: float, up: int, down: int, codec: str, broadcast: str, nodes: int) -> ExchangeCosts:
-    return exchange_costs(values, up, down, codec, broadcast, nodes, codec_on="host")
-
-
 def _codec_ns(job: Job, codec: str, broadcast: str, fragments: int) -> tuple[float, float]:
     """Return what a node's and the hub's codec thread take per value of the small model each time that they code."""
     model = describe_model(_base(job.program, job.data, 1.0).init(0))
     values, place = sum(leaf.values for leaf in model), job.place
     sizes = exchange_bytes(model, codec, broadcast, fragments)
     moved = (round(place.scale * one * fragments) for one in (sizes.up, sizes.down))
-    costs = _costs(place.scale * values, *moved, codec, broadcast, job.nodes)
+    costs = exchange_costs(place.scale * values, *moved, codec, broadcast, job.nodes, codec_on=place.codec_on)
     # a node encodes and decodes; the hub checks and adds each delta, and makes one release
     node, hub = costs.node_seconds / 2, costs.hub_seconds / (2 * job.nodes + 1) / place.hub_cores
     return 1e9 * node / values, 1e9 * hub / values
@@ -383,7 +389,7 @@ def _run_simulated(job: Job) -> Line:
     codecs = (settings.codec, settings.broadcast_codec, max(1, settings.fragments))
     if AUTO in codecs[:2]:
         chosen = _simulate(job, (0.0, 0.0), PROBE_STEPS, -inf)["chosen"]
-        codecs = (chosen["codec"], chosen["broadcast_codec"], max(1, chosen["fragments"]))
+        codecs = (chosen["codec"], chosen["broadcast_codec"], chosen["fragments"])
     made: Line = {}
     for below in STOPPED_BELOW:
         made = _simulate(job, _codec_ns(job, *codecs), job.max_steps, job.until - below)
@@ -444,15 +450,19 @@ def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float
 
 
 def read_chosen(record: Path, settings: RunSettings) -> dict[str, Any]:
-    """Return how nodes exchanged at the end of a run: its settings, and what its broker's record says was planned."""
+    """Return how nodes exchanged at the end of a run: its settings, what its broker's record says was planned, and in
+    how many fragments the model went."""
     chosen: dict[str, Any] = {
-        name: getattr(settings, name)
-        for name in ("every", "delay", "codec", "broadcast_codec", "fragments", "outer", "release")
+        name: getattr(settings, name) for name in ("every", "delay", "codec", "broadcast_codec", "outer", "release")
     }
-    plans = [one for one in read_records(record) if one["kind"] == "plan"]
-    for one in plans:
-        chosen |= {name: value for name, value in one.items() if name in chosen}
-    return {**chosen, "plans": len(plans)}
+    plans, last = 0, 0
+    for one in read_records(record):
+        if one["kind"] == "plan":
+            chosen |= {name: value for name, value in one.items() if name in chosen}
+            plans += 1
+        elif one["kind"] == "release":
+            last = max([last, *one["fragments"]])
+    return {**chosen, "fragments": last + 1, "plans": plans}
 
 
 def figures_of(nodes: Sequence[SyncStatistics], chosen: Mapping[str, Any]) -> Line:
@@ -464,7 +474,7 @@ def figures_of(nodes: Sequence[SyncStatistics], chosen: Mapping[str, Any]) -> Li
     def mean(name: str) -> float:
         return float(np.mean([getattr(node, name) for node in nodes]))
 
-    fragments = max(1, chosen["fragments"])
+    fragments = chosen["fragments"]
     ages = [node.age_steps for node in nodes if isfinite(node.age_steps)]
     return {
         "steps": mean("steps"),
