@@ -69,7 +69,7 @@ TARGETS = (2.10, 2.05, 2.02)
 SCORED_STEPS = 10
 SMOOTHED_STEPS = 30
 """A crossing is read off the centred mean of a curve over so many steps' time."""
-STOPPED_BELOW = (0.02, 0.05, 0.5)
+STOPPED_BELOW = (0.02, 0.1, 1e9)
 """A run in virtual time ends when its loss, not smoothed, is so much under the target: then the smoothed one has
 crossed; if it has not, the run is made again, to the next of them."""
 FAR = 0.3
