@@ -24,7 +24,7 @@ from statistics import median, median_low
 from zmqtrain.errors import ConfigError
 from zmqtrain.types import PeerId, Score
 
-__all__ = ["Judgement", "NormGate", "norm_gate_from_text"]
+__all__ = ["Judgement", "NormGate", "is_suspicious", "norm_gate_from_text"]
 
 WINDOW, FEWEST = 64, 8
 """How many accepted deltas of a fragment are looked back on, and how many there must be before one is judged alone."""
@@ -250,14 +250,6 @@ class NormGate:
         if known is not None and judgement in known.accepted:
             known.accepted.remove(judgement)
 
-    def is_suspicious(self, judgement: Judgement) -> bool:
-        """Return whether an accepted delta, of a node that has been found to diverge since, was one of that."""
-        known = self._fragments.get(judgement.fragment)
-        if known is None:
-            return False
-        others = [one.level for one in known.accepted if one.peer != judgement.peer] or known.levels_but(judgement.peer)
-        return bool(others) and known.level_of(judgement) > median_low(others) + log(SUSPICIOUS) + judgement.rest
-
     def forget(self, peer: PeerId, probation: bool = False) -> None:
         """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
         is quarantined."""
@@ -332,6 +324,15 @@ class NormGate:
     def _all_are_as_large(self, known: _Fragment, judgement: Judgement) -> bool:
         """Return whether what has been refused for long is what all voters send."""
         return judgement.level <= median_low([*known.levels_but(judgement.peer), judgement.level]) + log(self.factor)
+
+
+def is_suspicious(judgement: Judgement, others: Iterable[Judgement]) -> bool:
+    """Return whether an accepted delta, of a node that has been found to diverge since, was one of that.
+
+    others: what was accepted of the other nodes at about the same time.
+    """
+    levels = [one.level for one in others if not one.dense]
+    return bool(levels) and judgement.level > median_low(levels) + log(SUSPICIOUS) + judgement.rest
 
 
 def _refuse(judgement: Judgement, why: str, excess: float) -> Judgement:

@@ -146,6 +146,14 @@ def test_what_was_published_since_a_node_diverged_is_taken_back_and_all_anchors_
     np.testing.assert_allclose(aggregator.published[0], before[0], rtol=0, atol=1e-5)
 
 
+def test_deltas_that_were_large_when_all_were_are_taken_back_from_nobody():
+    here = Round(broadcast="int8")
+    for scale in (0.9, 0.8, 0.5, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1):  # a run that converges
+        here.send("a", scale), here.send("b", scale), here.send("bad", 1.5 * scale)
+        here.close(live=3)
+    assert here.aggregator.version_before("bad") == -1
+
+
 def test_a_broker_started_again_on_its_journal_has_what_was_taken_back():
     here, again = Round(), founded(fragments=1)
     releases = []

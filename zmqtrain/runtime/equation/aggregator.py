@@ -54,7 +54,7 @@ from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
-from zmqtrain.strategies.norms import Judgement
+from zmqtrain.strategies.norms import Judgement, is_suspicious
 from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.types import Buffer, ModelSpec, PeerId, Version, count_values
 
@@ -71,6 +71,9 @@ ROUNDING = 1e-6
 RECORD_EXCHANGES, RECORD_MODELS, RECORD_BYTES = 32, 3, 16 << 20
 """What a node that is found to diverge has contributed can be taken back for so many versions of each fragment, if what
 was published in them takes no more memory than so many models, or bytes if that is more."""
+
+NEAREST = 4
+"""A delta is compared with so many of its own version, or of those around it: norms fall as a run converges."""
 
 Vector = NDArray[np.float32]
 
@@ -321,9 +324,12 @@ class Aggregator:
     def version_before(self, peer: PeerId) -> Version:
         """Return the version before the first that holds what this node, which has been found to diverge, contributed
         as a part of that; -1: none of those that are known does."""
-        for released, judged in self._record:
-            if any(one.peer == peer and self.gate.is_suspicious(one) for one in judged):
-                return released.version - 1
+        known = [(released.version, one) for released, judged in self._record for one in judged]
+        for version, mine in known:
+            others = [(at, one) for at, one in known if one.fragment == mine.fragment and one.peer != peer]
+            nearest = sorted(others, key=lambda one: abs(one[0] - version))[:NEAREST]
+            if mine.peer == peer and is_suspicious(mine, [one for _, one in nearest]):
+                return version - 1
         return -1
 
     def _take_back(self, reduce: Reduce) -> Released:

@@ -91,10 +91,6 @@ class DeltaGate:
             self._norms.leave_out(judgement)
         return again
 
-    def is_suspicious(self, judgement: Judgement) -> bool:
-        """Return whether an accepted delta, of a node that has been found to diverge since, was one of that."""
-        return self._norms is not None and self._norms.is_suspicious(judgement)
-
     def forget(self, peer: PeerId, probation: bool = False) -> None:
         """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
         is quarantined."""
