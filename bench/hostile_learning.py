@@ -31,6 +31,7 @@ __all__ = ["BAR", "Case", "Digits", "run_of"]
 BAR = 1.10
 RATE = 0.1
 BATCH = 32
+OUTER = "nesterov:rate=0.8,momentum=0.5"
 
 
 class Digits:
@@ -143,7 +144,8 @@ def run_of(case: Case, healthy_only: bool = False, **settings: Any) -> SimResult
         bad_steps = case.steps if case.begins != "joins" else case.steps // 2
         nodes += [SimNode(name=f"bad-{number}", steps=bad_steps, joins_at=joins) for number in range(case.bad)]
     start = healthy if healthy_only or case.begins == "joins" else case.nodes
-    run = RunSettings(start_nodes=start, initial="founder", local_updates="fixed", **settings)
+    plain = {"every": 8, "delay": 4, "codec": "ternary", "broadcast_codec": "ternary", "outer": OUTER, "fragments": 1}
+    run = RunSettings(start_nodes=start, initial="founder", local_updates="fixed", **(plain | settings))
     return simulate(Scenario(settings=run, nodes=tuple(nodes)), _program(case.seed), make_sync=_sync_of(case))
 
 

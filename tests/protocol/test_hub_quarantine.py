@@ -92,7 +92,7 @@ def test_who_is_quarantined_still_is_where_its_hub_is_taken_over():
         offend(hub, "b", sequence, now=1.0)
     hub.tick(4.0)
     again = Hub(hub.settings, hub.rounds.rule, "", now=100.0)
-    again.restore(hub.state() | {"quarantines": json.loads(hub.books())["quarantines"]})
+    again.restore(hub.state() | {"quarantines": json.loads(hub.books(4.0))["quarantines"]})
     assert sent(again.receive("b", Hello("b", run="run-1"), 101.0), Quarantine)[0][1].seconds == 6.0
 
 

@@ -23,8 +23,7 @@ class Round:
         self.aggregator = founded(fragments=1, **settings)
         self.come, self.sequence = [], 0
 
-    def send(self, peer, scale=0.1, seed=1, dense=False, steps=8, score=0.5):
-        codec = "float32"
+    def send(self, peer, scale=0.1, seed=1, dense=False, steps=8, score=0.5, codec="float32"):
         aggregator, self.sequence = self.aggregator, self.sequence + 1
         u = random_flats(seed, 1, scale)[0]
         frames = encode_payload(codecs_of(aggregator, codec, 0), cut(u, aggregator.layout.counts(0)))
@@ -85,9 +84,9 @@ def test_once_enough_have_been_seen_what_is_too_large_is_refused_when_it_comes()
     ("codec", "passes"), [("ternary", False), ("float32", False), ("topk:density=0.01+int4", True)]
 )
 def test_what_a_node_has_left_is_judged_as_any_delta_unless_its_codec_leaves_much(codec, passes):
-    here = Round(codec=codec)
+    here = Round()
     for _ in range(4):
-        here.send("a"), here.send("b")
+        here.send("a", codec=codec), here.send("b", codec=codec)
         here.close(live=2)
     outcome = here.send("a", scale=3.0, dense=True, steps=0)
     assert isinstance(outcome, np.ndarray) if passes else outcome == "norm"

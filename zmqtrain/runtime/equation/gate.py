@@ -40,7 +40,7 @@ class DeltaGate:
             apart = settings.elastic < 1 or settings.initial == "own"  # what is pending there may be a whole model
             gate = "none" if apart or settings.mode == "strict" else USUAL_FACTOR
         self._norms = None if isinstance(gate, str) else NormGate(gate)
-        self._coding = coding_from_spec(settings.codec)
+        self._codec = settings.at_first.codec  # of the deltas that come; another one, where it is fitted
 
     @property
     def is_open(self) -> bool:
@@ -69,11 +69,13 @@ class DeltaGate:
         counts = layout.counts(fragment)
         norm = payload_norm(coding_from_spec(codec).of_fragment(layout, fragment), frames, counts)
         rest = self._rest(layout, fragment) if dense else 0.0
+        self._codec = self._codec if dense else codec
         return self._norms.judge(peer, fragment, norm, steps, rest=rest, score=score, voter=voter)
 
     def _rest(self, layout: Layout, fragment: int) -> float:
         counts = layout.counts(fragment)
-        bits = 8 * payload_size(self._coding.of_fragment(layout, fragment), counts) / max(1, sum(counts))
+        codecs = coding_from_spec(self._codec).of_fragment(layout, fragment)
+        bits = 8 * payload_size(codecs, counts) / max(1, sum(counts))
         return min(max(1.0, FULL_BITS / max(bits, 1e-9)), MOST_REST)
 
     def count(self, judgement: Judgement) -> None:
