@@ -118,3 +118,49 @@ def test_who_is_left_out_of_versions_again_and_again_is_quarantined():
     assert sent(effects, Quarantine) == [("b", Quarantine("norm", "too large", 10.0))]
     assert hub.members["b"].refused == hub.refused == 3
     assert hub.left_out("gone", "norm", "too large", 1.0) == []
+
+
+def out(hub, *peers, sequence=0, now=1.0):
+    """Have deltas of these nodes refused for their norm until the hub does something about it; return what."""
+    effects = []
+    for number in range(3):
+        for peer in peers:
+            if not hub.members[peer].quarantined:
+                effects += offend(hub, peer, sequence + number, now)
+    return effects
+
+
+def test_three_of_five_names_of_one_key_do_not_widen_the_gate():
+    hub = live_hub("x1", "x2", "x3", "a", "b")
+    for name in ("x1", "x2", "x3"):
+        hub.members[name].voter = "key lab"
+    effects = out(hub, "x1", "x2", "x3")
+    assert of(Rebase, effects) == [] and len(sent(effects, Quarantine)) == 3 and hub.live == {"a", "b"}
+
+
+def evaluated(hub, version, loss):
+    hub.version = version
+    hub.scores, hub.score_version = {"loss": loss}, version
+
+
+def test_the_gate_widens_once_and_again_only_while_evaluations_do_not_get_worse():
+    hub = live_hub("a", "b", "c")
+    evaluated(hub, 10, 0.5)
+    assert of(Rebase, out(hub, "a", "b")) == [Rebase(("a", "b"))]
+    (told,) = of(Rebase, out(hub, "a", "b", sequence=10))
+    assert "at version 10, and no later one is evaluated yet" in told.why and hub.live == {"c"}
+    hub.quarantines.acquit("a"), hub.quarantines.acquit("b"), hub.tick(1.1)
+    evaluated(hub, 20, 0.54)
+    for peer in ("a", "b"):
+        hub.receive(peer, Fetch(-1, WIRE), 1.1)
+    assert of(Rebase, out(hub, "a", "b", sequence=20)) == [Rebase(("a", "b"))]
+    evaluated(hub, 30, 0.7)
+    (told,) = of(Rebase, out(hub, "a", "b", sequence=30))
+    assert "the loss has gone from 0.54 to 0.7" in told.why and hub.live == {"c"}
+
+
+def test_where_nobody_says_how_the_parameters_score_the_gate_widens_once():
+    hub = live_hub("a", "b")
+    assert of(Rebase, out(hub, "a", "b")) == [Rebase(("a", "b"))]
+    (told,) = of(Rebase, out(hub, "a", "b", sequence=10))
+    assert "nobody says how the shared parameters score" in told.why

@@ -7,11 +7,16 @@ import json
 import pytest
 
 from zmqtrain.protocol import quarantine
-from zmqtrain.protocol.quarantine import FIRST_SECONDS, LONGEST_SECONDS, OF_LAST, OFFENCES, Quarantines
+from zmqtrain.protocol.quarantine import FIRST_SECONDS, LONGEST_SECONDS, OF_LAST, OFFENCES, VOTE_SECONDS, Quarantines
 
 
 def refused(quarantines, now, times=3, peer="pc-1", reason="norm"):
     return [quarantines.refused(peer, reason, now) for _ in range(times)]
+
+
+def each(*peers):
+    """Live nodes that are a voter each."""
+    return {peer: peer for peer in peers}
 
 
 @pytest.mark.parametrize("reason", sorted(OFFENCES))
@@ -25,7 +30,7 @@ def test_what_may_happen_to_any_node_is_no_offence(reason):
 
 
 def test_half_of_the_nodes_are_not_out_for_their_norm_unless_the_gate_is_wrong():
-    quarantines, live = Quarantines(), ("a", "b", "c", "d")
+    quarantines, live = Quarantines(), each("a", "b", "c", "d")
     refused(quarantines, 0.0, peer="a")
     assert quarantines.wrongly(live) == ()
     refused(quarantines, 0.0, peer="b", reason="enormous")
@@ -41,8 +46,27 @@ def test_half_of_the_nodes_are_not_out_for_their_norm_unless_the_gate_is_wrong()
 def test_of_two_nodes_either_may_be_right_and_who_is_alone_is():
     quarantines = Quarantines()
     refused(quarantines, 0.0, peer="a")
-    assert quarantines.wrongly(("a", "b")) == ()
-    assert quarantines.wrongly(("a",)) == ("a",)
+    assert quarantines.wrongly(each("a", "b")) == ()
+    assert quarantines.wrongly(each("a")) == ("a",)
+
+
+def test_the_names_of_one_key_are_one_voter():
+    quarantines = Quarantines()
+    live = {"x1": "x", "x2": "x", "x3": "x", "a": "a", "b": "b"}
+    for name in ("x1", "x2", "x3"):
+        refused(quarantines, 0.0, peer=name)
+    assert quarantines.wrongly(live) == ()
+    refused(quarantines, 0.0, peer="a")
+    assert quarantines.wrongly(live) == ("x1", "x2", "x3", "a")
+
+
+def test_who_was_accepted_of_late_votes_when_it_has_left_until_that_is_long_ago():
+    quarantines = Quarantines()
+    quarantines.accepted("a", now=100.0)
+    quarantines.accepted("b", now=100.0)
+    refused(quarantines, 101.0, peer="bad")
+    assert quarantines.wrongly(each("bad"), 101.0) == (), "the last that is left is not the only one that has trained"
+    assert quarantines.wrongly(each("bad"), 101.0 + VOTE_SECONDS) == ("bad",)
 
 
 def test_refusals_that_are_rare_quarantine_nobody():
@@ -98,7 +122,7 @@ def test_a_hub_that_takes_over_has_the_quarantines_and_probations_that_there_wer
     assert again.rest("on probation", 1000.0) == 0.0
     assert refused(again, 1000.0, times=1, peer="on probation") == [2 * FIRST_SECONDS]
     assert refused(again, 1000.0, times=2, peer="once") == [0.0, 0.0]
-    assert again.wrongly(("out", "another", "a third")) == ()
+    assert again.wrongly(each("out", "another", "a third")) == ()
 
 
 def test_a_hub_that_goes_back_keeps_its_quarantines_as_long_as_they_were():

@@ -7,6 +7,9 @@ Rule 2: `state` is what a checkpoint holds besides the arrays, `books` what of t
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from math import isfinite, nan
+from statistics import median
 from typing import Any
 
 from zmqtrain.errors import CheckpointError, FramingError
@@ -71,6 +74,8 @@ class HubBook:
         self.quarantines = Quarantines()
         self.groups = Groups()
         self.news = False
+        self.widened: tuple[int, float] | None = None
+        """When the norm gate was last let be wider: the version, and the loss then; None: never."""
         self.rests_until = 0
         """The version before which nothing is taken back again."""
         self.plan = ""
@@ -111,6 +116,15 @@ class HubBook:
         """Return whose word that of a peer is: that of its key, with which others may have come in; else its own."""
         member = self.members.get(peer)
         return member.voter if member is not None and member.voter else peer
+
+    def loss(self, but: Collection[PeerId]) -> tuple[int, float]:
+        """Return how the shared parameters score, and at which version that was: on held-out data; where nobody says
+        that, the median of what the nodes but these report of their training, now. NaN: not known."""
+        if isfinite(loss := self.scores.get("loss", nan)):
+            return self.score_version, loss
+        others = [one.report.loss for one in self.members.values() if one.report is not None and one.peer not in but]
+        known = [loss for loss in others if isfinite(loss)]
+        return self.version, median(known) if known else nan
 
     @property
     def nodes(self) -> int:

@@ -260,9 +260,11 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Rebase:
-    """At the hub: the norm gate turns away these nodes, half of the live ones or more: it is to take their size."""
+    """At the hub: the norm gate turns away these nodes, half of the voters or more: it is to let deltas be larger by
+    one factor, toward theirs. why: it is not, and they stay out."""
 
     peers: tuple[PeerId, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class Hub(HubBook):
         if member.restarts:
             return [refuse(self, member, announcement, *RESTART)]
         self.rounds.add(peer, announcement, now)
-        self.quarantines.accepted(peer)
+        self.quarantines.accepted(peer, self.voter_of(peer), now)
         member.contributions += 1
         member.samples += announcement.samples
         settings = self.timetable.at(self.version)

@@ -9,13 +9,14 @@ Rule 4: a refusal is told to who sent it; who sends again and again what no soun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Rebase, Reduce, SendTo, TakeBack
 from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, training
 from zmqtrain.protocol.messages import Preempt, Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
-from zmqtrain.types import PeerId, count_values
+from zmqtrain.types import PeerId, count_values, is_barrier
 
 __all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "refuse", "offended", "take_back", "restart", "release"]
 
@@ -85,13 +86,34 @@ def offended(book: HubBook, member: Member, reason: str, text: str, now: float) 
     seconds = book.quarantines.refused(member.peer, reason, now)
     if not seconds:
         return []
-    live = [one.peer for one in book.members.values() if one.state is MemberState.LIVE and not one.drained]
-    if reason == "norm" and (out := book.quarantines.wrongly(live)):
-        return _acquit(book, out)
+    live = {one.peer: book.voter_of(one.peer) for one in book.members.values() if one.state is MemberState.LIVE}
+    told: list[HubEffect] = []
+    if reason == "norm" and (out := book.quarantines.wrongly(live, now)):
+        if not (why := _obstacle_to_widening(book, out)):
+            return _acquit(book, out)
+        told = [Rebase(out, why)]
     member.quarantined = True
     takes_back = reason in DIVERGED and book.settings.mode == "default" and book.settings.masters == 1
     back: list[HubEffect] = [TakeBack(member.peer)] if takes_back and not book.exchange else []
-    return [SendTo(member.peer, Quarantine(reason, text, seconds)), *back, *release(book, now)]
+    return [*told, SendTo(member.peer, Quarantine(reason, text, seconds)), *back, *release(book, now)]
+
+
+def _obstacle_to_widening(book: HubBook, out: Sequence[PeerId]) -> str:
+    """Return why the gate is not to let deltas be larger, "" if it may: the first time, and again where the shared
+    parameters have not become worse since the last."""
+    version, loss = book.loss(out)
+    if book.widened is None:
+        book.widened = (book.version, loss)
+        return ""
+    widened_at, before = book.widened
+    if isnan(loss) or isnan(before):
+        return "it has done so once, and nobody says how the shared parameters score"
+    if version <= widened_at:
+        return f"it has done so at version {widened_at}, and no later one is evaluated yet"
+    if is_barrier(before, loss):
+        return f"since it has done so, at version {widened_at}, the loss has gone from {before:.4g} to {loss:.4g}"
+    book.widened = (book.version, loss)
+    return ""
 
 
 def take_back(book: HubBook, version: int, text: str) -> list[HubEffect]:

@@ -7,7 +7,8 @@
 Rule 1: only what no sound node sends counts (`OFFENCES`): a delta that came late, or twice, is nobody's fault.
 Rule 2: pure: `now` is an argument.  Rule 3: a node keeps its record when its connection is made anew; those heard of
 longest ago are forgotten first.  Rule 4: nobody is quarantined for ever: a new life of a node begins free.
-Rule 5: a gate that turns away half of the nodes for their norm is wrong itself (`wrongly`): these are acquitted.
+Rule 5: a gate that turns away half of the voters for their norm may be wrong itself (`wrongly`): these are acquitted.
+The names of one key are one voter; whose delta was accepted of late votes, too, if it has left since.
 Rule 6: a hub that is started again, or taken over, has the quarantines and probations that there were; what else nodes
 sent before that is forgotten.
 """
@@ -15,7 +16,7 @@ sent before that is forgotten.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,9 @@ MOST_REFUSED, OF_LAST = 3, 8
 """So many refused of so many deltas quarantine a node; and so many accepted in a row end its probation."""
 FIRST_SECONDS, LONGEST_SECONDS = 10.0, 600.0
 NODES_KEPT = 1024
+VOTES_KEPT, VOTE_SECONDS = 64, 300.0
+"""Who votes on whether the gate is wrong: the live nodes, and of so many deltas that were accepted last, and not longer
+ago, the nodes'."""
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Quarantines:
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}
         self._looked_at = 0.0
+        self._votes: deque[tuple[str, float]] = deque(maxlen=VOTES_KEPT)
 
     def refused(self, peer: PeerId, reason: str, now: float) -> float:
         """Take note that a delta was refused; return for how many seconds its node is quarantined now, 0: it is not."""
@@ -72,8 +77,9 @@ class Quarantines:
         record.refused.clear()
         return seconds
 
-    def accepted(self, peer: PeerId) -> None:
-        """Take note that a delta was accepted."""
+    def accepted(self, peer: PeerId, voter: str = "", now: float = 0.0) -> None:
+        """Take note that a delta was accepted. voter: its node's key, "" where there are none."""
+        self._votes.append((voter or peer, now))
         record = self._records.get(peer)
         if record is None:
             return
@@ -87,13 +93,16 @@ class Quarantines:
         record = self._records.get(peer)
         return max(0.0, record.until - now) if record is not None else 0.0
 
-    def wrongly(self, live: Collection[PeerId]) -> tuple[PeerId, ...]:
-        """Return who is out for its norm, with nothing accepted since, if these are half of `live` or more; else ().
+    def wrongly(self, live: Mapping[PeerId, str], now: float = 0.0) -> tuple[PeerId, ...]:
+        """Return who is out for its norm, with nothing accepted since, if these are half of the voters or more.
 
-        One of two is not: either may be right. One that is alone is.
+        live: the nodes that are here, each with the voter that it is.  One of two is not: either may be right. One that
+        is alone is.
         """
         out = tuple(peer for peer in live if (one := self._records.get(peer)) is not None and one.is_out_for_norm)
-        return out if 2 * len(out) >= len(live) and (len(out) > 1 or len(live) == 1) else ()
+        voters = {live[peer] for peer in out}
+        everybody = {*live.values(), *(voter for voter, at in self._votes if now - at <= VOTE_SECONDS)}
+        return out if 2 * len(voters) >= len(everybody) and (len(voters) > 1 or len(everybody) == 1) else ()
 
     def acquit(self, peer: PeerId) -> None:
         """Forget what is held against a node."""

@@ -250,11 +250,14 @@ class SimHub:
                 self._codec.do(sum(map(self._of_fragment, effect.fragments)), partial(self._release, effect))
             case Serve():
                 self._codec.do(0, partial(self._serve, effect, self._moments if effect.moments else ()))
-            case Rebase(peers):
-                self.aggregator.gate.rebase(peers)
-                if self._events is not None:
+            case Rebase(peers, why):
+                if not why:
+                    self.aggregator.gate.rebase(peers)
+                if self._events is not None and not why:
                     for peer in peers:
-                        self._events.member(peer, "acquitted", "the norm gate takes the size of its deltas for usual")
+                        self._events.member(
+                            peer, "acquitted", "the norm gate is made wider toward the size of its deltas"
+                        )
             case Disconnect(peer):
                 self._following.pop(peer, None)
                 self.aggregator.gate.forget(peer)

@@ -274,11 +274,6 @@ class NormGate:
                 known.raise_to(size, refused.stands_for)
             known.refused = 0
 
-    def narrow(self, memory: dict[int, tuple[float, float]]) -> None:
-        """Take back what `rebase` did: `memory` is what there was before it."""
-        for fragment, known in self._fragments.items():
-            known.largest = memory.get(fragment)
-
     def memory(self) -> dict[int, tuple[float, float]]:
         """Return what is to be known after a restart: by fragment the largest usual (log norm, log steps)."""
         return {number: known.largest for number, known in self._fragments.items() if known.largest is not None}

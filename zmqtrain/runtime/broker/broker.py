@@ -117,6 +117,7 @@ class Broker:
         open_line: OpenLine | None = None,
         inheritance: Inheritance | None = None,
         has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
+        key_name: Callable[[PeerId], str] = lambda peer: "",
         refusals: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
@@ -197,6 +198,7 @@ class Broker:
             self._carry_out,
             self._expel,
             has_our_keys,
+            key_name,
         )
 
     # ------------------------------------------------------------------ living
@@ -327,9 +329,10 @@ class Broker:
                     self._reducers.combine(effect, self.receiver.behind)
                 except (FramingError, RemoteProtocolError) as error:
                     self._expel(peers[rank], error)
-            case Rebase(rebased):
-                self._telling.rebased(rebased)
-                self._arrivals.rebase(rebased)
+            case Rebase(rebased, why):
+                self._telling.rebased(rebased, why)
+                if not why:
+                    self._arrivals.rebase(rebased)
             case Discard(generation):
                 self._reducers.discard(generation)
             case Disconnect(peer, reason, text):

@@ -40,7 +40,8 @@ class Receiver:
     """The way of what peers say to one broker.
 
     carry_out: does what the hub wishes.  send_away: tells a peer, with an error and a code, that it cannot stay.
-    has_our_keys: whether a peer came in with this hub's own pair.  The rest: of the broker.
+    has_our_keys: whether a peer came in with this hub's own pair.  key_name: of the key it came in with, "" where none
+    are asked for.  The rest: of the broker.
     rates: of each peer's messages.  bytes_received: payload and heads.  behind: the frames behind the head that is
     being taken.
     """
@@ -58,10 +59,12 @@ class Receiver:
         carry_out: Callable[[Sequence[HubEffect]], None],
         send_away: Callable[[PeerId, Exception, str], None],
         has_our_keys: Callable[[PeerId], bool],
+        key_name: Callable[[PeerId], str],
     ) -> None:
         self._channel, self._hub, self._traffic, self._arrivals = channel, hub, traffic, arrivals
         self._parameters, self._relays, self._loads, self._telling = parameters, relays, loads, telling
         self._carry_out, self._send_away, self._has_our_keys = carry_out, send_away, has_our_keys
+        self._key_name = key_name
         self.rates = MessageRates()
         self.bytes_received = 0
         self.behind: Sequence[Buffer] = ()
@@ -119,6 +122,8 @@ class Receiver:
                 self._relays.pump(peer)
             if isinstance(message, Hello):
                 self._loads.limit(peer)
+                if (member := self._hub.members.get(peer)) is not None:
+                    member.voter = f"key {name}" if (name := self._key_name(peer)) else ""
             if isinstance(message, Report) and self._hub.believes(peer, message):
                 self._telling.evaluated(message)
 

@@ -129,6 +129,7 @@ def serve(
                 open_line,
                 inheritance,
                 lambda peer: folder is None or channel.name_of(peer) == HUB,
+                channel.name_of,
                 lambda: channel.refusals,
             )
         except BaseException:

@@ -145,15 +145,24 @@ class Telling:
         if self._events is not None:
             self._events.member(peer, "taken back", text)
 
-    def rebased(self, peers: Sequence[PeerId]) -> None:
-        """So many nodes were turned away for their norm that the gate is taken to be wrong."""
+    def rebased(self, peers: Sequence[PeerId], why: str) -> None:
+        """So many nodes were turned away for their norm that the gate may be wrong. why: it is not made wider."""
+        names = ", ".join(map(_name, peers))
+        if why:
+            text = (
+                "the norm gate turns away %s, half of the nodes or more, and is not made wider for them: %s. They stay "
+                "out. If they are right, start the broker again with --norm-gate none, or a larger number"
+            )
+            logger.error(text, names, why)
+            return
         text = (
-            "the norm gate turns away %s, half of the nodes or more: it takes their size for usual, and they are free"
+            "the norm gate turns away %s, half of the nodes or more: deltas may be ten times as large from now on, and "
+            "these nodes are free; it is made wider again only if the shared parameters do not become worse by that"
         )
-        logger.warning(text, ", ".join(map(_name, peers)))
+        logger.warning(text, names)
         if self._events is not None:
             for peer in peers:
-                self._events.member(peer, "acquitted", "the norm gate takes the size of its deltas for usual")
+                self._events.member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
 
     def unthought_of(self, peer: PeerId) -> None:
         """A message could not be taken, for a reason that nobody thought of; with the trace of the error at hand."""
