@@ -1,0 +1,50 @@
+"""A living broker and a node that diverges: who it is counted as, and what it had contributed is taken back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.runtime.broker.wires import LEAVES, lived
+from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Welcome
+
+
+def test_who_comes_in_with_one_key_is_one_voter():
+    async def story(peers):
+        keys = {"x1#1": "lab", "x2#1": "lab", "a#1": ""}
+        peers.broker.receiver._key_name = lambda peer: keys[peer]
+        for peer in keys:
+            peers.wire.say(peer, Hello(peer))
+        await peers.until(lambda: peers.told("a#1", Welcome))
+        assert [peers.broker.hub.voter_of(peer) for peer in keys] == ["key lab", "key lab", "a#1"]
+
+    lived(story)
+
+
+def test_what_a_node_contributed_before_it_was_found_to_diverge_is_taken_back():
+    async def story(peers):
+        hub = peers.broker.hub
+        nodes = ("a#1", "b#1", "bad#1")
+        await peers.join(*nodes)
+
+        async def publish(peer, sequence, value):
+            before = hub.version + hub.refused
+            peers.publish(peer, sequence, 100 + sequence, value, dense=False)
+            await peers.until(lambda: hub.version + hub.refused > before)
+
+        await publish("bad#1", 0, 100.0)  # nobody is there yet to compare it with
+        for sequence in range(2):
+            for peer in ("a#1", "b#1"):
+                await publish(peer, sequence, 1.0)
+        for sequence in range(1, 4):
+            await publish("bad#1", sequence, 100.0)
+        await peers.until(lambda: all(peers.told(peer, Preempt) for peer in nodes))
+        await peers.until(lambda: peers.broker.aggregator.version == hub.version)
+        assert [one.reason for one in peers.told("bad#1", Quarantine)] == ["norm"]
+        np.testing.assert_allclose(peers.broker.aggregator.published[0], LEAVES[0], atol=1e-4)
+        assert peers.broker.hub.members["a#1"].restarts
+        peers.publish("a#1", 9, 109, 1.0, dense=False)
+        await peers.until(lambda: any(one.reason == "restart" for one in peers.told("a#1", Refused)))
+        last = [message for _, message in peers.wire.bulk if isinstance(message, Aggregate)][-1]
+        assert (last.codec, last.landed) == ("float32", ())
+
+    lived(story, codec="float32", broadcast_codec="float32", start_nodes=3, initial="founder", norm_gate="10")
