@@ -20,6 +20,7 @@ from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.checkpoints import files
 from zmqtrain.runtime.checkpoints.every import Every
+from zmqtrain.runtime.equation import aggregator as aggregator_module
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.delta import encode_snapshot
 from zmqtrain.settings import RunSettings
@@ -318,3 +319,39 @@ def test_a_journal_of_another_models_releases_is_refused_in_one_sentence(tmp_pat
         run.keeper._folder.close()
         with pytest.raises(CheckpointError, match=r"remove .* to go on from the checkpoint"):
             Run(tmp_path)
+
+
+def of_losses(folder, losses, evaluates_last=True):
+    """Release a version a loss, each evaluated two versions late but for the last; end, and start again."""
+    run = Run(folder)
+    run.found()
+    seen = dict(enumerate(losses, 1))
+    for version in seen:
+        run.release()
+        at = version - 2
+        if at > 0 and run.keeper.is_best(at, seen[at]):
+            run.keeper.keep_best(at, seen[at], run.aggregator)
+    if evaluates_last and run.keeper.is_best(version, losses[-1]):
+        run.keeper.keep_best(version, losses[-1], run.aggregator)
+    run.keeper.close(run.hub.state(), run.aggregator)
+    return {path.name: load_file(path)["w"][0] for path in folder.glob("model*.safetensors")}
+
+
+def test_the_model_is_the_best_version_where_the_last_one_scores_worse_and_the_log_says_which(tmp_path, caplog):
+    files = of_losses(tmp_path, [0.5, 0.2, 0.14, 0.3, 206.0])
+    assert files == {"model.safetensors": 3.0, "model-last.safetensors": 5.0}
+    assert "model.safetensors holds version 3 (loss 0.14)" in caplog.text and "5 (loss 206)" in caplog.text
+    assert Run(tmp_path).hub.version == 5, "the run itself goes on from the last"
+
+
+def test_the_model_is_the_last_version_where_that_is_the_best_or_not_evaluated(tmp_path, caplog):
+    caplog.set_level("INFO")
+    assert of_losses(tmp_path / "better", [0.5, 0.2, 0.1]) == {"model.safetensors": 3.0}
+    files = of_losses(tmp_path / "unknown", [0.5, 0.2, 0.1, 0.1], evaluates_last=False)
+    assert files == {"model.safetensors": 4.0, "model-best.safetensors": 2.0}
+    assert "holds the last version, 4 (not evaluated)" in caplog.text
+
+
+def test_a_version_that_was_evaluated_too_late_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(aggregator_module, "RECORD_EXCHANGES", 1)
+    assert of_losses(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5]) == {"model.safetensors": 5.0}

@@ -226,6 +226,7 @@ class Broker:
             for peer in list(self.hub.members):
                 self.traffic.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
+            self.versions.look_at_scores()
             self.keeper.end()
             await asyncio.to_thread(self._replicas.close)
             try:
@@ -243,6 +244,7 @@ class Broker:
     def _look_around(self, now: float) -> None:
         """Do what time asks for: rounds that are due, who is silent, what waits for room."""
         self._loads.look()
+        self.versions.look_at_scores()
         self._carry_out(self.hub.tick(now))
         self._replicas.tick(now)
         self._relays.pump_all()

@@ -13,6 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from numpy.typing import NDArray
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.runtime.broker.checkpoint import RunFolder
-from zmqtrain.runtime.broker.parts import export_part
+from zmqtrain.runtime.broker.checkpoint import RunFolder, export_model
+from zmqtrain.runtime.broker.parts import BEST_FILE, LAST_FILE, export_part
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.checkpoints.files import describe_difference
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
@@ -37,6 +39,15 @@ FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds
 """Settings that may change when a run is resumed."""
 AGAIN_SECONDS = 1.0
 """So long after a write for which there was no room it is tried again: of the journal; of a checkpoint ten times it."""
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The version that scored best on held-out data. arrays: what was published then, by name, as in a checkpoint."""
+
+    version: Version
+    loss: float
+    arrays: dict[str, NDArray[Any]]
 
 
 class Keeper:
@@ -61,6 +72,8 @@ class Keeper:
         self._moments: tuple[Buffer, ...] = ()
         """The founder's optimizer state: it is in every checkpoint of version 0."""
         self.waits_for_room = self.unsaved = False
+        self._best: _Best | None = None
+        self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
         """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
@@ -299,8 +312,48 @@ class Keeper:
                 layout, version = aggregator.layout, aggregator.version
                 model = export_part(self._folder.folder, arrays, layout, state["run"], version)
                 logger.info("saved %s, and the model alone as %s", path, model)
+                self._choose(model, version)
         finally:
             self._folder.close()
+
+    # ------------------------------------------------------------------ the best of the versions that were evaluated
+
+    def is_best(self, version: Version, loss: float) -> bool:
+        """Return whether a version that scores so is the best so far, and is to be kept; in the broker's loop."""
+        self._last_loss = (version, loss)
+        return self._folder is not None and (self._best is None or loss < self._best.loss)
+
+    def keep_best(self, version: Version, loss: float, aggregator: Aggregator) -> None:
+        """Keep what was published at this version, if it is still known: in memory, until the broker ends."""
+        if (flats := aggregator.published_at(version)) is not None:
+            leaves = zip(aggregator.layout.spec, aggregator.layout.join(flats), strict=True)
+            self._best = _Best(version, loss, {f"parameters/{leaf.path}": values for leaf, values in leaves})
+
+    def forget_best(self) -> None:
+        """The run is founded anew: what was the best is another's."""
+        self._best, self._last_loss = None, (-1, nan)
+
+    def _choose(self, model: Path, version: Version) -> None:
+        """Have the model's file hold the better of the last version and the best one, and another file the other."""
+        assert self._folder is not None
+        folder, best = self._folder.folder, self._best
+        for stale in (BEST_FILE, LAST_FILE):
+            (folder / stale).unlink(missing_ok=True)
+        if best is None or best.version == version:
+            return
+        evaluated, loss = self._last_loss
+        if evaluated == version and best.loss < loss:
+            model.replace(folder / LAST_FILE)
+            export_model(model, best.arrays)
+            text = (
+                "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
+            )
+            logger.warning(text, model.name, best.version, best.loss, version, loss, LAST_FILE)
+            return
+        export_model(folder / BEST_FILE, best.arrays)
+        how = f"loss {loss:.6g}" if evaluated == version else "not evaluated"
+        text = "%s holds the last version, %d (%s); the best one before it, %d (loss %.6g), is in %s"
+        logger.info(text, model.name, version, how, best.version, best.loss, BEST_FILE)
 
     def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
         arrays = aggregator.arrays()

@@ -25,12 +25,14 @@ from zmqtrain.runtime.broker.checkpoint import export_model, model_arrays
 from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.types import Version
 
-__all__ = ["MODEL_FILE", "part_file", "export_part", "merge_parts"]
+__all__ = ["MODEL_FILE", "BEST_FILE", "LAST_FILE", "part_file", "export_part", "merge_parts"]
 
 logger = logging.getLogger(__name__)
 
 MODEL_FILE = "model.safetensors"
 """The name of the file that has the shared parameters alone."""
+BEST_FILE, LAST_FILE = "model-best.safetensors", "model-last.safetensors"
+"""Of the best that were evaluated and the last ones, those that are not in `MODEL_FILE`."""
 MOST_MASTERS = 9999
 """As `--shard I/M` takes."""
 _FORMAT = "zmqtrain part 1"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import isfinite, nan
 from typing import Any
 
 from zmqtrain.errors import CodecError
@@ -74,6 +75,7 @@ class Versions:
         self._arrivals, self._traffic, self._serving, self._replicas = arrivals, traffic, serving, replicas
         self._telling, self._carry_out = telling, carry_out
         self._mean: Frames | None = None  # that the run may begin with
+        self._looked_at_score = hub.score_version
 
     def do(self, effect: VersionEffect) -> None:
         """Do what the hub wishes; jobs are done in the order in which it wished them."""
@@ -112,6 +114,16 @@ class Versions:
         if self._keeper.is_due(self._hub.version, together):
             self._jobs.do(partial(self._keeper.save, self._hub.state(), self._aggregator))
 
+    def look_at_scores(self) -> None:
+        """Have the keeper keep what was evaluated, if it is the best so far; where one master has all of the model."""
+        version, loss = self._hub.score_version, self._hub.scores.get("loss", nan)
+        settings = self._hub.settings
+        if version <= self._looked_at_score or settings.masters > 1 or settings.mode == "strict" or not isfinite(loss):
+            return
+        self._looked_at_score = version
+        if self._keeper.is_best(version, loss):
+            self._jobs.do(partial(self._keeper.keep_best, version, loss, self._aggregator))
+
     # ------------------------------------------------------------------ version 0
 
     def _found(self, found: Found) -> None:
@@ -120,6 +132,8 @@ class Versions:
         whole, self._mean = self._mean, None
         frames, self.moments = split_snapshot(announcement, whole or self._arrivals.take(peer, announcement))
         self._serving.begin_anew()
+        self._keeper.forget_best()
+        self._looked_at_score = -1
         self._arrivals.clear()  # what was pending in a run that is founded anew
         self._jobs.do(partial(self._begin, frames, self._hub.state(), peer, self.moments))
         if (standby := self._hub.standby) is not None:

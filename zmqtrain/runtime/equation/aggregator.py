@@ -311,7 +311,7 @@ class Aggregator:
         self._round.remember(self.version, self.published, reduce.fragments)
         self.meter.close(reduce.fragments)
         released = Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
-        if not self.gate.is_open:
+        if self.settings.mode == "default":  # in strict mode nothing is taken back, and the last version is the model
             self._record.append((released, counted_in))
             most = max(RECORD_BYTES, RECORD_MODELS * 4 * sum(flat.size for flat in self.published))
             while len(self._record) > RECORD_EXCHANGES * len(self.published) or self._record_bytes() > most:
@@ -320,6 +320,20 @@ class Aggregator:
 
     def _record_bytes(self) -> int:
         return sum(len(frame) for released, _ in self._record for frames in released.frames for frame in frames)
+
+    def published_at(self, version: Version) -> list[Vector] | None:
+        """Return what was published at a version of late, but for the rounding of the steps since; None: it is not
+        known any more."""
+        since = [released for released, _ in self._record if released.version > version]
+        if len(since) != self.version - version:
+            return None
+        flats = [flat.copy() for flat in self.published]
+        for released in since:
+            coding = coding_from_spec(released.codec)
+            for fragment, frames in zip(released.fragments, released.frames, strict=True):
+                codecs, counts = coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
+                flats[fragment] -= decode_payload(codecs, frames, counts, checked=True)
+        return flats
 
     def version_before(self, peer: PeerId) -> Version:
         """Return the version before the first that holds what this node, which has been found to diverge, contributed
