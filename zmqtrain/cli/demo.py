@@ -56,6 +56,7 @@ higher rate than one batch as large as those of all nodes."""
 PLANNED: dict[str, Any] = {
     "every": 1,
     "delay": 1,
+    "fragments": 1,
     "codec": "ternary",
     "broadcast_codec": "ternary",
     "outer": "sgd:rate=1",
