@@ -255,9 +255,46 @@ def test_an_interruption_while_waiting_for_data_ends_the_waiting() -> None:
     assert interruption()
 
 
-def test_an_interruption_before_anything_is_trained_ends_the_command() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        Interruption().handle(signal.SIGTERM, None)
+IN_A_CALL_OF_C = """
+import hashlib, sys, threading
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.node import Interruption
+
+def command():
+    interruption = Interruption()
+    interruption.goodbyes.append({goodbye})
+    interruption.install()
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no handler of Python's runs meanwhile, as while XLA compiles
+
+sys.exit(run_command("node", command, service=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("goodbye", "signals", "code", "said"),
+    [
+        ("lambda: print('goodbye', flush=True)", 1, 0, "goodbye\n"),
+        ("lambda: (print('goodbye', flush=True), threading.Event().wait())", 2, 130, "goodbye\n"),
+        ("lambda: 1 / 0", 1, 0, ""),
+    ],
+)
+def test_an_interruption_before_anything_is_trained_ends_the_node_though_its_main_thread_is_busy(
+    goodbye: str, signals: int, code: int, said: str
+) -> None:
+    argv = [sys.executable, "-c", IN_A_CALL_OF_C.format(goodbye=goodbye)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            heard = process.stdout.readline() if signals > 1 else ""
+            if signals > 1:
+                process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, heard + out) == (code, said)
+    assert "KeyboardInterrupt" not in err and ("Traceback" not in err or "1 / 0" in err or "ZeroDivision" in err)
 
 
 def test_the_first_interrupt_is_told_and_the_handlers_are_put_back() -> None:
@@ -315,3 +352,39 @@ def test_a_broker_that_is_interrupted_says_that_its_standby_takes_over() -> None
     assert "the nodes are told" in ending(None)
     roster = Roster(3, (), "", 0, 0, 0, 0, 0.0, {}, -1, hub={"term": 0, "standby": "tcp://pc2:5555"})
     assert "the standby at tcp://pc2:5555 takes over, if it is in step" in ending(roster)
+
+
+class XlaRuntimeError(RuntimeError):
+    """As jax names it."""
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), MemoryError("Unable to allocate 7 EiB"), XlaRuntimeError("RESOURCE_EXHAUSTED: 1TB\nmore")]
+)
+def test_too_little_memory_is_one_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def lacking() -> int:
+        raise error
+
+    assert run_command("zmqtrain-node", lacking, service=True) == 2
+    said = capsys.readouterr().err
+    assert "too little memory" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["width=1000000000", "layers=1000000000", "batch=1000000000", f"seed={2**80}", "width=800000"]
+)
+@pytest.mark.parametrize("program", ["text", "image"])
+def test_a_program_with_absurd_numbers_is_refused_by_name(program: str, text: str) -> None:
+    if program == "image" and text.startswith("layers"):
+        return
+    settings = RunSettings(program=program, program_arguments=text)
+    with pytest.raises(ConfigError, match=text.partition("=")[0]):
+        load_run_program(settings, "", "tcp://hub:5555")
+
+
+def test_what_a_peer_wrote_in_an_error_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> int:
+        raise JoinRefused("the broker says \x1b[2J[/red]", "run")
+
+    assert run_command("zmqtrain-node", refused, service=True) == 78
+    assert capsys.readouterr().err == "zmqtrain-node: the broker says ?[2J[/red]\n"

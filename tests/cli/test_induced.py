@@ -48,6 +48,9 @@ class Node(ScriptedExchange):
     def __exit__(self, *_):
         pass
 
+    def close(self):
+        pass
+
     def batches(self, program):
         return program.batches(0)
 

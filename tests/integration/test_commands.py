@@ -296,3 +296,27 @@ def test_a_broker_on_a_terminal_serves_nodes_of_any_name_and_shows_it(monkeypatc
             assert hub.wait(BOUND_SECONDS) == 0, terminal.end()
         finally:
             hub.kill()
+
+
+@pytest.mark.parametrize("reader", ["head", "full"])
+def test_a_broker_whose_output_nobody_can_take_serves_on(reader: str) -> None:
+    with contextlib.ExitStack() as stack:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{one.getsockname()[1]}"
+        argv = command("broker", "--bind", address, "--lost-seconds", "0.5", "--heartbeat-seconds", "0.1")
+        if reader == "full":
+            output = stack.enter_context(open("/dev/full", "w"))
+            hub = stack.enter_context(subprocess.Popen(argv, stdout=output, stderr=output))
+        else:
+            hub = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            assert hub.stdout is not None
+            hub.stdout.read(1)
+            hub.stdout.close()
+        stack.callback(hub.kill)
+        with connect(address, "pc-1", timeout_seconds=BOUND_SECONDS) as node:
+            assert node.settings.lost_seconds == 0.5
+        with connect(address, "pc-2", timeout_seconds=BOUND_SECONDS):  # pc-1's end was logged by now
+            assert hub.poll() is None
+        hub.send_signal(signal.SIGTERM)
+        assert hub.wait(BOUND_SECONDS) == 0

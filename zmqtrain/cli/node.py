@@ -2,7 +2,7 @@
 
 Rule 1: what is trained, and how, the broker says; this PC's own matters are its name, where its data lies, its pace.
 Rule 2: training runs in the main thread. The first Ctrl-C ends it after the current step, and what is pending is sent;
-the second quits at once.
+before the first step has ended there is nothing to send, and it ends the node at once. So does the second one, always.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from zmqtrain.cli.display import (
     format_seconds,
     log_to_stderr,
 )
-from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command
+from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command, watch_signals
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.terminal import Terminal
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "Interruption", "load_run_program", "paced", "result_table"]
 
 PROGRAM = "zmqtrain-node"
+GOODBYE_SECONDS = 3.0
+"""So long at most a node that has trained nothing takes to say goodbye."""
 
 Batch = TypeVar("Batch")
 
@@ -72,6 +74,8 @@ def _run(config: NodeConfig) -> int:
     credentials = read_credentials(config.server_key, config.keys)
     facts = {"zmqtrain": __version__, "began": time.time(), "data": config.data}
     recorder = None if config.record is None else NodeRecorder(config.record, facts)
+    if recorder is not None:
+        interruption.goodbyes.append(recorder.close)
     try:
         with connect(
             config.hub,
@@ -88,6 +92,7 @@ def _run(config: NodeConfig) -> int:
             checkpoint_keep=config.checkpoint_keep,
             new_run=config.new_run,
         ) as node:
+            interruption.goodbyes.insert(0, node.close)
             check_masters(config.lockstep, node.settings)  # before it waits for others
             program = load_run_program(node.settings, config.data, node.address)
             if config.devices == "all":
@@ -101,8 +106,10 @@ def _run(config: NodeConfig) -> int:
                 result = _train(node, program, interruption, config, induced, credentials)
             if recorder is not None:
                 _record_end(recorder, result)
-    except KeyboardInterrupt:  # nothing was trained
-        leave_without_teardown()
+    except BaseException:
+        if interruption.leaves:  # another thread ends this process: what fails here fails for that
+            threading.Event().wait()
+        raise
     finally:
         if recorder is not None:
             recorder.close()
@@ -192,16 +199,20 @@ def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
 class Interruption:
     """What SIGINT and SIGTERM mean to a node: stop after this step; at the second one, at once.
 
-    Called by the loop as its `stop`. While the main thread waits (for the hub, for data), the first ends the waiting.
+    Called by the loop as its `stop`. Until the first step has ended, the first signal ends the process, from a thread
+    of its own: the main thread may be compiling for long. While the main thread waits for data, it ends the waiting.
+    goodbyes: called before the process ends so, in order, for GOODBYE_SECONDS at most.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.leaves = False
         self.display: Display | None = None
-        self._waiting = True
+        self.goodbyes: list[Callable[[], object]] = []
+        self._beginning, self._waiting = True, False
 
     def install(self) -> None:
         """Take the two signals over; only in the main thread."""
+        watch_signals(self.noticed)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
 
@@ -209,15 +220,33 @@ class Interruption:
         """True once the node was asked to stop."""
         return self.asked
 
+    def noticed(self, count: int) -> None:
+        """Take note of a signal as soon as it comes, in the thread that watches for them."""
+        if count > 1:
+            leave_at_once()
+        if self._beginning:
+            self.leaves = True
+            threading.Thread(target=self._leave, name="zmqtrain-leaving", daemon=True).start()
+
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take one signal. Raises KeyboardInterrupt while nothing is trained yet, or no data is here."""
+        """Take a signal in the main thread, once that can. Raises KeyboardInterrupt while no data is here."""
         if self.asked:
             leave_at_once()
         self.asked = True
         if self.display is not None:
             self.display.say("stopping: what is computed is sent first (Ctrl-C again to quit at once)")
-        if self._waiting:
+        if self._waiting and not self._beginning:
             raise KeyboardInterrupt
+
+    def _leave(self) -> None:
+        def say() -> None:
+            for goodbye in self.goodbyes:
+                goodbye()
+
+        saying = threading.Thread(target=say, name="zmqtrain-goodbye", daemon=True)
+        saying.start()
+        saying.join(GOODBYE_SECONDS)
+        leave_without_teardown()
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Give the batches on, until an interruption ends the waiting for one."""
@@ -231,6 +260,7 @@ class Interruption:
                 self._waiting = False
                 return
             yield batch
+            self._beginning = False
 
 
 def paced(batches: Iterable[Batch], pace_seconds: float) -> Iterator[Batch]:

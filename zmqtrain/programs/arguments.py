@@ -14,10 +14,24 @@ from typing import Any
 
 from zmqtrain.errors import ConfigError
 
-__all__ = ["PLACE", "parse_arguments", "describe_arguments", "read_arguments", "require_at_least", "require_choice"]
+__all__ = [
+    "PLACE",
+    "parse_arguments",
+    "describe_arguments",
+    "read_arguments",
+    "require_at_least",
+    "require_choice",
+    "require_trainable",
+]
 
 PLACE = "program_arguments"
 """The table of the settings, and the flag of the command line, under which a user finds these arguments."""
+
+MOST = 10**6
+"""The most that an argument can be which says nothing else."""
+MOST_SEED = (1 << 63) - 1
+MOST_VALUES = 1 << 33
+"""As the hub takes them."""
 
 KINDS: dict[object, type] = {kind: kind for kind in (bool, int, float, str)} | {
     kind.__name__: kind for kind in (bool, int, float, str)
@@ -78,10 +92,18 @@ def read_arguments(program: str, factory: Callable[..., Any], arguments: Mapping
     return ready
 
 
-def require_at_least(name: str, value: float, minimum: float) -> None:
-    """Raise ConfigError, naming the argument's place, unless value >= minimum."""
+def require_at_least(name: str, value: float, minimum: float, maximum: int = MOST) -> None:
+    """Raise ConfigError, naming the argument's place, unless minimum <= value <= maximum."""
     if not value >= minimum:
-        raise ConfigError(f"{PLACE}.{name} must be at least {minimum:g}, got {value:g}")
+        raise ConfigError(f"{PLACE}.{name} must be at least {minimum:g}, got {value}")
+    if value > maximum:
+        raise ConfigError(f"{PLACE}.{name} must be at most {maximum:,}, got {value}")
+
+
+def require_trainable(values: int, names: str) -> None:
+    """Raise ConfigError, naming the arguments that say so, for a model of so many values that nobody can train it."""
+    if values > MOST_VALUES:
+        raise ConfigError(f"{PLACE}: {names} make a model of {values:,} values; at most {MOST_VALUES:,} can be trained")
 
 
 def require_choice(name: str, value: str, choices: Collection[str]) -> None:

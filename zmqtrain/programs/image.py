@@ -21,7 +21,7 @@ import numpy.typing as npt
 import optax
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.programs.arguments import PLACE, require_at_least
+from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_trainable
 from zmqtrain.programs.datasets import load_digits, load_image_folder
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
@@ -68,9 +68,12 @@ class ImageProgram:
     def __post_init__(self) -> None:
         for positive in ("width", "batch", "batches_per_unit"):
             require_at_least(positive, getattr(self, positive), 1)
-        for not_negative in ("rate", "weight_decay", "seed"):
-            require_at_least(not_negative, getattr(self, not_negative), 0)
+        for not_negative in ("rate", "weight_decay"):
+            require_at_least(not_negative, getattr(self, not_negative), 0, 10**9)
+        require_at_least("seed", self.seed, 0, MOST_SEED)
         self._images = load_digits() if self.data == DIGITS else load_image_folder(self.data)
+        pooled = prod((size + 3) // 4 for size in self._images.training_images.shape[1:])
+        require_trainable((18 + 4 * pooled) * self.width * self.width, f"width={self.width} (and the images' size)")
         spared = min(SCORE_IMAGES, len(self._images.training_images) // SCORE_FRACTION)
         count, unit_images = len(self._images.training_images) - spared, self.batch * self.batches_per_unit
         if count < unit_images:

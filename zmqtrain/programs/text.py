@@ -22,7 +22,7 @@ import numpy.typing as npt
 import optax
 
 from zmqtrain.errors import ConfigError, DataError
-from zmqtrain.programs.arguments import PLACE, require_at_least, require_choice
+from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_choice, require_trainable
 from zmqtrain.programs.datasets import load_text
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
@@ -82,8 +82,12 @@ class TextProgram:
     def __post_init__(self) -> None:
         for positive in ("width", "layers", "heads", "context", "batch", "batches_per_unit"):
             require_at_least(positive, getattr(self, positive), 1)
-        for not_negative in ("rate", "warmup", "weight_decay", "seed"):
-            require_at_least(not_negative, getattr(self, not_negative), 0)
+        for not_negative in ("rate", "warmup", "weight_decay"):
+            require_at_least(not_negative, getattr(self, not_negative), 0, 10**9)
+        require_at_least("seed", self.seed, 0, MOST_SEED)
+        require_at_least("layers", self.layers, 1, 9999)
+        values = self.layers * (12 * self.width + 2) * self.width + (2 - self.tied) * BYTES * self.width + self.width
+        require_trainable(values, f"width={self.width} and layers={self.layers}")
         require_at_least("clip", self.clip, 1e-6)
         require_choice("inner_optimizer", self.inner_optimizer, OPTIMIZERS)
         if self.width % (2 * self.heads):

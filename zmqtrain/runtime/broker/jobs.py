@@ -76,7 +76,7 @@ class Jobs:
 
     def fail(self, error: BaseException | None) -> None:
         """Something of our own broke: there is no honest way on. Save what is saved, and end with the error."""
-        logger.error("the broker stops: %s", error)
+        logger.error("the broker stops: %s", "lack of memory" if isinstance(error, MemoryError) else repr(error))
         self.failure = self.failure or error
         self._call(self._broken)
 

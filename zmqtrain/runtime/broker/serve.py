@@ -140,7 +140,13 @@ def serve(
         if interrupted is not None:
             _stop_at_signals(broker, interrupted)
         living.append(broker)
-        ready(broker)
+        try:
+            ready(broker)
+        except BaseException:  # or the port would be open, with nobody behind it
+            if registration is not None:
+                registration.close()
+            await channel.close(0.0)
+            raise
         try:
             await broker.run()
         finally:
