@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import ConfigError, HubUnreachable, PeerLost, ZmqTrainError
-from zmqtrain.parameter_server.directory import Placement
+from zmqtrain.parameter_server.directory import ASKS, Placement
 from zmqtrain.parameter_server.shards import Piece
 from zmqtrain.parameter_server.store import cut_frames, join_frames
 from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
@@ -56,6 +56,7 @@ class KeyMasters:
         self.failure: ZmqTrainError | None = None
         self._until = 0.0
         self._declared: dict[int, asyncio.Queue[Placed | BaseException]] = {}
+        self._placing: dict[str, asyncio.Future[None]] = {}  # by key the newest call that is to learn where it lies
 
     async def open(
         self, addresses: Sequence[str], credentials: Credentials, rules: tuple[str, str, int], reads: bool
@@ -176,6 +177,27 @@ class KeyMasters:
                 task.cancel()
             self._declared.pop(number, None)
             first.conclude(number)
+
+    async def placed(self, keys: Sequence[str]) -> None:
+        """Return once it is known where these keys lie; the first master is asked for those that are not known.
+
+        Calls about one key go on in the order in which they were made. Raises what `declare` raises.
+        """
+        before = [self._placing[key] for key in keys if key in self._placing]
+        if not before and all(key in self.places for key in keys):
+            return
+        own = asyncio.get_running_loop().create_future()
+        self._placing |= dict.fromkeys(keys, own)
+        try:
+            for other in before:
+                await asyncio.shield(other)
+            if unknown := [key for key in keys if key not in self.places]:
+                await self.declare([LeafSpec(key, (), ASKS) for key in unknown])
+        finally:
+            own.set_result(None)
+            for key in keys:
+                if self._placing[key] is own:
+                    del self._placing[key]
 
     # ------------------------------------------------------------------ requests
 

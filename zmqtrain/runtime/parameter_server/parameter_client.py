@@ -29,7 +29,7 @@ from zmqtrain.errors import (
     LocalProtocolError,
 )
 from zmqtrain.parameter_server.consistency import consistency_from_spec
-from zmqtrain.parameter_server.directory import ASKS, check_key
+from zmqtrain.parameter_server.directory import check_key
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
@@ -174,19 +174,36 @@ class ParameterClient:
         return self.ipush_pull(key, gradient, into=into).wait(timeout_seconds)
 
     def ipush(self, key: str, gradient: Any) -> ParameterRequest[None]:
-        """Begin `push`. Raises ConfigError at once for a key, a shape or a dtype that is not the server's."""
-        flat = self._gradients({key: gradient})[key]
-        return self._call(self._masters.push(key, flat), f"push of {key!r}")
+        """Begin `push`; never waits. Raises ConfigError at once for a dtype that no server takes, and for a shape or
+        dtype that is not the server's, if this client knows the key; the request raises it where it does not yet."""
+        arrays = self._gradients({key: gradient})
+
+        async def push() -> None:
+            await self._masters.placed([key])
+            await self._masters.push(key, self._checked(key, arrays[key]))
+
+        return self._call(push(), f"push of {key!r}")
 
     def ipull(self, key: str, *, into: Vector | None = None) -> ParameterRequest[Vector]:
-        """Begin `pull`."""
-        self._find([key])
-        return self._call(self._masters.pull(key, self._target(key, into)), f"pull of {key!r}")
+        """Begin `pull`; never waits."""
+        self._check_target(key, into)
+
+        async def pull() -> Vector:
+            await self._masters.placed([key])
+            return await self._masters.pull(key, self._target(key, into))
+
+        return self._call(pull(), f"pull of {key!r}")
 
     def ipush_pull(self, key: str, gradient: Any, *, into: Vector | None = None) -> ParameterRequest[Vector]:
-        """Begin `push_pull`."""
-        flat = self._gradients({key: gradient})[key]
-        return self._call(self._masters.push_pull(key, flat, self._target(key, into)), f"push_pull of {key!r}")
+        """Begin `push_pull`; never waits. Raises as `ipush`."""
+        arrays = self._gradients({key: gradient})
+        self._check_target(key, into)
+
+        async def push_pull() -> Vector:
+            await self._masters.placed([key])
+            return await self._masters.push_pull(key, self._checked(key, arrays[key]), self._target(key, into))
+
+        return self._call(push_pull(), f"push_pull of {key!r}")
 
     # ------------------------------------------------------------------ trees of keys
 
@@ -207,35 +224,41 @@ class ParameterClient:
         return self.ipush_pull_all(tree).wait(timeout_seconds)
 
     def ipush_all(self, tree: Any) -> ParameterRequest[None]:
-        """Begin `push_all`."""
-        flat = self._gradients(name_leaves(tree))
+        """Begin `push_all`; never waits. Raises as `ipush`."""
+        arrays = self._gradients(name_leaves(tree))
 
         async def push() -> None:
+            await self._masters.placed(list(arrays))
+            flat = {key: self._checked(key, array) for key, array in arrays.items()}
             await all_of(self._masters.push(key, values) for key, values in flat.items())
 
-        return self._call(push(), _name_all("push", flat))
+        return self._call(push(), _name_all("push", arrays))
 
     def ipull_all(self, tree: Any) -> ParameterRequest[Any]:
-        """Begin `pull_all`."""
+        """Begin `pull_all`; never waits."""
         names = list(name_leaves(tree))
-        self._find(names)
+        for key in names:
+            check_key(key)
 
         async def pull() -> Any:
+            await self._masters.placed(names)
             values = await all_of(self._masters.pull(key, self._target(key, None)) for key in names)
             return rebuild(tree, dict(zip(names, values, strict=True)))
 
         return self._call(pull(), _name_all("pull", names))
 
     def ipush_pull_all(self, tree: Any) -> ParameterRequest[Any]:
-        """Begin `push_pull_all`."""
-        flat = self._gradients(name_leaves(tree))
+        """Begin `push_pull_all`; never waits. Raises as `ipush`."""
+        arrays = self._gradients(name_leaves(tree))
 
         async def push_pull() -> Any:
+            await self._masters.placed(list(arrays))
+            flat = {key: self._checked(key, array) for key, array in arrays.items()}
             work = (self._masters.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
             values = await all_of(work)
             return rebuild(tree, dict(zip(flat, values, strict=True)))
 
-        return self._call(push_pull(), _name_all("push_pull", flat))
+        return self._call(push_pull(), _name_all("push_pull", arrays))
 
     # ------------------------------------------------------------------ the client itself
 
@@ -324,26 +347,25 @@ class ParameterClient:
         leaves = {key: _as_array(key, array) for key, array in arrays.items()}
         return self._call(self._masters.initialise(leaves), _name_all("init", leaves)).wait(timeout_seconds)
 
-    def _find(self, wanted: Iterable[str]) -> None:
-        """Ask the first master where keys lie that this client has not initialised."""
-        unknown = [key for key in wanted if key not in self._masters.places]
-        for key in unknown:
-            check_key(key)
-        if unknown:
-            asked = self._masters.declare([LeafSpec(key, (), ASKS) for key in unknown])
-            self._call(asked, _name_all("place", unknown)).wait()
-
     def _gradients(self, gradients: Mapping[str, Any]) -> dict[str, Vector]:
-        self._find(gradients)
-        flat = {}
-        for key, gradient in gradients.items():
-            array, leaf = _as_array(key, gradient), self._masters.places[key].leaf
-            if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
-                raise ConfigError(
-                    f"the key {leaf} was given a gradient of {LeafSpec(key, array.shape, array.dtype.name)}"
-                )
-            flat[key] = array.reshape(-1)
-        return flat
+        """Return gradients as arrays; those of keys that are known are checked now, the others once they are."""
+        arrays = {key: _as_array(key, gradient) for key, gradient in gradients.items()}
+        for key, array in arrays.items():
+            if key in self._masters.places:
+                self._checked(key, array)
+        return arrays
+
+    def _checked(self, key: str, array: Vector) -> Vector:
+        """Return a gradient of a key that is known, flat. Raises ConfigError unless it is like the key."""
+        leaf = self._masters.places[key].leaf
+        if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
+            raise ConfigError(f"the key {leaf} was given a gradient of {LeafSpec(key, array.shape, array.dtype.name)}")
+        return array.reshape(-1)
+
+    def _check_target(self, key: str, into: Vector | None) -> None:
+        check_key(key)
+        if into is not None and key in self._masters.places:
+            self._target(key, into)
 
     def _target(self, key: str, into: Vector | None) -> Vector:
         leaf = self._masters.places[key].leaf
