@@ -2,15 +2,17 @@
 
 The kernel zeroes fresh memory page by page, which costs a codec as much as its own work; and JAX on a CPU takes an
 array as it lies, without a copy, if it begins at a multiple of 64 bytes.
-Rule 1: memory is lent again only when nothing refers to it but its keeper: a view holds it, and so does a JAX array
-until the last computation that reads it is done.  Rule 2: one thread takes; any thread may let go.
+Rule 1: memory is lent again only when nothing refers to it but its keeper: each time it is lent by an array of its own,
+which every view of it holds, and so does a JAX array until the last computation that reads it is done; a weak reference
+says whether that array is gone. (Reference counts do not say it: where references are borrowed, or other threads have
+theirs, they are too low.)  Rule 2: one thread takes; any thread may let go.
 Rule 3: what was lent last is lent first, and what nobody has needed for a while is given back: as much stays as is
 needed at a time.
 """
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,20 +28,26 @@ IDLE_TAKES = 8
 """Memory that was not lent for so many takes is not kept any longer."""
 
 _ALIGNMENT_VALUES = ALIGNMENT_BYTES // 4
-_OWN_REFERENCES = 2  # its keeper's, and that of the call that counts
 
 
 class _Kept:
-    """Memory, and at which take it was lent last."""
+    """Memory, at which take it was lent last, and whether somebody has it."""
 
-    __slots__ = ("lent_at", "memory")
+    __slots__ = ("_lent", "lent_at", "memory")
 
-    def __init__(self, memory: NDArray[np.float32], lent_at: int) -> None:
-        self.memory, self.lent_at = memory, lent_at
+    def __init__(self, memory: NDArray[np.float32]) -> None:
+        self.memory, self.lent_at = memory, 0
+        self._lent: weakref.ref[NDArray[np.float32]] | None = None
 
     @property
     def is_free(self) -> bool:
-        return sys.getrefcount(self.memory) <= _OWN_REFERENCES
+        return self._lent is None or self._lent() is None
+
+    def lend(self, take: int) -> NDArray[np.float32]:
+        """Return an array of all the memory, which its views hold: of a memoryview they do not look behind it."""
+        array = np.frombuffer(memoryview(self.memory), np.float32)
+        self._lent, self.lent_at = weakref.ref(array), take
+        return array
 
 
 class Vectors:
@@ -64,11 +72,10 @@ class Vectors:
         oldest = self._takes - IDLE_TAKES
         self._kept = [kept for kept in self._kept if kept.lent_at > oldest or not kept.is_free]
         if latest is None:  # a little more than is needed: fragments differ by a block or two
-            latest = _Kept(np.empty(needed + needed // 16, np.float32), 0)
-        latest.lent_at = self._takes
+            latest = _Kept(np.empty(needed + needed // 16, np.float32))
         self._kept.append(latest)
         del self._kept[: -self._most]
-        return _aligned(latest.memory, count)
+        return _aligned(latest.lend(self._takes), count)
 
     def take_segments(self, counts: Sequence[int]) -> list[NDArray[np.float32]]:
         """Return float32[count] for each count, as `take` does: all of one memory, each at a multiple of 64 bytes."""

@@ -7,9 +7,10 @@ Rule 2: the loss of one master is the end of all: a key may lie on every one of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -178,14 +179,26 @@ class KeyMasters:
             self._declared.pop(number, None)
             first.conclude(number)
 
-    async def placed(self, keys: Sequence[str]) -> None:
-        """Return once it is known where these keys lie; the first master is asked for those that are not known.
+    async def placed(self, key: str) -> None:
+        """Return once it is known where a key lies, and all calls about it that were made before have begun."""
+        if key not in self.places or key in self._placing:
+            async with self._placed_all([key]):
+                pass
 
-        Calls about one key go on in the order in which they were made. Raises what `declare` raises.
+    async def in_order(self, keys: Sequence[str], make: Callable[[], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
+        """Do what `make` gives, of several keys, once it is known where all of them lie; return the results."""
+        async with self._placed_all(keys):
+            tasks = [asyncio.ensure_future(one) for one in make()]
+            await asyncio.sleep(0)  # they begin
+        return await asyncio.gather(*tasks)
+
+    @contextlib.asynccontextmanager
+    async def _placed_all(self, keys: Sequence[str]) -> AsyncIterator[None]:
+        """Begin the block once it is known where these keys lie; the first master is asked for the unknown ones.
+
+        Blocks about one key follow each other in the order in which they were asked for.
         """
         before = [self._placing[key] for key in keys if key in self._placing]
-        if not before and all(key in self.places for key in keys):
-            return
         own = asyncio.get_running_loop().create_future()
         self._placing |= dict.fromkeys(keys, own)
         try:
@@ -193,10 +206,11 @@ class KeyMasters:
                 await asyncio.shield(other)
             if unknown := [key for key in keys if key not in self.places]:
                 await self.declare([LeafSpec(key, (), ASKS) for key in unknown])
+            yield
         finally:
             own.set_result(None)
             for key in keys:
-                if self._placing[key] is own:
+                if self._placing.get(key) is own:
                     del self._placing[key]
 
     # ------------------------------------------------------------------ requests

@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,7 +33,7 @@ from zmqtrain.parameter_server.directory import check_key
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
-from zmqtrain.runtime.parameter_server.key_masters import KeyMasters, all_of
+from zmqtrain.runtime.parameter_server.key_masters import KeyMasters
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import LeafSpec
 
@@ -179,7 +179,7 @@ class ParameterClient:
         arrays = self._gradients({key: gradient})
 
         async def push() -> None:
-            await self._masters.placed([key])
+            await self._masters.placed(key)
             await self._masters.push(key, self._checked(key, arrays[key]))
 
         return self._call(push(), f"push of {key!r}")
@@ -189,7 +189,7 @@ class ParameterClient:
         self._check_target(key, into)
 
         async def pull() -> Vector:
-            await self._masters.placed([key])
+            await self._masters.placed(key)
             return await self._masters.pull(key, self._target(key, into))
 
         return self._call(pull(), f"pull of {key!r}")
@@ -200,7 +200,7 @@ class ParameterClient:
         self._check_target(key, into)
 
         async def push_pull() -> Vector:
-            await self._masters.placed([key])
+            await self._masters.placed(key)
             return await self._masters.push_pull(key, self._checked(key, arrays[key]), self._target(key, into))
 
         return self._call(push_pull(), f"push_pull of {key!r}")
@@ -228,9 +228,11 @@ class ParameterClient:
         arrays = self._gradients(name_leaves(tree))
 
         async def push() -> None:
-            await self._masters.placed(list(arrays))
-            flat = {key: self._checked(key, array) for key, array in arrays.items()}
-            await all_of(self._masters.push(key, values) for key, values in flat.items())
+            def begin() -> Iterator[Coroutine[Any, Any, None]]:
+                flat = {key: self._checked(key, array) for key, array in arrays.items()}
+                return (self._masters.push(key, values) for key, values in flat.items())
+
+            await self._masters.in_order(list(arrays), begin)
 
         return self._call(push(), _name_all("push", arrays))
 
@@ -241,8 +243,9 @@ class ParameterClient:
             check_key(key)
 
         async def pull() -> Any:
-            await self._masters.placed(names)
-            values = await all_of(self._masters.pull(key, self._target(key, None)) for key in names)
+            values = await self._masters.in_order(
+                names, lambda: (self._masters.pull(key, self._target(key, None)) for key in names)
+            )
             return rebuild(tree, dict(zip(names, values, strict=True)))
 
         return self._call(pull(), _name_all("pull", names))
@@ -252,11 +255,12 @@ class ParameterClient:
         arrays = self._gradients(name_leaves(tree))
 
         async def push_pull() -> Any:
-            await self._masters.placed(list(arrays))
-            flat = {key: self._checked(key, array) for key, array in arrays.items()}
-            work = (self._masters.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
-            values = await all_of(work)
-            return rebuild(tree, dict(zip(flat, values, strict=True)))
+            def begin() -> Iterator[Coroutine[Any, Any, Vector]]:
+                flat = {key: self._checked(key, array) for key, array in arrays.items()}
+                return (self._masters.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
+
+            values = await self._masters.in_order(list(arrays), begin)
+            return rebuild(tree, dict(zip(arrays, values, strict=True)))
 
         return self._call(push_pull(), _name_all("push_pull", arrays))
 
