@@ -45,7 +45,7 @@ class _Kept:
 
     def lend(self, take: int) -> NDArray[np.float32]:
         """Return an array of all the memory, which its views hold: of a memoryview they do not look behind it."""
-        array = np.frombuffer(memoryview(self.memory), np.float32)
+        array = np.frombuffer(self.memory.data, np.float32)
         self._lent, self.lent_at = weakref.ref(array), take
         return array
 
