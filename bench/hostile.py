@@ -124,8 +124,13 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=[], help="which (default: see below)")
     parser.add_argument("--keys", action="store_true", help="nodes are known by their CURVE keys, attackers are not")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default %(default)s)")
+    parser.add_argument("--learning", action="store_true", help="bench/hostile_learning.py instead: nodes that diverge")
     parser.add_argument("--json", metavar="FILE", help="write the row and the machine's description here")
     options = parser.parse_args()
+    if options.learning:
+        import hostile_learning
+
+        return hostile_learning.main(["--json", options.json] if options.json else [])
     case = Case(
         minutes=options.minutes,
         nodes=options.nodes,

@@ -1,4 +1,5 @@
-"""Measure what nodes whose training diverges cost the others: rates of 3, 30 and 3,000 where all others have .1.
+"""Measure what nodes whose training diverges cost the others: rates of 3, 30 and 3,000 where all others have .1;
+and several names of one key that would have the norm gate take deltas of 2,600 times the usual size.
 
     python bench/hostile_learning.py                  (or as the last rows of bench/hostile.py)
 
@@ -9,8 +10,10 @@ its healthy nodes alone: their held-out loss may be at most BAR times that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import argparse
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,11 +29,16 @@ from zmqtrain.sim.run import SimResult, simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.train.sync import DelayedSync
 
-__all__ = ["BAR", "Case", "Digits", "run_of"]
+from report import print_table, write_json
+
+__all__ = ["BAR", "CASES", "Case", "Digits", "judge", "main", "measure", "run_of"]
 
 BAR = 1.10
 RATE = 0.1
 BATCH = 32
+STEP_SECONDS = SimNode().step_seconds
+USUAL_MOVE = 5e-4
+"""By which one step moves a value, in the middle of a run."""
 OUTER = "nesterov:rate=0.8,momentum=0.5"
 
 
@@ -93,57 +101,93 @@ class Case:
     """One row. rate: of the bad nodes, where all others have RATE; bad, nodes: how many.
 
     begins: "start": the bad ones have that rate from their first step; "middle": from half of their steps on; "joins":
-    they come when the others have made half of theirs, with that rate.  steps: of each healthy node.
+    they come when the others have made half of theirs, with that rate.  scale: in place of a rate: from half of their
+    steps on the bad ones move at random, by so many times what a step moves by then.  key: the name of the key of all
+    bad ones, "" for one each.  steps: of each healthy node.
     """
 
-    rate: float
+    rate: float = RATE
     bad: int = 1
     nodes: int = 3
     begins: str = "start"
+    scale: float = 0.0
+    key: str = ""
     steps: int = 600
     seed: int = 0
 
+    @property
+    def name(self) -> str:
+        """What is wrong, in a few words."""
+        what = f"deltas times {self.scale:g}" if self.scale else f"rate {self.rate:g}"
+        when = {"start": "from the start", "middle": "from the middle", "joins": "joining late"}[self.begins]
+        return f"{what} {when}" + (", one key" if self.key else "")
 
-def _sync_of(case: Case) -> Any:
-    """Return what makes the DelayedSync of a node: a bad one makes longer steps."""
-    factor = case.rate / RATE
 
-    class Faster(DelayedSync):
-        def __init__(self, exchange: Any, params: Any, **named: Any) -> None:
-            super().__init__(exchange, params, **named)
-            self._last: Any = None
-            self._ended = False
+RATES = (3.0, 30.0, 3000.0)
+CASES = (
+    *(
+        Case(rate=rate, begins=begins, nodes=nodes, bad=bad)
+        for nodes, bad in ((3, 1), (5, 2))
+        for begins in ("start", "middle", "joins")
+        for rate in RATES
+    ),
+    Case(scale=2600.0, begins="middle", nodes=5, bad=3, key="lab"),
+    Case(scale=2600.0, begins="middle", nodes=5, bad=2),
+)
 
-        def step(self, params: Any, *arguments: Any, **named: Any) -> Any:
-            is_bad = self.exchange.name.startswith("bad")
-            late = case.begins == "middle" and self.steps < case.steps // 2
-            if self._ended:
-                return params
-            if is_bad and not late and self._last is not None:
-                params = jax.tree.map(lambda new, old: old + factor * (new - old), params, self._last)
-            try:
-                params = super().step(params, *arguments, **named)
-            except NonFiniteDelta:  # its process ends
-                self._ended = True
-                self.exchange.link.die()
-            self._last = jax.tree.map(jnp.copy, params) if is_bad else None
-            return params
 
-        def finish(self, params: Any, *arguments: Any, **named: Any) -> Any:
-            return params if self._ended else super().finish(params, *arguments, **named)
+def measure(cases: Sequence[Case], **settings: Any) -> list[dict[str, Any]]:
+    """Run these cases, and their healthy nodes alone; return a row each. settings: other ones than a run's own."""
+    alone: dict[tuple[int, int, int], SimResult] = {}
+    rows = []
+    for case in cases:
+        healthy = (case.nodes - case.bad, case.steps, case.seed)
+        if healthy not in alone:
+            alone[healthy] = run_of(case, healthy_only=True, **settings)
+        result, best = run_of(case, **settings), alone[healthy]
+        loss, without = result.scores["loss"], best.scores["loss"]
+        row: dict[str, Any] = {"case": case.name, "bad": f"{case.bad} of {case.nodes}", "loss": loss}
+        row |= {"without": without, "ratio": loss / without, "accuracy": result.scores["accuracy"]}
+        rows.append(row | {"refused": result.refused, "contributions": result.contributions})
+    return rows
 
-    return Faster
+
+def judge(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what is wrong in these rows; nothing: all is as Rule 2 says."""
+    return [
+        f"{row['case']}, {row['bad']}: a loss of {row['loss']:.3g}, {row['ratio']:.2f} times {row['without']:.3g}"
+        for row in rows
+        if not row["ratio"] <= BAR
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all cases and print them. Raises SystemExit if a row is not as it should be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=Case().steps, help="of a healthy node (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the data (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine's description here")
+    options = parser.parse_args(arguments)
+    logging.getLogger("zmqtrain").setLevel(logging.CRITICAL)
+    rows = measure([replace(case, steps=options.steps, seed=options.seed) for case in CASES])
+    print_table(rows, f"digits, {options.steps} steps a node, held-out loss with bad nodes and without")
+    if options.json:
+        write_json(options.json, rows)
+    if wrong := judge(rows):
+        raise SystemExit("hostile_learning: " + "\n                  ".join(wrong))
+
+
+# ---------------------------------------------------------------------- one run
 
 
 def run_of(case: Case, healthy_only: bool = False, **settings: Any) -> SimResult:
     """Simulate a case; healthy_only: without its bad nodes."""
-    healthy = case.nodes - case.bad
-    joins = 0.05 * case.steps / 2 if case.begins == "joins" else 0.0
+    healthy, late = case.nodes - case.bad, case.begins == "joins"
     nodes = [SimNode(name=f"good-{number}", steps=case.steps) for number in range(healthy)]
     if not healthy_only:
-        bad_steps = case.steps if case.begins != "joins" else case.steps // 2
-        nodes += [SimNode(name=f"bad-{number}", steps=bad_steps, joins_at=joins) for number in range(case.bad)]
-    start = healthy if healthy_only or case.begins == "joins" else case.nodes
+        joins, steps = (STEP_SECONDS * case.steps / 2, case.steps // 2) if late else (0.0, case.steps)
+        nodes += [SimNode(name=f"bad-{number}", steps=steps, joins_at=joins) for number in range(case.bad)]
+    start = healthy if healthy_only or late else case.nodes
     plain = {"every": 8, "delay": 4, "codec": "ternary", "broadcast_codec": "ternary", "outer": OUTER, "fragments": 1}
     run = RunSettings(start_nodes=start, initial="founder", local_updates="fixed", **(plain | settings))
     return simulate(Scenario(settings=run, nodes=tuple(nodes)), _program(case.seed), make_sync=_sync_of(case))
@@ -152,3 +196,57 @@ def run_of(case: Case, healthy_only: bool = False, **settings: Any) -> SimResult
 @cache
 def _program(seed: int) -> Digits:
     return Digits(seed=seed)
+
+
+def _sync_of(case: Case) -> Any:
+    """Return what makes the DelayedSync of a node: a bad one makes longer steps."""
+
+    class Bad(DelayedSync):
+        def __init__(self, exchange: Any, params: Any, **named: Any) -> None:
+            super().__init__(exchange, params, **named)
+            self._is_bad, self._ended, self._last = exchange.name.startswith("bad"), False, None
+            self._random = np.random.default_rng(case.seed)
+
+        def step(self, params: Any, *arguments: Any, **named: Any) -> Any:
+            if self._ended:
+                return params
+            if (
+                self._is_bad
+                and self._last is not None
+                and not (case.begins == "middle" and 2 * self.steps < case.steps)
+            ):
+                params = self._spoil(params)
+            try:
+                params = super().step(params, *arguments, **named)
+            except NonFiniteDelta:  # its process ends
+                self._ended = True
+                self.exchange.link.die()
+            self._last = jax.tree.map(jnp.copy, params) if self._is_bad else None
+            return params
+
+        def finish(self, params: Any, *arguments: Any, **named: Any) -> Any:
+            return params if self._ended else super().finish(params, *arguments, **named)
+
+        def _spoil(self, params: Any) -> Any:
+            if not case.scale:
+                factor = case.rate / RATE
+                return jax.tree.map(lambda new, old: old + factor * (new - old), params, self._last)
+
+            def wander(old: Any) -> Any:
+                moved = self._random.standard_normal(old.shape) * case.scale * USUAL_MOVE
+                return old + jnp.asarray(moved, jnp.float32)
+
+            self._vote_as(case.key)
+            return jax.tree.map(wander, self._last)
+
+        def _vote_as(self, key: str) -> None:
+            link = self.exchange.link
+            member = link._hub.hub.members.get(link.peer.peer)
+            if member is not None:  # as a broker knows it by the key with which it came in
+                member.voter = f"key {key}" if key else ""
+
+    return Bad
+
+
+if __name__ == "__main__":
+    main()
