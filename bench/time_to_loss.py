@@ -252,8 +252,9 @@ def _in_words(job: Job, line: Line) -> str:
     what = f"{job.kind} N={job.nodes} rate {job.rate:g} seed {job.seed} {job.settings if job.settings != '{}' else ''}"
     if job.kind == "exchange":
         return f"an exchange of {sum(job.values_bytes):,} bytes, N={job.nodes}: {line['seconds']:.3f} s by {line['by']}"
-    seconds = [crossing_seconds(line, job.place.step_seconds, target) for target in TARGETS]
-    return f"{what}: {' '.join(f'{one:.1f}' for one in seconds)} s, {line['wall_seconds']:.0f} s to make"
+    seconds = crossing_seconds(line, job.place.step_seconds, job.until)
+    reached = f"{job.until} after {seconds:.1f} s" if seconds < inf else f"{job.until} not reached"
+    return f"{what}: {reached}; {line['wall_seconds']:.0f} s to make"
 
 
 # ---------------------------------------------------------------------- the table

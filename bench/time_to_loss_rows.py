@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from math import inf, isfinite, nan
+from math import inf, isfinite, lcm, nan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -263,31 +263,54 @@ class _Scores:
         return step >= self.job.max_steps
 
 
+class _Batches:
+    """The batches of the nodes, piece by piece, all of one shape, so that nothing is compiled twice.
+
+    joined: those of all nodes in one batch of each step.
+    """
+
+    def __init__(self, job: Job, local: LocalSteps, joined: bool) -> None:
+        self.job, self.local, self.joined = job, local, joined
+        self.program = job.make(1.0)
+        per_unit = self.program.batches_per_unit  # type: ignore[attr-defined]
+        self.piece = lcm(per_unit, DILOCO_STEPS, SCORED_STEPS)
+        self._units = self.piece // per_unit * job.nodes
+        self._loaded: tuple[int, Any] = (-1, None)
+
+    def at(self, step: int) -> tuple[Any, int]:
+        """Return the piece with the batches of this step and of those up to the next multiple of `piece`, and the
+        step's place in it."""
+        number = step // self.piece
+        if self._loaded[0] != number:
+            drawn = draw_batches(self.program, self.job.nodes, self.piece, number * self._units)
+            loaded = self.local.load(join_batches(drawn)) if self.joined else [self.local.load(one) for one in drawn]
+            self._loaded = number, loaded
+        return self._loaded[1], step % self.piece
+
+
 def _run_at_once(job: Job) -> Line:
     """Train in one step on the batches of all nodes: of one, or what synchronous data parallel computes."""
     local = _local_steps(job.program, job.data)
-    program = job.make(1.0)
-    batches = local.load(join_batches(draw_batches(program, job.nodes, job.max_steps)))
-    scales = np.full(job.max_steps, job.rate, np.float32)
-    state, step, scores = local.init(program.init(job.seed)), 0, _Scores(job, local.program.evaluate)
+    batches = _Batches(job, local, joined=True)
+    scales = np.full(batches.piece, job.rate, np.float32)
+    state, step, scores = local.init(batches.program.init(job.seed)), 0, _Scores(job, local.program.evaluate)
     while not scores.over(step, state.params):
-        last = min(step + SCORED_STEPS, job.max_steps)
-        state, _ = local.advance(state, batches, scales, step, last)
-        step = last
+        piece, first = batches.at(step)
+        state, _ = local.advance(state, piece, scales, first, first + SCORED_STEPS)
+        step += SCORED_STEPS
     return {"curve": scores.curve, "steps": step}
 
 
 def _run_diloco(job: Job) -> Line:
     """Train DILOCO_STEPS steps apart, step the shared model by Nesterov's momentum, score it, and so on."""
     local = _local_steps(job.program, job.data)
-    program = job.make(1.0)
-    rounds = -(-job.max_steps // DILOCO_STEPS)
-    batches = [local.load(one) for one in draw_batches(program, job.nodes, rounds * DILOCO_STEPS)]
-    scales = np.full(rounds * DILOCO_STEPS, job.rate, np.float32)
-    federation = Federation(local, DILOCO, program.init(job.seed), job.nodes)
+    batches = _Batches(job, local, joined=False)
+    scales = np.full(batches.piece, job.rate, np.float32)
+    federation = Federation(local, DILOCO, batches.program.init(job.seed), job.nodes)
     step, scores = 0, _Scores(job, local.program.evaluate)
     while not scores.over(step, federation.shared):
-        federation.advance(batches, scales, step, step + DILOCO_STEPS)
+        piece, first = batches.at(step)
+        federation.advance(piece, scales, first, first + DILOCO_STEPS)
         federation.offer()
         federation.land()
         step += DILOCO_STEPS
