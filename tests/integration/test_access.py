@@ -424,3 +424,19 @@ def test_a_peer_is_of_this_machine_if_all_its_connections_come_from_addresses_of
     run(main)
     assert is_own_address("127.0.0.1")
     assert not any(is_own_address(host) for host in ("192.0.2.1", "2001:db8::1"))
+
+
+def test_after_a_restart_an_id_is_its_owners_as_long_as_a_key_of_that_name_comes_in() -> None:
+    async def main() -> None:
+        hub = guarded(Admission(names(pc1=ONE, pc2=TWO)))
+        hub.remember(lambda peer: "pc1" if peer == A else "a name that was revoked")
+        intruder, owner = node(hub, A, TWO), node(hub, B, TWO)
+        await intruder.send(Lane.CONTROL, [b"first"])
+        await refuse(hub, "name", 1)
+        await meet(hub, owner)
+        honest = node(hub, A, ONE)
+        await meet(hub, honest)
+        assert hub.name_of(A) == "pc1" and hub.name_of(B) == "pc2"
+        await end(intruder, owner, honest, hub)
+
+    run(main)

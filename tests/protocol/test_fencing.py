@@ -7,6 +7,7 @@ again from what they had saved, and live side by side.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from math import nan
 
 from hypothesis import settings as hypothesis_settings
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zmqtrain.protocol.effects import Deliver, Expect, Found, Reduce, Send, SendTo, Serve, Withdraw
-from zmqtrain.protocol.fencing import LIFE, Connection, Fence, Stamp, Verdict, begin_incarnation
+from zmqtrain.protocol.fencing import (
+    LIFE,
+    MAX_INCARNATION,
+    Connection,
+    Fence,
+    Stamp,
+    Verdict,
+    begin_incarnation,
+    latest_incarnation,
+)
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Goodbye, Heartbeat, Hello, Publish, Refused, Snapshot, Welcome
 from zmqtrain.protocol.peer import Peer, PeerState
@@ -309,3 +319,15 @@ class Wire(RuleBasedStateMachine):
 
 TestWire = Wire.TestCase
 TestWire.settings = hypothesis_settings(max_examples=50, stateful_step_count=40)
+
+
+def test_a_hub_takes_no_incarnation_of_a_clock_that_is_a_day_ahead_of_its_own():
+    now = 1_800_000_000 * 10**9
+    one = hub()
+    one.latest_incarnation = latest_incarnation(now)
+    ahead = Hello("a", incarnation=now + 86_401 * 10**9)
+    (refused,) = one.receive("a#1", ahead, 0.0)
+    assert refused.message.reason == "clock" and one.records.incarnation("a#1") == 0
+    one.receive("a#1", replace(ahead, incarnation=now + 86_399 * 10**9), 0.0)
+    assert "a#1" in one.members
+    assert latest_incarnation(0) == MAX_INCARNATION - 1 == latest_incarnation(MAX_INCARNATION)

@@ -16,7 +16,7 @@ def test_a_process_is_no_node_of_the_run():
     hub = live_hub("a")
     effects = hub.receive("p", Hello("p", "process"), 0.0)
     assert sent(effects, Welcome) and hub.members["p"].state is MemberState.PROCESS
-    assert hub.nodes == 1 and hub.live == {"a"} and [one["peer"] for one in hub.roster(0.0).members] == ["a"]
+    assert hub.nodes == 1 and hub.live == {"a"} and [one["peer"] for one in hub.roster(0.0).members] == ["a#1"]
     assert hub.receive("p", Goodbye(), 0.0) == [Disconnect("p", "process", "said goodbye")]
 
 

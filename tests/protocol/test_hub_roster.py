@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.protocol.hubs import SAMPLES, WIRE, contribute, hub_of, live_hub, of, sent
+from tests.protocol.hubs import MODEL, SAMPLES, WIRE, contribute, hub_of, live_hub, of, sent
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Broadcast, Reduce
-from zmqtrain.protocol.messages import Fetch, Hello, Report, Roster, Welcome
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.messages import Fetch, Hello, Report, Roster, Snapshot, Welcome, model_to_wire
+from zmqtrain.protocol.peer import Peer
 
 
 def test_the_roster_goes_out_once_a_second():
@@ -18,7 +20,7 @@ def test_the_roster_goes_out_once_a_second():
     assert of(Broadcast, hub.tick(0.9)) == []
     ((roster,),) = [[e.message for e in of(Broadcast, hub.tick(now))] for now in [1.0]]
     assert of(Broadcast, hub.tick(1.9)) == [] and of(Broadcast, hub.tick(2.0)) != []
-    assert isinstance(roster, Roster) and [m["peer"] for m in roster.members] == ["a"] and roster.evaluator == "a"
+    assert isinstance(roster, Roster) and [m["peer"] for m in roster.members] == ["a#1"] and roster.evaluator == "a#1"
 
 
 def test_an_observer_sees_the_roster_at_once_and_counts_for_nothing():
@@ -84,3 +86,22 @@ def test_the_evaluator_is_the_oldest_live_node():
     hub.gone("b", "", 0.0)
     assert hub.evaluator == "a"
     assert hub_of().evaluator is None
+
+
+def test_a_roster_calls_nodes_by_names_and_not_by_ids_and_a_node_knows_its_own():
+    hub = hub_of()
+    welcomes = {}
+    for peer, name in (("pc#aa11", "pc"), ("pc#bb22", "pc"), ("pc#aa11", "pc")):
+        welcomes[peer] = sent(hub.receive(peer, Hello(name), 0.0), Welcome)[0][1]
+    hub.receive("pc#bb22", Fetch(-1, model_to_wire(MODEL)), 0.0)
+    hub.receive("pc#bb22", Snapshot(1, 0, (64,)), 0.0)
+    hub.received("pc#bb22", 1, 0.0)
+    assert {peer: welcome.called for peer, welcome in welcomes.items()} == {"pc#aa11": "pc#1", "pc#bb22": "pc#2"}
+    head = encode_message(hub.roster(0.0))
+    assert b"aa11" not in head and b"bb22" not in head and hub.evaluator == "pc#bb22"
+    for peer, is_evaluator in (("pc#aa11", False), ("pc#bb22", True)):
+        node = Peer(peer, "pc")
+        node.receive(welcomes[peer], 0.0)
+        assert not node.is_evaluator
+        node.receive(hub.roster(0.0), 0.0)
+        assert node.is_evaluator is is_evaluator

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.protocol.records import LANDED_KEPT, RANGES_KEPT, RECORDS_KEPT, Records
 
 
@@ -149,3 +150,24 @@ def test_landings_are_read_as_they_were_written_whatever_their_order():
 def test_landings_in_another_form_are_refused_and_not_misread():
     with pytest.raises(ValueError, match="5 70 6 71"):
         Records().restore({"a": [6, "5 70 6 71", 0, []]})
+
+
+def test_the_owner_of_an_id_is_part_of_a_checkpoint_and_the_first_stays():
+    records, again = Records(), Records()
+    records.own("a", "pc1")
+    assert records.owner("a") == "", "who says no incarnation has an id for one connection only"
+    records.greet("a", 5)
+    records.own("a", "pc1"), records.own("a", "pc2")
+    records.land("b", 3, 4)
+    records.own("b", "pc2")
+    again.restore(json.loads(json.dumps(records.state())))
+    assert [again.owner(peer) for peer in "abc"] == ["pc1", "pc2", ""] and again.incarnation("a") == 5
+    again.restore({"a": [-1, "", 6, []], "c": [-1, "", 7, []]})  # of a release that wrote no owners
+    assert (again.owner("a"), again.owner("c"), again.incarnation("a")) == ("pc1", "", 6)
+
+
+def test_an_incarnation_that_nobody_sound_has_said_is_not_taken_from_a_checkpoint():
+    records, again = Records(), Records()
+    records.greet("a", MAX_INCARNATION - 1), records.greet("b", 5)
+    again.restore(records.state(), latest_incarnation=1000)
+    assert (again.incarnation("a"), again.incarnation("b")) == (0, 5)

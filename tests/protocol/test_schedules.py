@@ -286,9 +286,10 @@ def test_a_measured_link_is_said_in_the_roster_and_a_node_finds_its_own() -> Non
     hub.measured(PeerId("a"), 1e8)
     roster = hub.roster(0.0)
     links = {one["peer"]: (one.get("link_rate"), one.get("share")) for one in roster.members}
-    assert links == {"a": (1e8, 1.0), "b": (None, None), "c": (2e8, 0.5)}
+    assert links == {"a#1": (1e8, 1.0), "b#2": (None, None), "c#3": (2e8, 0.5)}
     node = Peer(PeerId("a"), "a")
     assert node.measured_rate == 0.0
+    node.receive(Welcome("run-1", 0, AUTO.to_dict(), called="a#1"), 0.0)
     node.receive(roster, 0.0)
     assert node.measured_rate == 1e8
 

@@ -46,7 +46,8 @@ def follower(books=None, holds=5):
 def told(*crew, in_step=True, number=1, tenure=1, **incarnations):
     """Books that name a crew: of these nodes, each with its incarnation (0, if none is given)."""
     crew = dict.fromkeys(crew, 0) | incarnations
-    return Books(json.dumps({"crew": crew, "in_step": in_step, "number": number, "tenure": tenure}))
+    said = {"crew": crew, "owners": {}, "in_step": in_step, "number": number, "tenure_number": tenure}
+    return Books(json.dumps(said))
 
 
 def turned(succession, *peers, version=5, now=2.0, incarnation=0, without=0):

@@ -105,3 +105,13 @@ def test_a_lane_is_awaited_for_a_while_from_the_first_word_of_a_life_and_never_a
     assert not seats.awaits(A, Lane.BULK, 5.0, 300.0)  # nobody is there who could bring it
     seats.note_lane(B, Lane.CONTROL, 300.0)
     assert not seats.awaits(B, Lane.BULK, 5.0, 300.0)  # it has left, and is forgotten
+
+
+def test_a_peer_id_stays_with_the_name_under_which_it_came_to_a_former_life_of_the_hub() -> None:
+    seats = Seats()
+    seats.owner_of = lambda peer: "pc1" if peer == A else ""
+    assert seats.hear(A, "pc2", "k2", b"1", 7, number=1) == ("name", set()) and len(seats) == 0
+    assert seats.hear(B, "pc2", "k2", b"1", 7, number=1)[0] == "" == seats.hear(A, "pc1", "k1", b"1", 8, number=2)[0]
+    seats = Seats()
+    seats.owner_of = lambda peer: "pc1"
+    assert seats.hear(A, "", "", b"1", 7, number=1)[0] == "", "without keys an id has no owner"

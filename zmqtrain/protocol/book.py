@@ -14,7 +14,7 @@ from typing import Any
 
 from zmqtrain.errors import CheckpointError, FramingError
 from zmqtrain.protocol.dealing import Dealing
-from zmqtrain.protocol.fencing import Fence
+from zmqtrain.protocol.fencing import MAX_INCARNATION, Fence
 from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import Groups
@@ -41,6 +41,7 @@ class HubBook:
 
     version: of the last aggregate, -1 until somebody has founded the run.  exchange: how the nodes exchange gradients
     in every step, past this hub; "": they publish to it.  rule: when a round is due, if they do.
+    latest_incarnation: the highest that a peer may say.
     complete: as many nodes as the run begins with have come; until then nothing is released.  news: something has
     happened, since the last look, from which another plan may follow.  plan: what the last one follows from, in words.
     The arguments are as in `Hub`.
@@ -67,6 +68,8 @@ class HubBook:
         self.timetable = Timetable(settings)
         self.masters = Masters(settings.masters)
         self.members: dict[PeerId, Member] = {}
+        self.came = 0  # how many members there have been, each counted on its first connection
+        self.latest_incarnation = MAX_INCARNATION - 1
         self.rounds: FragmentRounds[Publish] = FragmentRounds(rule, together=settings.carries_all)
         self.dealing = Dealing(settings, self.members, shard)
         self.records = Records()
@@ -152,7 +155,7 @@ class HubBook:
         return Roster(
             version=self.version,
             members=tuple(member.describe() for member in self.members.values() if member.is_node),
-            evaluator=self.evaluator or "",
+            evaluator="" if (evaluator := self.evaluator) is None else self.members[evaluator].called,
             samples=self.samples,
             contributions=self.contributions,
             units_done=self.ledger.done_count,
@@ -211,9 +214,10 @@ class HubBook:
         here = {peer: self.records.incarnation(peer) for peer in sorted(crew(self.members))}
         told = {
             "crew": here,
+            "owners": {peer: owner for peer in here if (owner := self.records.owner(peer))},
             "in_step": self.tenure.follows,
             "number": self.tenure.tell(here, now),
-            "tenure": self.tenure.number,
+            "tenure_number": self.tenure.number,
         }
         return json.dumps({**self._between_releases(), **told}, separators=(",", ":"))
 
@@ -231,7 +235,7 @@ class HubBook:
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
-            self.records.restore(state["records"])
+            self.records.restore(state["records"], self.latest_incarnation)
             for schedule in state.get("schedules", ()):
                 self.timetable.add(schedule_from_plain(schedule))
             self.quarantines.restore(state.get("quarantines", {}), self._began)

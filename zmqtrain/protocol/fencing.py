@@ -29,12 +29,17 @@ __all__ = [
     "UNSTAMPED",
     "Verdict",
     "begin_incarnation",
+    "latest_incarnation",
     "Connection",
     "Fence",
 ]
 
 MAX_INCARNATION = 1 << 63
 """All incarnations are less: what a head holds."""
+AHEAD_SECONDS = 86_400.0
+"""A process whose clock is further ahead of its hub's is refused: its id could be used by no later one."""
+SET_NANOSECONDS = 1_700_000_000 * 10**9
+"""A clock that says less (November 2023) was never set."""
 UNKNOWN = "say Hello first: this broker does not know you"
 SUPERSEDED = (
     "a process of the same id has said Hello later: it was started after this one, perhaps from a copy of its "
@@ -74,6 +79,13 @@ def begin_incarnation(before: int, wall_nanoseconds: int, random: int = 0) -> in
     set back does no harm where `before` is known.  random: less than 2^20, so that two copies of one life differ.
     """
     return max(before + LIFE, wall_nanoseconds) + random
+
+
+def latest_incarnation(wall_nanoseconds: int) -> int:
+    """Return the highest incarnation that a hub takes, by its clock; where that was never set, any."""
+    if wall_nanoseconds < SET_NANOSECONDS:
+        return MAX_INCARNATION - 1
+    return min(wall_nanoseconds + round(AHEAD_SECONDS * 1e9), MAX_INCARNATION - 1)
 
 
 class Connection:

@@ -30,6 +30,10 @@ MAX_LINK = 1e12
 """Bytes per second that a node may say its port has: what is made of these must stay a number."""
 LEAST_LINK, LEAST_SHARE = 1.0, 1e-6
 """And at least, of what it gives of it: what follows from it is no rate else."""
+CLOCK = (
+    "the clock of this PC is more than a day ahead of the broker's: set the one that is wrong (timedatectl), and start "
+    "this node again"
+)
 STATE_OF_ROLE = {
     "observer": MemberState.OBSERVER,
     "master": MemberState.MASTER,
@@ -56,6 +60,8 @@ def refusal_of(book: HubBook, sender: PeerId, hello: Hello) -> Refused | None:
     """Return why this hub does not take a peer of this Hello, for whatever role it gives; None if it does."""
     if hello.incarnation < book.records.incarnation(sender):
         return Refused("superseded", SUPERSEDED)
+    if hello.incarnation > book.latest_incarnation:
+        return Refused("clock", CLOCK)
     if hello.term > book.term and hello.run == book.run:
         return Refused("term", f"this broker knows of {book.term} takeovers, not {hello.term}")
     if len(book.members) >= MOST_MEMBERS and sender not in book.members:
@@ -96,12 +102,13 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
         else:
             effects += lose(book, other, "another took its place at its address", now)
     before = book.members.pop(sender, None)
+    book.came += before is None
     book.records.greet(sender, hello.incarnation)
     book.records.recall(sender, hello.in_flight)
     book.fence.open(sender, hello.incarnation)
     if succeeds is not None and succeeds in book.members:
         effects += lose(book, book.members[succeeds], "another broker took its place at its address", now)
-    member = book.members[sender] = _member(sender, hello, before, now)
+    member = book.members[sender] = _member(sender, hello, before, book.came, now)
     if before is not None:  # what was on its way on the old connection will not come any more
         effects.append(Disconnect(sender, "again", f"{member.name} connected again"))
         effects += book.groups.gone(sender, "it connected again")
@@ -122,14 +129,16 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
     return effects
 
 
-def _member(peer: PeerId, hello: Hello, before: Member | None, now: float) -> Member:
+def _member(peer: PeerId, hello: Hello, before: Member | None, number: int, now: float) -> Member:
     """Return what is held of a peer that comes in. before: what was held of it on the connection before this."""
     state = STATE_OF_ROLE.get(hello.role, MemberState.WELCOMED)
-    member = Member(peer, words(hello.name, MAX_NAME), state, now, now, hello.version, hello.version < 0)
+    name = words(hello.name, MAX_NAME)
+    member = Member(peer, name, state, now, now, hello.version, hello.version < 0, number=number)
     member.link, member.share, member.checkpoints = hello.link, hello.share, hello.checkpoints
     if state is MemberState.STANDBY:
         member.address = hello.address
     if before is not None:
+        member.number = before.number
         member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
         member.dropped, member.steps, member.units = before.dropped, before.steps, before.units
     return member
@@ -179,6 +188,7 @@ def _welcome(book: HubBook, peer: PeerId) -> Welcome:
         heard=book.records.heard(peer),
         term=book.term,
         standby=book.tenure.standby,
+        called=book.members[peer].called,
     )
 
 

@@ -79,7 +79,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
 
 @dataclass
 class Member:
-    """One peer as the hub sees it.
+    """One peer as the hub sees it. number: of those that have come to this hub.
 
     known_version: what it holds.  newcomer: it has never held parameters of this run.  score: of its own parameters, as
     it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
@@ -127,12 +127,18 @@ class Member:
     held: int = 0
     asked_at: float = 0.0
     unreachable_since: float | None = None
+    number: int = 0
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property
     def link_rate(self) -> float:
         """The rate of its port in bytes per second, as it said or as it was seen; 0: not known."""
         return self.link or self.measured
+
+    @property
+    def called(self) -> str:
+        """What a Roster calls this member: its id is for the hub alone, as who knows that can say Hello with it."""
+        return f"{self.name}#{self.number}"
 
     @property
     def is_node(self) -> bool:
@@ -142,7 +148,7 @@ class Member:
     def describe(self) -> dict[str, Scalar]:
         """Return what a Roster says of this member."""
         entry: dict[str, Scalar] = {
-            "peer": self.peer,
+            "peer": self.called,
             "name": self.name,
             "state": "quarantined" if self.quarantined else "idle" if self.idle else self.state.value,
             "contributions": self.contributions,

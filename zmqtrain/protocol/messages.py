@@ -118,7 +118,7 @@ class Welcome:
     next one if there is one.
     shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
     knows; another says where the first is.  term: how many standbys have taken over this run so far.  standby: where
-    the hub's successor is ("": it has none).
+    the hub's successor is ("": it has none).  called: what a Roster calls this peer.
     """
 
     run: str
@@ -133,6 +133,7 @@ class Welcome:
     heard: int = -1
     term: int = 0
     standby: str = ""
+    called: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Roster:
     """Hub to all: who is here and how the run stands. members: one map a node; evaluator: who scores the model.
+    Both name nodes as Welcome called them, not by their ids: who knows an id can say Hello with it.
 
     every, delay: k and d at `version`.  masters: as in Welcome.  served: what the parameter server here has: keys,
     bytes, pushes, clients; nothing if it has no keys.  exchange: how nodes exchange gradients in every step; "":

@@ -279,7 +279,7 @@ class Peer(PeerBook):
         doubt = disbelief(welcome, self.run, self.term, self.version, self._may_begin_anew(welcome))
         if doubt is not None:
             return self._lose_hub(*doubt, now, now + REFUSED_HELLO_SECONDS)
-        self.term = welcome.term
+        self.term, self.called = welcome.term, welcome.called
         self.know(welcome.standby)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
         if self.timetable is None:

@@ -71,7 +71,7 @@ class PeerBook:
     incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
     not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
     last believed.  without: as in Hello.  dropped: messages of the hub that were not of now, by what they were.
-    heard: as in Welcome.
+    heard, called: as in Welcome.
     overtaken: what was pending at the checkpoint that this node goes on from has landed since, or will: a former life
     had offered it; until that is dropped.
     """
@@ -93,7 +93,7 @@ class PeerBook:
         self._search, self._following = Search(peer, addresses), Following()
         self.incarnation, self.dropped = incarnation, Counter[str]()
         self._connection = Connection(0)
-        self.heard = -1
+        self.heard, self.called = -1, ""
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
         self.exchange, self.promotes = exchange, promotes
         self.observer, self.claim = observer or claim is not None, claim
@@ -164,7 +164,12 @@ class PeerBook:
     def measured_rate(self) -> float:
         """The rate of this node's port as the hub last said, in bytes per second; 0: it has not."""
         members = self.roster.members if self.roster is not None else ()
-        return next((float(one.get("link_rate", 0.0)) for one in members if one.get("peer") == self.peer), 0.0)
+        return next((float(one.get("link_rate", 0.0)) for one in members if one.get("peer") == self.called), 0.0)
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this node is the one that scores the shared model, as the hub last said."""
+        return self.roster is not None and bool(self.called) and self.roster.evaluator == self.called
 
     @property
     def founded(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.types import PeerId, Version
 
 __all__ = ["Records"]
@@ -34,6 +35,7 @@ class _Record:
     incarnation: int = 0
     older: list[list[int]] = field(default_factory=list)
     recalled: tuple[tuple[int, Version], ...] = ()
+    owner: str = ""
 
     @property
     def landed(self) -> Iterator[tuple[int, Version]]:
@@ -64,7 +66,7 @@ class _Record:
 
 class Records:
     """The publishes of all peers by their sequence numbers: heard (the highest) and landed (with the version); and the
-    highest incarnation of each."""
+    highest incarnation of each, and its owner: the name of the key with which it came first ("": without one)."""
 
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}  # each dict: the most recent last
@@ -98,6 +100,15 @@ class Records:
             record = self._take(peer)
             record.incarnation = incarnation
             self._put(peer, record)
+
+    def owner(self, peer: PeerId) -> str:
+        """Return the name of the key with which a peer came first; "" if it came without one, or is not known."""
+        return "" if (record := self._of(peer)) is None else record.owner
+
+    def own(self, peer: PeerId, name: str) -> None:
+        """Record with which key a peer has come that says who it is in each life: the first one stays its owner."""
+        if (record := self._of(peer)) is not None and not record.owner:
+            record.owner = name
 
     def hear(self, peer: PeerId, sequence: int) -> None:
         """Take note of a publish that was announced."""
@@ -135,18 +146,21 @@ class Records:
         """Return what a checkpoint must hold: of each peer its landings as one short text, for there may be many peers,
         and what writes a checkpoint makes objects of each entry of a list, and several copies of a text."""
         return {
-            peer: [record.heard, _steps_of(record.numbers), record.incarnation, record.older]
+            peer: [record.heard, _steps_of(record.numbers), record.incarnation, record.older, record.owner]
             for peer, record in [*self._greeted.items(), *self._records.items()]
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` wrote.
+    def restore(self, state: dict[str, Any], latest_incarnation: int = MAX_INCARNATION - 1) -> None:
+        """Take over what `state` wrote; an earlier release wrote no owners. A later incarnation than the latest that a
+        hub takes is forgotten: nobody sound has said it.
 
         Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for anything else.
         """
-        for peer, (heard, landed, incarnation, older) in state.items():
+        for peer, (heard, landed, said, older, *owner) in state.items():
             before = self._take(PeerId(peer))
-            record = _Record(heard=int(heard), incarnation=max(int(incarnation), before.incarnation))
+            incarnation = int(said) if int(said) <= latest_incarnation else 0
+            record = _Record(heard=int(heard), incarnation=max(incarnation, before.incarnation))
+            record.owner = before.owner or "".join(str(name) for name in owner)
             record.older = [[int(first), int(last)] for first, last in older]
             self._put(PeerId(peer), record)
             steps = [int(step) for step in landed.split(",") if step]

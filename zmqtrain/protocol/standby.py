@@ -68,7 +68,8 @@ class Follower(Peer):
     address: where nodes reach the standby.  holds: the version that is here whole; -1: the run is not founded yet.
     in_step: what nodes have heard of the first is here, as that last said.  books: the first's, as it last said; read,
     read_at: their number, and when they came.  crew: the nodes that were live there then, with their incarnations;
-    tenure: its number.  lost_at: when the first was lost; None: it is there.
+    owners: the names of their keys, where there are keys; tenure: its number.
+    lost_at: when the first was lost; None: it is there.
     """
 
     def __init__(self, peer: PeerId, name: str, address: str, incarnation: int = 0) -> None:
@@ -79,6 +80,7 @@ class Follower(Peer):
         self.read = self.tenure = 0
         self.read_at = float("-inf")
         self.crew: dict[PeerId, int] = {}
+        self.owners: dict[PeerId, str] = {}
         self.lost_at: float | None = None
         self._copies: dict[int, Replica | Aggregate] = {}
 
@@ -120,11 +122,12 @@ class Follower(Peer):
         try:
             told = dict(json.loads(books.text))
             crew = {PeerId(str(peer)): int(incarnation) for peer, incarnation in told["crew"].items()}
-            in_step, number, tenure = told["in_step"] is True, int(told["number"]), int(told["tenure"])
+            owners = {PeerId(str(peer)): str(name) for peer, name in told["owners"].items()}
+            in_step, number, tenure = told["in_step"] is True, int(told["number"]), int(told["tenure_number"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             return self.distrust(f"its books: {error!r}", now)
         self.books, self.crew, self.in_step, self.read, self.tenure = told, crew, in_step, number, tenure
-        self.read_at = now
+        self.read_at, self.owners = now, owners
         return []
 
     @property

@@ -10,7 +10,7 @@ Rule 5: a life's lanes are connected one after the other: one that was not heard
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -40,6 +40,10 @@ class Admission:
         """Return the name of a key; None for one that does not come in."""
         return None if self._names is None else self._names.get(key)
 
+    def knows(self, name: str) -> bool:
+        """Whether a key of this name comes in."""
+        return self._names is not None and name in self._names.values()
+
     def change(self, names: Mapping[str, str]) -> dict[str, str]:
         """Let these in from now on, and nobody else; return those that were let in before and are not any more, or
         under another name."""
@@ -65,10 +69,12 @@ class Seat:
 
 
 class Seats:
-    """The places of all peers that have been heard."""
+    """The places of all peers that have been heard. owner_of: the name under which a peer came first, in the lives of
+    this hub before this one; "": it did not, or nobody has that name any more."""
 
     def __init__(self, departed: int = DEPARTED_SEATS) -> None:
         self._most_departed = departed
+        self.owner_of: Callable[[PeerId], str] = lambda peer: ""
         self._seats: dict[PeerId, Seat] = {}
         self._departed: dict[PeerId, None] = {}  # in the order in which they left
 
@@ -99,6 +105,8 @@ class Seats:
         """
         seat = self._seats.get(peer)
         if seat is None:
+            if name and self.owner_of(peer) not in ("", name):
+                return "name", set()
             seat = self._seats[peer] = Seat(name, key, life, number)
             self._keep(peer, seat, descriptor, number)
             return "", set()

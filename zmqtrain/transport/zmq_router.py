@@ -169,6 +169,18 @@ class RouterChannel:
         seat = self._seats.get(peer)
         return "" if seat is None else seat.name
 
+    def remember(self, owner_of: Callable[[PeerId], str]) -> None:
+        """Let nobody else speak as a peer that has come before, under the name of a key that still comes in.
+
+        owner_of: that name; "" for who has not come.
+        """
+
+        def owner(peer: PeerId) -> str:
+            name = owner_of(peer)
+            return name if name and self._admission is not None and self._admission.knows(name) else ""
+
+        self._seats.owner_of = owner
+
     def is_of_this_machine(self, peer: PeerId) -> bool:
         """Return whether a peer is connected, and from an address of this machine alone."""
         seat = self._seats.get(peer)

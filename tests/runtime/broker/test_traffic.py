@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from zmqtrain.errors import ChannelFull, PeerLost
-from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.framing import decode_message, split
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.messages import Chunk, Credit, Heartbeat, Message, Publish, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Heartbeat, Message, Publish, Snapshot
 from zmqtrain.runtime.broker import intake as intake_module
 from zmqtrain.runtime.broker import traffic as traffic_module
 from zmqtrain.runtime.broker.traffic import Traffic
@@ -293,5 +293,22 @@ def test_what_is_passed_on_waits_for_room_and_who_is_not_there_for_it_is_missed(
         assert peers.traffic.forward(B, frames) and peers.missed == [B]
         peers.full.clear()
         assert peers.traffic.forward(A, frames) and peers.chunks_to() == [A]
+
+    run(main())
+
+
+def test_a_node_is_told_of_its_own_publishes_in_a_release_and_only_the_standby_of_all(run: Run) -> None:
+    async def main() -> None:
+        peers = Peers(seconds=0.001)
+        contributions = tuple(Contribution(peer, 7, 0, 1, 0.0, 0, 0) for peer in (A, B))
+        reduce, released = Reduce(1, (0,), contributions, 2, False), Released(1, "float32", (0,), ((b"1234",),))
+        for peer in (A, B, C):
+            peers.snapshot(peer, 1)
+            peers.traffic.follow(peer, True)
+        peers.traffic.send_aggregate(released, reduce, lambda peer: peer == C, whole=True)
+        peers.traffic.send_aggregate(released, reduce, lambda peer: peer != C)
+        await peers.until(lambda: len([one for one in peers.sent if isinstance(one[2], Aggregate)]) == 3)
+        told = {who: message.landed for _, who, message, _ in peers.sent if isinstance(message, Aggregate)}
+        assert told == {A: ((A, 7),), B: ((B, 7),), C: ((A, 7), (B, 7))}
 
     run(main())

@@ -32,6 +32,7 @@ from zmqtrain.protocol.effects import (
     Rebase,
     SendTo,
 )
+from zmqtrain.protocol.fencing import latest_incarnation
 from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.masters import RUN_OVER
@@ -98,7 +99,8 @@ class Broker:
     registration: this broker's line to the first of several masters, welcomed, if it is another; its settings are then
     the first's.  open_line: how the broker itself reaches another.  inheritance: what a standby takes over, in place of
     what is in the checkpoint's folder.  has_our_keys: whether a peer came in with this hub's own pair, as masters and
-    standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.  refusals: how many
+    standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.  key_name: of the
+    key with which a peer came in, "" where there are none: a node's id stays that key's.  refusals: how many
     connections and messages the channel has refused, by reason.
     Raises ConfigError, CheckpointError.
     """
@@ -135,6 +137,7 @@ class Broker:
             shard,
             registration.place.first if registration is not None else "",
         )
+        self.hub.latest_incarnation = latest_incarnation(time.time_ns())
         self._telling = Telling(self.hub, events)
         self._carry_out = EffectQueue[HubEffect](self._carry_out_one).carry_out
         self.aggregator = Aggregator(self.settings, shard) if inheritance is None else inheritance.aggregator
@@ -245,6 +248,7 @@ class Broker:
         """Do what time asks for: rounds that are due, who is silent, what waits for room."""
         self._loads.look()
         self.versions.look_at_scores()
+        self.hub.latest_incarnation = latest_incarnation(time.time_ns())
         self._carry_out(self.hub.tick(now))
         self._replicas.tick(now)
         self._relays.pump_all()

@@ -124,6 +124,7 @@ class Receiver:
                 self._loads.limit(peer)
                 if (member := self._hub.members.get(peer)) is not None:
                     member.voter = f"key {name}" if (name := self._key_name(peer)) else ""
+                self._hub.records.own(peer, self._key_name(peer))
             if isinstance(message, Report) and self._hub.believes(peer, message):
                 self._telling.evaluated(message)
 

@@ -104,6 +104,7 @@ def serve(
                     open_line,
                     channel.is_of_this_machine if folder is None else lambda peer: channel.name_of(peer) == HUB,
                 )
+                channel.remember(follower.owner_of)
                 if interrupted is not None:
                     _stop_at_signals(follower, interrupted)
                 if (inheritance := await follower.run(following)) is None:
@@ -132,6 +133,7 @@ def serve(
                 channel.name_of,
                 lambda: channel.refusals,
             )
+            channel.remember(broker.hub.records.owner)
         except BaseException:
             if registration is not None:
                 registration.close()

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.05
 SAY_AGAIN_SECONDS = 60.0
 MOST_RELEASES = 4096
+NOT_OF_THE_HUB = ("crew", "owners", "in_step", "number", "tenure_number")
+"""What books say besides the state of a hub."""
 CLOSE_SECONDS = 60.0
 
 
@@ -131,6 +133,11 @@ class Standby(Onlooker):
             await asyncio.gather(receiving, return_exceptions=True)
             await asyncio.to_thread(self._close)
 
+    def owner_of(self, peer: PeerId) -> str:
+        """Return the name of the key with which a peer came first to the broker that is followed; "" for none."""
+        hub = self._hub
+        return self.follower.owners.get(peer, "") or ("" if hub is None else hub.records.owner(peer))
+
     def stop(self) -> None:
         """End `run` soon; call it in its loop."""
         self._stopped = True
@@ -173,9 +180,11 @@ class Standby(Onlooker):
                 "again, with its checkpoint"
             )
         self._aggregator.gate.open()  # the first's has seen the run's deltas, this one only what was made of them
-        books = {
-            name: part for name, part in follower.books.items() if name not in ("crew", "in_step", "number", "tenure")
-        }
+        books = {name: part for name, part in follower.books.items() if name not in NOT_OF_THE_HUB}
+        for peer, incarnation in follower.crew.items():
+            if incarnation > self._hub.records.incarnation(peer):
+                self._hub.records.greet(peer, incarnation)
+            self._hub.records.own(peer, follower.owners.get(peer, ""))
         state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": Tenure().state()}
         logger.warning(
             "this standby takes over %s at version %d, as term %d: %s",

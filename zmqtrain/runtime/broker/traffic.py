@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zmqtrain.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zmqtrain.interfaces import HubChannel
@@ -206,17 +206,21 @@ class Traffic:
         self._pump(peer)
         return True
 
-    def send_aggregate(self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool]) -> None:
+    def send_aggregate(
+        self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool], whole: bool = False
+    ) -> None:
         """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions.
 
-        to: says which of these are meant.
+        to: says which of these are meant.  whole: tell them of all publishes in it, not of their own alone: the ids of
+        other nodes are the standby's to know.
         """
         frames = [frame for frames in released.frames for frame in frames]
         announcement = released.announce(self._next_transfer(), reduce)
         for peer, line in list(self._lines.items()):
             if not (line.following and to(peer)):
                 continue
-            messages = _messages(announcement, frames, self._stamp(peer, False))
+            own = tuple(one for one in announcement.landed if whole or one[0] == peer)
+            messages = _messages(replace(announcement, landed=own), frames, self._stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
                 self.dropped += len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)

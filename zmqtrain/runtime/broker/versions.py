@@ -202,7 +202,7 @@ class Versions:
         self.moments = ()
         standby = self._hub.standby
         first = standby.peer if standby is not None else ""
-        self._traffic.send_aggregate(released, reduce, lambda peer: peer == first)
+        self._traffic.send_aggregate(released, reduce, lambda peer: peer == first, whole=True)
         to_nodes = partial(self._serving.released, released, reduce, lambda peer: peer != first)
         size = sum(len(frame) for frames in released.frames for frame in frames)
         self._replicas.announce(released.version, to_nodes, time.monotonic(), size)

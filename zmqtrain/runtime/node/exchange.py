@@ -303,7 +303,7 @@ class PeerExchange(ABC):
 
     def pace(self) -> tuple[float, Sequence[float]]:
         """See Exchange."""
-        own, rates = paces(self._peer.roster, self._peer.peer)
+        own, rates = paces(self._peer.roster, self._peer.called)
         if self._events is not None:
             self._events.paced(own, rates)
         return own, rates

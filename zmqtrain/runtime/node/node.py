@@ -267,8 +267,7 @@ class Node(PeerExchange):
     @property
     def is_evaluator(self) -> bool:
         """See Exchange."""
-        roster = self._peer.roster
-        return roster is not None and roster.evaluator == self.peer_id
+        return self._peer.is_evaluator
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
         """See Exchange."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from zmqtrain.interfaces import Clock
 from zmqtrain.protocol.messages import Report, Roster
-from zmqtrain.types import PeerId, Version, number_of
+from zmqtrain.types import Version, number_of
 
 __all__ = ["Progress", "paces"]
 
@@ -21,11 +21,12 @@ LOSS_SECONDS = 0.1
 """A device's loss is read so often at most: each read copies one value to the host."""
 
 
-def paces(roster: Roster | None, peer: PeerId) -> tuple[float, list[float]]:
-    """Return the samples per second of `peer` and of all nodes that have said theirs; NaN and [] where none has."""
+def paces(roster: Roster | None, called: str) -> tuple[float, list[float]]:
+    """Return the samples per second of the node that the roster calls so, and of all that have said theirs; NaN and []
+    where none has."""
     members = roster.members if roster is not None else ()
     said = {str(one["peer"]): float(one["samples_per_second"]) for one in members if "samples_per_second" in one}
-    return said.get(peer, math.nan), list(said.values())
+    return said.get(called, math.nan), list(said.values())
 
 
 class Progress:
