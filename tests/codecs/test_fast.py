@@ -23,7 +23,8 @@ from slabs import raw, slabs
 
 CODECS = [int8(), int8(7), int8_stochastic(), int8_stochastic(7), int4(), int4(5), int4_stochastic(5)]
 CODECS += [ternary(), ternary(7), ternary(300), ternary(4096), sign(), int2()]
-CODECS += [chain(topk(0.01), int8()), chain(topk(0.25), float32())]
+CODECS += [chain(topk(0.01), int8()), chain(topk(0.25), float32()), chain(topk(0.1), sign()), sign(5)]
+
 LARGEST = np.finfo(np.float32).max
 
 every_codec = pytest.mark.parametrize("codec", [pytest.param(codec, id=codec.name) for codec in CODECS])

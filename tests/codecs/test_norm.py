@@ -59,3 +59,8 @@ def test_values_near_the_largest_float_are_measured_without_a_warning(spec):
 def test_zeros_have_no_norm():
     assert norm_of("ternary", np.zeros(1000, np.float32))[0] == 0.0
     assert payload_norm((), (), ()) == 0.0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_values_whose_squares_are_smaller_than_any_float_have_a_norm_of_zero(spec):
+    assert norm_of(spec, np.full(1001, 1e-29, np.float32), np.full(1, 1e-29, np.float32))[0] < 1e-18

@@ -81,8 +81,18 @@ def _join(stage: Stage, codec: Codec) -> Codec:
         assert inner is not None
         return inner(cut(buffers, count)[1], stage.passes(count))
 
-    slab = _slab(stage, codec)
-    return Codec(name, init, layout, encode, decode, check, decode_into, slab, energy if inner else None)
+    def sparse(buffers: Sequence[Buffer | Array], count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        assert stage.places is not None
+        own, coded = cut(buffers, count)
+        values = np.empty(stage.passes(count), np.float32)
+        codec.decode_into(coded, values, False)
+        return np.asarray(stage.places(own, count)), values
+
+    return Codec(
+        *(name, init, layout, encode, decode, check, decode_into, _slab(stage, codec)),
+        energy=energy if inner else None,
+        sparse=sparse if stage.places else None,
+    )
 
 
 def _slab(stage: Stage, codec: Codec) -> int:

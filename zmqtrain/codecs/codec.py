@@ -89,6 +89,8 @@ class Codec(NamedTuple):
     energy(buffers, n): what stands for the sum of squares of the n values, as it goes by scales alone: a few times as
       much at most, and growing with the square of what was encoded; the buffers have passed `check`. None: whoever
       wants to know decodes.
+    sparse(buffers, n): the places, int32, ascending, and the values there, float32, of buffers that have passed
+      `check`: all other values are zero. None: of a codec that sends every value.
     Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
@@ -102,6 +104,7 @@ class Codec(NamedTuple):
     decode_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], bool], None]
     slab: int = SLAB_VALUES
     energy: Callable[[Sequence[Buffer | Array], int], float] | None = None
+    sparse: Callable[[Sequence[Buffer | Array], int], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -126,6 +129,8 @@ class Stage(NamedTuple):
       none twice.
     backward_into(buffers, values, out, add): numpy; as `decode_into` of a Codec.
     slab: the most values it takes at once.
+    places(buffers, n): of own buffers that have passed `check`, where the values were, int32[m], ascending. None: of a
+      stage that does more than pick.
     """
 
     name: str
@@ -137,6 +142,7 @@ class Stage(NamedTuple):
     check: Callable[[Sequence[Buffer | Array], int], None]
     backward_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], np.ndarray[Any, Any], bool], None]
     slab: int = SLAB_VALUES
+    places: Callable[[Sequence[Buffer | Array], int], Array] | None = None
 
 
 class Scratch(threading.local):
@@ -224,11 +230,11 @@ def check_scales(scales: np.ndarray[Any, Any], largest_bits: int, codec: str) ->
 
 def energy_of_scales(scales: Buffer | Array, most: int, block: int, count: int) -> float:
     """Return the sum of squares of `count` values that are all `most` times the scale of their block; inf if that is no
-    float32.
+    float32, 0 where the squares are smaller than any float32.
 
     scales: bfloat16 as uint16, one for each block of `block` values; the last block may be shorter.
     """
     bits = scales if isinstance(scales, np.ndarray) else np.frombuffer(scales, np.uint16)
     steps = np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
     missing = block * steps.size - count
-    return most * most * (block * float(np.dot(steps, steps)) - missing * float(steps[-1]) ** 2)
+    return most * most * max(0.0, block * float(np.dot(steps, steps)) - missing * float(steps[-1]) ** 2)

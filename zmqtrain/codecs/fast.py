@@ -18,15 +18,12 @@ import numpy as np
 
 from zmqtrain.codecs.codec import SMALLEST_MAGNITUDE_BITS
 
-__all__ = ["LARGE_SLAB", "REACH_BLOCK", "Kernels", "kernels", "use"]
+__all__ = ["LARGE_SLAB", "Kernels", "kernels", "use"]
 
 logger = logging.getLogger(__name__)
 
 LARGE_SLAB = 16_384
 """The fewest values for which machine code is worth the wait for numba; once it is here, it takes slabs of any size."""
-
-REACH_BLOCK = 16
-"""How many values `reach` looks at together."""
 
 AHEAD_VALUES = 4096
 """How far ahead of where it works a loop asks for memory: what a processor foresees of it ends with every block."""
@@ -35,6 +32,7 @@ _LINE_VALUES = 16  # of 4 bytes in a cache line
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SMALLEST = np.int32(SMALLEST_MAGNITUDE_BITS)
+_UNIT_EXPONENT = 127 + 11 + 127  # as in levels.py
 _TO_16_BITS = np.float32(65536)
 _NOISE = np.uint32(0xFFFF)
 _GOLDEN, _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x9E3779B9), np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
@@ -47,6 +45,11 @@ def _fetch(values: Any, index: int) -> None:
     """
 
 
+def _first_one(word: np.uint64) -> int:
+    """Return the place of the lowest bit that is one; the word has one. As `_fetch`, `_compile` replaces it."""
+    return (int(word) & -int(word)).bit_length() - 1
+
+
 class Kernels(NamedTuple):
     """The loops in machine code. All arrays are contiguous and aligned.
 
@@ -56,15 +59,30 @@ class Kernels(NamedTuple):
     ternary(x, block, scratch int16[block], scratch uint8[5 m], packed uint8[m], scales): as
       `_encode_numpy` of ternary.py; returns the largest magnitude's bits.
     write_ternary(packed uint8[m], scales as float32, out, block, add): as `write_blocks` of the digits in `packed`.
-    reach(bits as int32, threshold, scratch intp[n / 16, rounded up], places intp[n]): as `_places_from` of topk.py:
-      writes where the magnitude's bits are `threshold` or more, ascending; returns how many there are.
+    pick(x, least key, kept, scratch int32[n], scratch int32[n], scratch int32[32768] of zeros, places
+      int32[kept + 1], values float32[kept]): as `_largest_numpy` of topk.py, among the values whose key is the least
+      key or more; returns the cut's key and, 16 bits higher, the largest, or -1 if the candidates are too few.
+    pack(places int32[k], low, form's first bit of the high parts, buffer uint8 of zeros): Elias-Fano as `pack_places`
+      of index.py writes it; a bitmap where low is 0 and the first bit is -1.
+    unpack(buffer, low, first bit of the high parts, bits in all, places int32[k]): reads what `pack` wrote, the same
+      way; returns how many places there are, of which k at most are written.
+    signs(x, block, 1 / members of each block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the
+      largest magnitude's bits.
+    add(places int32[k], values, out): out[places] += values, one after the other.
+    step(total, live, rate, parameters, published, rest): a plain step of the hub: parameters += total / live * rate;
+      rest = parameters - published.
     """
 
     quantize: Callable[..., int]
     write: Callable[..., None]
     ternary: Callable[..., int]
     write_ternary: Callable[..., None]
-    reach: Callable[..., int]
+    pick: Callable[..., int]
+    pack: Callable[..., None]
+    unpack: Callable[..., int]
+    signs: Callable[..., int]
+    add: Callable[..., None]
+    step: Callable[..., None]
 
 
 _lock = threading.Lock()
@@ -132,9 +150,22 @@ def _prefetch(numba: Any) -> Any:
     return numba.extending.intrinsic(of_types)
 
 
+def _trailing_zeros(numba: Any) -> Any:
+    """Return `_first_one` as numba compiles it: LLVM's cttz."""
+    from llvmlite import ir
+
+    def of_type(_: Any, word: Any) -> Any:
+        def write(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+        return numba.types.int64(numba.types.uint64), write
+
+    return numba.extending.intrinsic(of_type)
+
+
 def _compile(numba: Any) -> Kernels:
-    global _fetch
-    _fetch = _prefetch(numba)
+    global _fetch, _first_one
+    _fetch, _first_one = _prefetch(numba), _trailing_zeros(numba)
 
     def given(kind: Any) -> Any:
         return numba.types.Array(kind, 1, "C", readonly=True)
@@ -144,12 +175,12 @@ def _compile(numba: Any) -> Kernels:
 
     def jit(signature: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            compiled = numba.njit(signature, nogil=True, cache=True)(function)
+            compiled = numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
         except RuntimeError:  # there is no folder where the code could be kept
-            compiled = numba.njit(signature, nogil=True)(function)
+            compiled = numba.njit(signature, nogil=True, error_model="numpy")(function)
         return compiled  # type: ignore[no-any-return]
 
-    x, bits, codes, scales = given(numba.float32), given(numba.int32), made(numba.int8), made(numba.uint16)
+    x, codes, scales = given(numba.float32), made(numba.int8), made(numba.uint16)
     quantize = [
         numba.int64(x, numba.int64, numba.float32, numba.int64, x, most, codes, scales)
         for most in (numba.types.none, numba.int64)
@@ -160,13 +191,24 @@ def _compile(numba: Any) -> Kernels:
         for kind in (numba.int8, numba.uint8)
     )
     ternary = numba.int64(x, numba.int64, made(numba.int16), packed, packed, scales)
-    reach = numba.int64(bits, numba.int32, made(numba.intp), made(numba.intp))
+    written, places, sums = made(numba.int32), given(numba.int32), made(numba.float32)
+    pick = numba.int64(x, numba.int64, numba.int64, written, written, written, written, sums)
+    pack = numba.void(places, numba.int64, numba.int64, packed)
+    unpack = numba.int64(given(numba.uint8), numba.int64, numba.int64, numba.int64, written)
+    signs = numba.int64(x, numba.int64, x, scales)
+    add = numba.void(places, x, sums)
+    step = numba.void(x, numba.float32, numba.float32, sums, x, sums)
     return Kernels(
         jit(quantize, _quantize),
         jit(write, _write),
         jit(ternary, _ternary),
         jit(write_ternary, _write_ternary),
-        jit(reach, _reach),
+        jit(pick, _pick),
+        jit(pack, _pack),
+        jit(unpack, _unpack),
+        jit(signs, _signs),
+        jit(add, _add),
+        jit(step, _step),
     )
 
 
@@ -291,18 +333,127 @@ def _write_ternary(packed: Any, scales: Any, out: Any, block: int, add: bool) ->
             number += 1 if stop == (number + 1) * block else 0
 
 
-def _reach(bits: Any, threshold: int, hot: Any, places: Any) -> int:
-    blocks = count = 0
-    for start in range(0, bits.size, REACH_BLOCK):
-        patterns = bits[start : start + REACH_BLOCK]
+def _pick(x: Any, least: int, kept: int, candidates: Any, keys: Any, histogram: Any, places: Any, values: Any) -> int:
+    bits, threshold, whole = x.view(np.int32), np.int32(least << 16), x.size >> 6
+    count, largest = 0, 0
+    for number in range(whole + 1):
+        start, word = number << 6, np.uint64(0)
+        if number < whole:
+            for i in range(64):
+                word |= np.uint64(np.int32(bits[start + i] & _MAGNITUDE) >= threshold) << np.uint64(i)
+        else:
+            for i in range(bits.size - start):
+                word |= np.uint64(np.int32(bits[start + i] & _MAGNITUDE) >= threshold) << np.uint64(i)
+        while word:
+            place = start + _first_one(word)
+            key = int(bits[place] & _MAGNITUDE) >> 16
+            candidates[count], keys[count] = place, key
+            histogram[key] += 1
+            largest = max(largest, key)
+            count += 1
+            word &= word - np.uint64(1)
+    cut, above = largest, histogram[largest]
+    while above < kept and cut > least:
+        cut -= 1
+        above += histogram[cut]
+    at_cut = kept - (above - histogram[cut])  # of those at the cut the first so many
+    for key in range(least, largest + 1):
+        histogram[key] = 0
+    if count < kept:
+        return -1
+    picked = 0
+    for number in range(count):
+        key = keys[number]
+        places[picked] = candidates[number]
+        equal = 1 if key == cut else 0
+        picked += 1 if (key > cut) | (equal * at_cut > 0) else 0
+        at_cut -= equal & (1 if at_cut > 0 else 0)
+    for number in range(kept):
+        values[number] = x[places[number]]
+    return largest << 16 | cut
+
+
+def _pack(places: Any, low: int, first: int, buffer: Any) -> None:
+    if first < 0:
+        for place in places:
+            buffer[place >> 3] |= np.uint8(1 << (place & 7))
+        return
+    mask, held, width, byte = (1 << low) - 1, 0, 0, 0
+    for number in range(places.size):
+        held |= (places[number] & mask) << width
+        width += low
+        while width >= 8:
+            buffer[byte] = held & 255
+            held >>= 8
+            width -= 8
+            byte += 1
+    buffer[byte] |= np.uint8(held)
+    for number in range(places.size):
+        bit = first + (places[number] >> low) + number
+        buffer[bit >> 3] |= np.uint8(1 << (bit & 7))
+
+
+def _unpack(buffer: Any, low: int, first: int, bits: int, places: Any) -> int:
+    start, count, kept, rank = max(first, 0), 0, places.size, 1 if first >= 0 else 0
+    for byte in range(start >> 3, (bits + 7) >> 3, 8):
+        word = np.uint64(0)
+        if byte + 8 <= buffer.size:
+            for i in range(8):
+                word |= np.uint64(buffer[byte + i]) << np.uint64(8 * i)
+        else:
+            for i in range(buffer.size - byte):
+                word |= np.uint64(buffer[byte + i]) << np.uint64(8 * i)
+        base = 8 * byte - start
+        if base < 0:  # the low bits end within this byte
+            word = word >> np.uint64(-base) << np.uint64(-base)
+        if 8 * byte + 64 > bits:
+            word &= (np.uint64(1) << np.uint64(bits - 8 * byte)) - np.uint64(1)
+        while word:
+            if count < kept:
+                places[count] = (base + _first_one(word) - rank * count) << low
+            count += 1
+            word &= word - np.uint64(1)
+    if low:
+        mask, held, width, byte = (1 << low) - 1, 0, 0, 0
+        for number in range(min(kept, count)):
+            while width < low:
+                held |= int(buffer[byte]) << width
+                width += 8
+                byte += 1
+            places[number] |= held & mask
+            held >>= low
+            width -= low
+    return count
+
+
+def _signs(x: Any, block: int, inverses: Any, scales: Any) -> int:
+    worst, bits = 0, x.view(np.int32)
+    for number in range(scales.size):
+        start = number * block
+        values, patterns = x[start : start + block], bits[start : start + block]
         largest = np.int32(0)
         for i in range(patterns.size):
             largest = max(largest, np.int32(patterns[i] & _MAGNITUDE))
-        hot[blocks] = start  # written each time, and counted if it is right: a branch would be predicted wrong
-        blocks += 1 if largest >= threshold else 0
-    for number in range(blocks):
-        start = hot[number]
-        for i in range(start, min(start + REACH_BLOCK, bits.size)):
-            places[count] = i
-            count += 1 if np.int32(bits[i] & _MAGNITUDE) >= threshold else 0
-    return count
+        worst = max(worst, int(largest))
+        exponent = int(largest) >> 23 if largest >= _SMALLEST else 0
+        factor = np.int32((_UNIT_EXPONENT - exponent) << 23 if exponent else 0).view(np.float32)
+        total = np.int32(0)
+        for i in range(values.size):
+            total = np.int32(total + np.int32(np.rint(abs(values[i]) * factor)))
+        mean = np.int32(np.float32(np.float32(total) * inverses[number]).view(np.int32))
+        rounded = (int(mean) + 0x7FFF + ((int(mean) >> 16) & 1)) >> 16
+        scale = min(rounded + ((exponent - (127 + 11)) << 7), 0x7F7F)
+        scales[number] = scale if exponent and total > 0 else 0
+    return worst
+
+
+def _add(places: Any, values: Any, out: Any) -> None:
+    for number in range(places.size):
+        out[places[number]] += values[number]
+
+
+def _step(total: Any, live: np.float32, rate: np.float32, parameters: Any, published: Any, rest: Any) -> None:
+    for i in range(total.size):
+        new = parameters[i] + np.float32(np.float32(total[i] / live) * rate)
+        parameters[i] = new
+        rest[i] = new - published[i]

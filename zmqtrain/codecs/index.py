@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zmqtrain.codecs import fast
 from zmqtrain.errors import CodecError
 from zmqtrain.types import Array
 
@@ -66,6 +67,10 @@ def pack_places(places: Array, count: int) -> Array:
     xp = places.__array_namespace__()
     if form.kind == "local":
         return places.astype(xp.uint16).view(xp.uint8)
+    if isinstance(places, np.ndarray) and (kernels := fast.kernels(count)):
+        buffer = np.zeros(form.size, np.uint8)
+        kernels.pack(np.require(places, np.int32, ["C", "A"]), form.low, _first_high(form, kept), buffer)
+        return buffer
     if form.kind == "bitmap":
         return xp.packbits(_ones(xp, places, count), bitorder="little")
     if isinstance(places, np.ndarray):
@@ -92,6 +97,11 @@ def unpack_places(buffer: Array, count: int, kept: int) -> Array:
     xp = buffer.__array_namespace__()
     if form.kind == "local":
         return buffer.view(xp.uint16).astype(xp.int32)
+    if isinstance(buffer, np.ndarray) and (kernels := fast.kernels(count)):
+        found = np.empty(kept, np.int32)
+        ones = kernels.unpack(np.ascontiguousarray(buffer), form.low, _first_high(form, kept), form.bits, found)
+        _needs_places(ones, kept)
+        return found
     bits = xp.unpackbits(buffer, count=form.bits, bitorder="little")
     high = _places_of_ones(bits[kept * form.low :], kept)
     if form.kind == "bitmap":
@@ -129,6 +139,16 @@ def rank_search(ranks: Array, kept: int) -> Array:
     return xp.searchsorted(ranks, wanted, method="scan_unrolled").astype(xp.int32)
 
 
+def _first_high(form: Form, kept: int) -> int:
+    """Return the first bit of the high parts, -1 for a bitmap: as the loops in machine code want it."""
+    return kept * form.low if form.kind == "elias-fano" else -1
+
+
+def _needs_places(found: int, kept: int) -> None:
+    if found != kept:
+        raise CodecError(f"the index has {found} places, not {kept}")
+
+
 @lru_cache(maxsize=8)
 def _ranks(kept: int, start: int) -> np.ndarray[Any, Any]:
     return np.arange(start, start + kept)
@@ -153,6 +173,5 @@ def _places_of_ones(bits: Array, kept: int) -> Array:
         xp = bits.__array_namespace__()
         return rank_search(xp.cumsum(bits, dtype=xp.int32), kept)
     places = np.flatnonzero(bits)
-    if places.size != kept:
-        raise CodecError(f"the index has {places.size} places, not {kept}")
+    _needs_places(places.size, kept)
     return places.astype(np.int32)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
     LARGEST_BLOCK,
     PIECE_VALUES,
@@ -213,11 +214,14 @@ def _encode_signs_numpy(x: Numpy, block: int) -> tuple[Numpy, Numpy]:
     x = plain(x)
     inverses = _INVERSES[_members(x.size, block)]
     scales = np.empty(inverses.size, np.uint16)
-    step = PIECE_VALUES // block * block
-    for start in range(0, x.size, step):
-        units, exponents = _units_numpy(x[start : start + step], block, x.size)
-        blocks = slice(start // block, start // block + exponents.size)
-        scales[blocks] = _means(np, np.einsum("ij->i", units), inverses[blocks], exponents)
+    if kernels := fast.kernels(x.size):
+        needs_finite(kernels.signs(x, block, inverses, scales), x.size)
+    else:
+        step = PIECE_VALUES // block * block
+        for start in range(0, x.size, step):
+            units, exponents = _units_numpy(x[start : start + step], block, x.size)
+            blocks = slice(start // block, start // block + exponents.size)
+            scales[blocks] = _means(np, np.einsum("ij->i", units), inverses[blocks], exponents)
     negative = np.less(x.view(np.int32), 0, out=_scratch.take("negative", x.size, np.bool_))
     return np.packbits(negative, bitorder="little"), scales
 

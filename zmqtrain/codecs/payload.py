@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs.codec import Codec, State
+from zmqtrain.codecs.sparsify import add_at
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.types import MAX_FRAME_BYTES, Array, Buffer
 
@@ -32,7 +34,11 @@ __all__ = [
     "Slab",
     "FramePlan",
     "PayloadPlan",
+    "Part",
+    "SlabEncoder",
+    "SlabReader",
     "plan_payload",
+    "plan_parts",
     "payload_size",
     "initial_states",
     "encode_payload",
@@ -148,8 +154,8 @@ def encode_payload(
     counts = tuple(values.size for values in arrays)
     plan = plan_payload(tuple(codecs), counts)
     starts = np.cumsum((0, *counts)).tolist()
-    known = [_by_slab(plan, frames) for frames in less]
-    spare = np.empty(max((slab.values for slab in plan.slabs), default=0) if known else 0, np.float32)
+    known = [SlabReader(codecs, frames, counts) for frames in less]
+    spare = np.empty(max((slab.values for slab in plan.slabs), default=0) if less else 0, np.float32)
 
     def rest(number: int, slab: Slab) -> Array:
         offset = starts[slab.segment]
@@ -158,8 +164,13 @@ def encode_payload(
             return piece
         sent = spare[: slab.values]
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its codec
-            for add, views in enumerate(known):
-                slab.codec.decode_into(_sections(views[number], slab), sent, add > 0)
+            if slab.codec.sparse is not None and len(known) == 1:
+                places, values = slab.codec.sparse(known[0].sections(number), slab.values)
+                np.copyto(sent, piece)
+                add_at(places, np.negative(values, out=values), sent)
+                return sent
+            for add, reader in enumerate(known):
+                slab.codec.decode_into(reader.sections(number), sent, add > 0)
             return np.subtract(piece, sent, out=sent)
 
     return encode_slabs(codecs, counts, rest, states)
@@ -176,35 +187,107 @@ def encode_slabs(
     values(number, slab): gives the slab's values, float32[slab.values], numpy; asked once of each, in order. It may
     give the same memory each time.
     """
-    plan = plan_payload(tuple(codecs), tuple(counts))
-    before = initial_states(codecs, counts) if states is None else states
-    after: list[State] = []
-    frames = []
-    for frame_plan in plan.frames:
-        frame = bytearray(frame_plan.size)
-        view = memoryview(frame)
-        for number in frame_plan.slabs:
-            slab = plan.slabs[number]
-            try:
-                buffers, state = slab.codec.encode(values(number, slab), before[number])
-            except NonFiniteDelta as error:
-                raise NonFiniteDelta(f"segment {slab.segment} of {len(counts)}: {error}") from None
-            except CodecError as error:
-                raise CodecError(f"segment {slab.segment} of {len(counts)}: {error}") from None
-            for section, buffer in zip(slab.sections, buffers, strict=True):
-                view[section] = np.ascontiguousarray(buffer).view(np.uint8).data
-            after.append(state)
-        seal_frame(plan, frame_plan, frame)
-        frames.append(frame)
-    if states is not None:
-        states[:] = after
-    return tuple(frames)
+    encoder = SlabEncoder(codecs, counts, states)
+    for number, slab in enumerate(encoder.plan.slabs):
+        encoder.encode(number, values(number, slab))
+    return encoder.finish()
 
 
-def _by_slab(plan: PayloadPlan, frames: Sequence[Buffer]) -> list[memoryview]:
-    """Return for each slab, by its number, the frame that holds it."""
-    opened = sorted((_open(plan, frame) for frame in frames), key=lambda pair: pair[1].slabs.start)
-    return [view for view, held in opened for _ in held.slabs]
+class SlabEncoder:
+    """Encode the slabs of one payload, each once, in any order and from any thread, and then close the frames.
+
+    codecs, counts: of each segment.  states: as of `encode_payload`, changed in place by `finish`.
+    """
+
+    def __init__(self, codecs: Sequence[Codec], counts: Sequence[int], states: list[State] | None = None) -> None:
+        self.plan = plan_payload(tuple(codecs), tuple(counts))
+        self._segments, self._states = len(counts), states
+        self._before = initial_states(codecs, counts) if states is None else states
+        self._after: list[State] = [None] * len(self.plan.slabs)
+        self._frames = tuple(bytearray(frame_plan.size) for frame_plan in self.plan.frames)
+        pairs = zip(self._frames, self.plan.frames, strict=True)
+        self._views = [view for frame, known in pairs for view in [memoryview(frame)] * len(known.slabs)]
+
+    def encode(self, number: int, values: Array) -> None:
+        """Encode one slab, float32[n], into its place. Raises NonFiniteDelta or CodecError naming the segment."""
+        slab = self.plan.slabs[number]
+        try:
+            buffers, self._after[number] = slab.codec.encode(values, self._before[number])
+        except NonFiniteDelta as error:
+            raise NonFiniteDelta(f"segment {slab.segment} of {self._segments}: {error}") from None
+        except CodecError as error:
+            raise CodecError(f"segment {slab.segment} of {self._segments}: {error}") from None
+        for section, buffer in zip(slab.sections, buffers, strict=True):
+            self._views[number][section] = np.ascontiguousarray(buffer).view(np.uint8).data
+
+    def sections(self, number: int) -> list[memoryview]:
+        """Return the buffers of a slab that is encoded."""
+        return _sections(self._views[number], self.plan.slabs[number])
+
+    def finish(self) -> tuple[bytearray, ...]:
+        """Return the frames, once all slabs are encoded."""
+        for frame_plan, frame in zip(self.plan.frames, self._frames, strict=True):
+            seal_frame(self.plan, frame_plan, frame)
+        if self._states is not None:
+            self._states[:] = self._after
+        return self._frames
+
+
+class SlabReader:
+    """Read the slabs of a payload that `check_payload` has passed, in any order and from any thread.
+
+    codecs, counts: of each segment. Raises CodecError for frames that are none of this payload.
+    """
+
+    def __init__(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> None:
+        self.plan = plan_payload(tuple(codecs), tuple(counts))
+        opened = sorted((_open(self.plan, frame) for frame in frames), key=lambda pair: pair[1].slabs.start)
+        self._views = [view for view, held in opened for _ in held.slabs]
+
+    def sections(self, number: int) -> list[memoryview]:
+        """Return the buffers of one slab."""
+        return _sections(self._views[number], self.plan.slabs[number])
+
+    def add(self, number: int, out: Vector, start: int = 0) -> None:
+        """Add one slab to its place in `out`, whose first value is that at `start` of the payload's."""
+        slab = self.plan.slabs[number]
+        with np.errstate(over="ignore"):
+            slab.codec.decode_into(self.sections(number), out[slab.start - start : slab.end - start], True)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The values start..end of a payload, whole slabs of several codings of it; slabs: their numbers in each."""
+
+    start: int
+    end: int
+    slabs: tuple[range, ...]
+
+    @property
+    def values(self) -> int:
+        """The number of values."""
+        return self.end - self.start
+
+
+@lru_cache(maxsize=256)
+def plan_parts(codings: tuple[tuple[Codec, ...], ...], counts: tuple[int, ...], values: int) -> tuple[Part, ...]:
+    """Cut a payload where slabs of all codings end, in parts of at most `values` where the slabs allow it.
+
+    codings: the codec of each segment, of each way in which the same segments are coded.
+    """
+    starts = [[slab.start for slab in plan_payload(codecs, counts).slabs] for codecs in codings]
+    total = sum(counts)
+    common = sorted(set.intersection(*map(set, starts)))
+    ends = [*common[1:], total]
+    parts: list[Part] = []
+    first = 0
+    for end, following in zip(ends, [*ends[1:], None], strict=True):
+        if following is not None and following - first <= values:
+            continue
+        slabs = tuple(range(bisect_left(of_one, first), bisect_left(of_one, end)) for of_one in starts)
+        parts.append(Part(first, end, slabs))
+        first = end
+    return tuple(parts)
 
 
 def seal_frame(plan: PayloadPlan, frame_plan: FramePlan, frame: bytearray) -> None:

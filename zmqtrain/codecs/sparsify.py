@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
     SLAB_VALUES,
     Scratch,
@@ -34,6 +35,7 @@ from zmqtrain.types import Array, Buffer
 __all__ = [
     "KEY_BITS",
     "LARGEST_KEY",
+    "add_at",
     "blocktopk",
     "magnitude_keys",
     "needs_density",
@@ -147,12 +149,20 @@ def picking_stage(
     ) -> None:
         places = read(buffers, out.size)
         if add:
-            out[places] += values
+            add_at(places, values, out)
         else:
             out[...] = 0
             out[places] = values
 
-    return Stage(name, lambda count: (), kept, layout, forward, backward, check, backward_into)
+    return Stage(name, lambda count: (), kept, layout, forward, backward, check, backward_into, places=read)
+
+
+def add_at(places: np.ndarray[Any, Any], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+    """Add float32 values to `out` at their places, int32, none of which comes twice."""
+    if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
+        kernels.add(places, values, out)
+    else:
+        out[places] += values
 
 
 def needs_density(member: str, density: float) -> tuple[str, Callable[[int], int]]:

@@ -19,6 +19,7 @@ from zmqtrain.codecs.codec import Scratch, Sections, Stage, Stateless, block_cou
 from zmqtrain.codecs.index import MOST_PLACES, check_places, index_form, pack_places, rank_search, unpack_places
 from zmqtrain.codecs.sparsify import (
     KEY_BITS,
+    LARGEST_KEY,
     magnitude_keys,
     needs_density,
     needs_short_slab,
@@ -86,6 +87,16 @@ class _Guess(threading.local):
     steady = False
 
 
+class _Histogram(threading.local):
+    """How many candidates have each key, of this thread: `pick` leaves zeros behind."""
+
+    def __init__(self) -> None:
+        self.keys = np.zeros(LARGEST_KEY + 1, np.int32)
+
+
+_histogram = _Histogram()
+
+
 def _largest(x: Array, kept: int) -> Array:
     """Return the places, int32[kept], of the largest keys (jax): the cut bit by bit, each bit by one count."""
     xp = x.__array_namespace__()
@@ -106,32 +117,50 @@ def _largest_numpy(
 
     Returns the places and the values there. Raises NonFiniteDelta.
     """
-    candidates = _places_from(x, guess.cut - _GUESS_KEYS if guess.steady else _sampled_key(x, kept, 2))
-    if candidates.size < kept:
-        candidates = _places_from(x, _sampled_key(x, kept, 5))
-    if candidates.size < kept:
-        candidates = np.arange(x.size)
-    values = x.take(candidates)
-    keys = magnitude_keys(values)
-    needs_finite(int(np.maximum.reduce(keys)) << 16, x.size)
-    surplus = keys.size - kept
-    cut = int(np.partition(keys, surplus)[surplus])
+    first = max(guess.cut - _GUESS_KEYS if guess.steady else _sampled_key(x, kept, 2), 1)  # zeros are seldom kept
+    if kernels := fast.kernels(x.size):
+        cut, places, found = _pick(kernels, x, kept, first)
+    else:
+        candidates = _places_from(x, first)
+        if candidates.size < kept:
+            candidates = _places_from(x, _sampled_key(x, kept, 5))
+        if candidates.size < kept:
+            candidates = np.arange(x.size)
+        values = x.take(candidates)
+        keys = magnitude_keys(values)
+        needs_finite(int(np.maximum.reduce(keys)) << 16, x.size)
+        surplus = keys.size - kept
+        cut = int(np.partition(keys, surplus)[surplus])
+        picks = (keys >= cut).nonzero()[0]
+        if (surplus := picks.size - kept) > 0:
+            picks = np.delete(picks, (keys.take(picks) == cut).nonzero()[0][-surplus:])
+        places, found = candidates.take(picks), values.take(picks)
     guess.cut, guess.steady = cut, abs(cut - guess.cut) <= _STEADY_KEYS
-    picks = (keys >= cut).nonzero()[0]
-    if (surplus := picks.size - kept) > 0:
-        picks = np.delete(picks, (keys.take(picks) == cut).nonzero()[0][-surplus:])
-    return candidates.take(picks), values.take(picks)
+    return places, found
+
+
+def _pick(
+    kernels: fast.Kernels, x: np.ndarray[Any, Any], kept: int, first: int
+) -> tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the cut's key, the places and the values there, in machine code; first: the key that is guessed to be a
+    little under the cut's. Raises NonFiniteDelta."""
+    x = np.require(x, requirements="A")
+    scratch = (np.empty(x.size, np.int32), np.empty(x.size, np.int32))  # memory that is not written is never there
+    places, values = np.empty(kept + 1, np.int32), np.empty(kept, np.float32)
+    found = kernels.pick(x, min(first, _INFINITE_KEY), kept, *scratch, _histogram.keys, places, values)
+    if found < 0:
+        least = min(_sampled_key(x, kept, 5), first)
+        found = kernels.pick(x, least, kept, *scratch, _histogram.keys, places, values)
+    if found < 0:
+        found = kernels.pick(x, 0, kept, *scratch, _histogram.keys, places, values)
+    needs_finite(found >> 16 << 16, x.size)
+    return found & LARGEST_KEY, places[:kept], values
 
 
 def _places_from(x: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
     """Return where the magnitude's key is `key` or more, NaN included, ascending; all places if key <= 0."""
     if key <= 0:
         return np.arange(x.size)
-    if kernels := fast.kernels(x.size):
-        hot = _scratch.take("hot", x.size // fast.REACH_BLOCK + 1, np.intp)
-        places = np.empty(x.size, np.intp)  # memory that is not written is never there
-        bits = np.require(x, requirements="A").view(np.int32)
-        return places[: kernels.reach(bits, min(key, _INFINITE_KEY) << 16, hot, places)].copy()
     threshold = np.array(min(key, _INFINITE_KEY) << 16, np.int32).view(np.float32)
     words = _scratch.take("inside", block_count(x.size, 8), np.uint64)
     inside, above = words.view(np.bool_), _scratch.take("above", _SCANNED // 8, np.uint64).view(np.bool_)

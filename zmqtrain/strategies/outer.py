@@ -47,11 +47,13 @@ class OuterOptimizer(NamedTuple):
       float32[n], a new array to be added to the parameters. The state is changed in place, the gradient is not.
       turn: True when, with this one, the contributions of a whole federation have come since the last turn (the sum of
       contributions / live nodes over the releases has reached 1); every part of one gradient is given the same.
+    rate: of an optimizer whose step is rate * gradient, one float32 product, and nothing else; None for all others.
     """
 
     name: str
     init: Callable[[int], State]
     update: Callable[[Vector, State, bool], Vector]
+    rate: float | None = None
 
 
 def sgd(rate: float = 1.0) -> OuterOptimizer:
@@ -60,7 +62,7 @@ def sgd(rate: float = 1.0) -> OuterOptimizer:
     def update(gradient: Vector, state: State, turn: bool) -> Vector:
         return gradient * np.float32(rate)
 
-    return OuterOptimizer(_name("sgd", rate=rate), lambda count: {}, update)
+    return OuterOptimizer(_name("sgd", rate=rate), lambda count: {}, update, rate)
 
 
 def nesterov(rate: float = 0.8, momentum: float = 0.5) -> OuterOptimizer:

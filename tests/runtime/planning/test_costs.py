@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.planning.costs import COSTS, costs_of, exchange_costs
+from zmqtrain.runtime.planning.costs import COSTS, CodecCosts, costs_of, exchange_costs
 
 EXCHANGE = {
     "parameters": 1e6,
@@ -22,9 +24,28 @@ def test_a_codec_that_was_measured_has_its_own_costs_whatever_its_arguments():
 
 
 def test_a_codec_that_was_not_measured_counts_as_the_slowest():
-    assert costs_of("topk:density=0.01+int8").encode_ns == max(cost.encode_ns for cost in COSTS.values())
+    assert costs_of("blocktopk:keep=2+int8").encode_ns == max(cost.encode_ns for cost in COSTS.values())
+    assert costs_of("topk:density=0.01+dct+int8").encode_ns == max(cost.encode_ns for cost in COSTS.values())
     with pytest.raises(ConfigError, match="there is no 'fast'"):
         costs_of("fast")
+
+
+@pytest.mark.parametrize("kind", [field.name for field in fields(CodecCosts)])
+def test_a_top_k_codec_costs_by_its_density(kind):
+    none, some, more = (
+        getattr(costs_of(f"topk:density={density}+sign;<1024=float32"), kind) for density in (1e-5, 0.05, 0.1)
+    )
+    assert 0 < none < some < more
+    assert more - some == pytest.approx(some - none, rel=0.001)
+
+
+def test_the_hubs_threads_share_what_sparse_contributions_add_to_a_release():
+    sparse = EXCHANGE | {"codec": "topk:density=0.05+sign", "broadcast_codec": "topk:density=0.05+sign", "nodes": 4}
+    costs = costs_of("topk:density=0.05+sign")
+    one, two = (exchange_costs(**sparse, hub_threads=threads).hub_seconds for threads in (1, 2))
+    assert one - two == pytest.approx(1e-3 * (4 * costs.held_ns + costs.release_ns) / 2)
+    dense = EXCHANGE | {"nodes": 4}
+    assert exchange_costs(**dense, hub_threads=2) == exchange_costs(**dense)
 
 
 def test_the_hub_pays_for_each_contribution_and_once_for_the_aggregate():

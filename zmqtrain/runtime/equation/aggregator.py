@@ -2,12 +2,15 @@
 
     g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
 
-Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: state lies fragment by fragment, each one
-flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked whole before any of it counts.
+Rule 1: pure: no clock, no socket; one thread calls it, which has others help with a large fragment.  Rule 2: state lies
+fragment by fragment, each one flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked
+whole before any of it counts.
 Rule 4: where nothing of a fragment counts in a round (all is too stale, or the sum overflows), its parameters and its
 outer optimizer stay as they are.
 Rule 5: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
 publishes are held until it closes (`held_round`).
+Rule 6: sparse publishes, of codecs that pick values, are held as they came until their fragment is released
+(`sparse_round`): they are then added part by part in a core's cache, to the same bits.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from zmqtrain.runtime.equation.gate import DeltaGate
 from zmqtrain.runtime.equation.held_round import HeldRound
 from zmqtrain.runtime.equation.meter import DeltaMeter
 from zmqtrain.runtime.equation.moments import check_moments, split_snapshot
+from zmqtrain.runtime.equation.sparse_round import SparseRound
 from zmqtrain.settings import RunSettings
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
@@ -129,6 +133,7 @@ class Aggregator:
         self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
         self._round = HeldRound(settings)
         self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
+        self.sparse = SparseRound(self.meter)
 
     @property
     def holds(self) -> bool:
@@ -198,7 +203,8 @@ class Aggregator:
         flats = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
         self.parameters = [flat.copy() for flat in flats]
         self.published = [flat.copy() for flat in flats]
-        self._sums = [np.zeros_like(flat) for flat in flats]
+        self._sums = [np.zeros(flat.size, np.float32) for flat in flats]  # no memory before anything is added
+        self.sparse.begin(len(flats))
         self._begin_states()
         self._outer_state = [self.outer.init(flat.size) for flat in flats]
         self._shares = [0.0] * len(flats)
@@ -261,7 +267,20 @@ class Aggregator:
         elif judgement is not None and judgement.young:
             self._young[peer, publish.sequence] = (publish, frames)
         else:
-            self._decode(peer, publish, frames, out=self._sums[publish.fragment])
+            self._add(peer, publish, frames)
+
+    def _add(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Add a publish to the sum of its fragment, or hold it with others that are sparse."""
+        fragment = publish.fragment
+        counts = self.layout.counts(fragment)
+        if self.outer.rate is None or not self.sparse.hold(peer, publish, self._codecs(publish), frames, counts):
+            self._sum_up_sparse(fragment)  # first: sums are made in the order in which publishes came
+            self._decode(peer, publish, frames, out=self._sums[fragment])
+
+    def _sum_up_sparse(self, fragment: int) -> None:
+        """Add what is held of a fragment to its sum in memory, and the rest of the round when it comes."""
+        for peer, publish, frames in self.sparse.give_up(fragment):
+            self._decode(peer, publish, frames, out=self._sums[fragment])
 
     def _judge_round(self, reduce: Reduce) -> tuple[tuple[tuple[Contribution, Judgement], ...], list[Judgement]]:
         """Return who of a round is out, now that all of it is here, and the others; add what has waited for that."""
@@ -272,7 +291,7 @@ class Aggregator:
         for one in reduce.contributions:
             waiting = self._young.pop((one.peer, one.sequence), None)
             if waiting is not None and (one.peer, one.sequence) not in out:
-                self._decode(one.peer, *waiting, out=self._sums[one.fragment])
+                self._add(one.peer, *waiting)
         return left_out, [judgement for _, judgement in again if not judgement.why]
 
     def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
@@ -302,7 +321,15 @@ class Aggregator:
             reduce = replace(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
         if self.holds:
             self._round.sum_up(reduce.contributions, self._decode, self.published, self._sums)
-        overflowed = tuple(fragment for fragment in reduce.fragments if not _can_be_stepped(self._sums[fragment]))
+        for fragment in reduce.fragments:
+            codecs = coding.of_fragment(self.layout, fragment)
+            if self.outer.rate is None or not self.sparse.can_release(fragment, codecs, LARGEST_SUM):
+                self._sum_up_sparse(fragment)
+        overflowed = tuple(
+            fragment
+            for fragment in reduce.fragments
+            if not self.sparse.holds(fragment) and not _can_be_stepped(self._sums[fragment])
+        )
         for fragment in overflowed:
             self._sums[fragment].fill(0)
         counted = {one.fragment for one in reduce.contributions if not one.too_stale}.difference(overflowed)
@@ -363,6 +390,7 @@ class Aggregator:
             decode_payload(codecs, frames[-1], counts, out=published, add=True, checked=True)
             self.parameters[fragment][:] = published
             self._sums[fragment].fill(0)
+            self.sparse.close(fragment)
             broadcast = self.broadcast_coding.of_fragment(self.layout, fragment)
             self._states[fragment] = initial_states(broadcast, counts)
             self._outer_state[fragment] = self.outer.init(published.size)
@@ -391,6 +419,10 @@ class Aggregator:
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
         codecs = coding.of_fragment(self.layout, fragment)
         states = self._states[fragment] if coding is self.broadcast_coding else None
+        if self.sparse.holds(fragment):
+            live, rate = reduce.live if counted else None, 1.0 if reduce.plain else self.outer.rate
+            assert rate is not None, "sparse publishes are held for an outer optimizer without a state"
+            return self.sparse.release(fragment, live, rate, codecs, states, parameters, published)
         longest = max(codec.slab for codec in codecs)
         spare = np.empty(min(longest, total.size), np.float32)
 
@@ -405,6 +437,7 @@ class Aggregator:
             total[part] = 0
             return np.subtract(parameters[part], published[part], out=rest)
 
+        self.sparse.close(fragment)
         try:
             frames = encode_slabs(codecs, counts, unpublished, states)
         except CodecError:

@@ -38,20 +38,28 @@ class DeltaMeter:
 
     def read(self, fragment: int, total: Values) -> Values:
         """Return the sampled values of a fragment's sum."""
-        if (places := self._places.get(fragment)) is None:
-            places = self._places[fragment] = _spread(total.size, fragment)
-        sample: Values = total[places]
+        sample: Values = total[self.places(fragment, total.size)]
         return sample
+
+    def places(self, fragment: int, size: int) -> NDArray[np.int64]:
+        """Return the sampled places of a fragment of so many values, ascending."""
+        if (places := self._places.get(fragment)) is None:
+            places = self._places[fragment] = _spread(size, fragment)
+        return places
 
     def add(self, peer: PeerId, fragment: int, before: Values, total: Values) -> None:
         """Take a node's delta, which has been added to this sum.
 
         before: what `read` returned of the sum without it, or a zero if the sum is nothing but this delta.
         """
-        added = self.read(fragment, total).astype(np.float64)
+        self.add_sample(peer, fragment, before, self.read(fragment, total), total.size)
+
+    def add_sample(self, peer: PeerId, fragment: int, before: Values, after: Values, size: int) -> None:
+        """Take a node's delta of so many values from what the sum has at the sampled places before and after it."""
+        added = after.astype(np.float64)
         added -= before
         if added.size and np.isfinite(added).all():  # a sum that overflows is left out of the parameters too
-            added *= np.sqrt(total.size / added.size)
+            added *= np.sqrt(size / added.size)
             self._scale.add(peer, fragment, added)
 
     def close(self, fragments: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.runtime.planning.memory import Place
 
-__all__ = ["COSTS", "CodecCosts", "ExchangeCosts", "costs_of", "exchange_costs"]
+__all__ = ["COSTS", "SPARSE_COSTS", "CodecCosts", "ExchangeCosts", "SparseCosts", "costs_of", "exchange_costs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,9 @@ class CodecCosts:
     """CPU time of one thread in ns per parameter of the fragment.
 
     encode, decode: at a node, of its delta; of the aggregate and its own part in it.  subtract: at a node, of each of
-    its deltas that is on its way when the next one is encoded.  accumulate: at the hub, of one contribution.  release:
-    at the hub, of one aggregate.
+    its deltas that is on its way when the next one is encoded.  accumulate: at the hub, of one contribution when it
+    comes.  release: at the hub, of one aggregate.  held: at the hub, of one contribution of a codec that picks values,
+    when its round is released; it and the release are shared by the hub's threads then.
     """
 
     encode_ns: float
@@ -29,6 +30,7 @@ class CodecCosts:
     decode_ns: float
     accumulate_ns: float
     release_ns: float
+    held_ns: float = 0.0
 
 
 COSTS: dict[str, CodecCosts] = {
@@ -39,6 +41,33 @@ COSTS: dict[str, CodecCosts] = {
     "ternary": CodecCosts(encode_ns=0.6, subtract_ns=0.47, decode_ns=0.91, accumulate_ns=0.59, release_ns=2.26),
 }
 """By codec, the densest first. `bench/costs.py` measures them and prints these lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCosts:
+    """What a codec that picks values costs. base: per parameter of the fragment.  kept: per value that is kept."""
+
+    base: CodecCosts
+    kept: CodecCosts
+
+    def at(self, density: float) -> CodecCosts:
+        """Return the costs per parameter of the fragment where this share of the values is kept."""
+        kinds = (field.name for field in fields(CodecCosts))
+        return CodecCosts(**{kind: getattr(self.base, kind) + density * getattr(self.kept, kind) for kind in kinds})
+
+
+SPARSE_COSTS: dict[str, SparseCosts] = {
+    "topk": SparseCosts(
+        base=CodecCosts(
+            encode_ns=0.5, subtract_ns=0.38, decode_ns=0.6, accumulate_ns=0.12, release_ns=1.28, held_ns=0.1
+        ),
+        kept=CodecCosts(
+            encode_ns=6.43, subtract_ns=3.12, decode_ns=13.89, accumulate_ns=2.34, release_ns=10.13, held_ns=3.84
+        ),
+    ),
+}
+"""By the stage that picks. `bench/costs.py` measures them with sign behind it, at densities of .01, .05 and .1, and
+prints these lines."""
 
 TRANSPORT_NODE_NS, TRANSPORT_HUB_NS = 0.6, 0.45
 """CPU time per byte sent or received, at a node and at the hub: a hub of one core moves about 1 GB/s each way."""
@@ -70,11 +99,15 @@ class ExchangeCosts:
 def costs_of(spec: str) -> CodecCosts:
     """Return what the codec of most parameters costs; one that was not measured, as the slowest of those that were.
 
+    "topk:density=0.05+sign" costs by its density; what codes the few values that are kept hardly matters there.
     Raises ConfigError for a spec that cannot be read.
     """
-    last = re.split(r"\+(?=[a-z])", coding_from_spec(spec).default.name)[-1].partition(":")[0]
-    if last in COSTS and "+" not in coding_from_spec(spec).default.name:
-        return COSTS[last]
+    first, *others = re.split(r"\+(?=[a-z])", coding_from_spec(spec).default.name)
+    name, _, arguments = first.partition(":")
+    if name in COSTS:
+        return COSTS[name]
+    if name in SPARSE_COSTS and len(others) == 1:
+        return SPARSE_COSTS[name].at(float(arguments.removeprefix("density=")))
     kinds = (field.name for field in fields(CodecCosts))
     return CodecCosts(**{kind: max(getattr(cost, kind) for cost in COSTS.values()) for kind in kinds})
 
@@ -93,6 +126,7 @@ def exchange_costs(
     on_the_way: int = 0,
     node_ns: float | None = None,
     hub_ns: float | None = None,
+    hub_threads: float = 1.0,
     held_seconds: float | None = None,
 ) -> ExchangeCosts:
     """Return what an exchange of one fragment costs.
@@ -100,7 +134,8 @@ def exchange_costs(
     parameters: of the fragment.  step_on, codec_on: the card, or the processor.  on_the_way: deltas of this fragment
     that a node has on their way when it encodes the next.  node_ns, hub_ns: measured ones, all of a node's per
     parameter, and all of the hub's per parameter and contribution, take the place of the sums here; held_seconds the
-    same, of the training thread.
+    same, of the training thread.  hub_threads: by how much the hub's threads divide the time of a release, where
+    contributions are sparse; other releases are done by one thread.
     """
     up, down = costs_of(codec), costs_of(broadcast_codec)
     moved = bytes_up + bytes_down
@@ -114,7 +149,8 @@ def exchange_costs(
     if hub_ns is not None:
         hub = 1e-9 * nodes * hub_ns * parameters / masters
     else:
-        of_codec = nodes * up.accumulate_ns + down.release_ns
+        threads = hub_threads if up.held_ns else 1.0
+        of_codec = nodes * up.accumulate_ns + (nodes * up.held_ns + down.release_ns) / threads
         hub = 1e-9 * (of_codec * parameters + nodes * TRANSPORT_HUB_NS * moved) / masters
     if held_seconds is None:
         per_parameter = REBASE_NS if step_on == "host" else CARD_NS if codec_on == "device" else 0.0
