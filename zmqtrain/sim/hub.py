@@ -2,27 +2,36 @@
 
 Rule 1: the same machines, rules and codecs, effects in the same order; what is modelled is time alone.
 Rule 2: a round is released at the moment at which its rule says so, not at the next look of a loop.
+Rule 3: an effect that is not modelled (standbys, groups, keys, probes, restarts) is an error, not dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
-from zmqtrain.errors import CodecError, ConfigError, FramingError, RemoteProtocolError
+from zmqtrain.errors import CodecError, ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.effects import (
     Accumulate,
+    Answer,
     Average,
     Broadcast,
+    Combine,
+    Consult,
+    Discard,
     Disconnect,
     Expect,
+    Forward,
     Found,
+    Hear,
     HubEffect,
     Lend,
     Propose,
     Rebase,
     Reduce,
+    Replicate,
+    Rewind,
     SendTo,
     Serve,
     TakeBack,
@@ -230,6 +239,7 @@ class SimHub:
             case Found(peer, announcement):
                 whole, self._mean = self._mean or self._whole.pop(_key(peer, announcement)), ()
                 frames, self._moments = split_snapshot(announcement, whole)
+                self._whole.clear()  # what was pending in a run that is founded anew
                 self._codec.do(count_values(self.hub.model), partial(self._found, frames, peer))
             case Average(snapshots):
                 gathered = {peer: self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots}
@@ -258,10 +268,16 @@ class SimHub:
                         self._events.member(
                             peer, "acquitted", "the norm gate is made wider toward the size of its deltas"
                         )
-            case Disconnect(peer):
+            case Disconnect(peer, reason):
                 self._following.pop(peer, None)
-                self.aggregator.gate.forget(peer)
+                if reason not in ("again", "observer", "process", "master"):
+                    self.aggregator.gate.forget(peer)
                 self._whole.pop((peer, -1), None)  # of its parameters: a publish that was accepted counts all the same
+
+            case Replicate() | Hear() | Rewind() | Answer() | Forward() | Consult() | Combine() | Discard():
+                raise LocalProtocolError(f"the simulated hub does not model what {effect} asks for")
+            case _:
+                assert_never(effect)
 
     def _take_back(self, peer: PeerId) -> None:
         version = self.aggregator.version_before(peer)
@@ -308,10 +324,11 @@ class SimHub:
 
     def _propose(self, peers: Sequence[PeerId]) -> None:
         """Send the mean to those who say how it scores; to nobody: forget it."""
-        for peer in peers:
-            self._push_snapshot(peer, -1, self._mean, (), (), reset=True)
         if not peers:
             self._mean = ()
+        elif self._mean:
+            for peer in peers:
+                self._push_snapshot(peer, -1, self._mean, (), (), reset=True)
 
     def _lend(self, lend: Lend) -> None:
         """Pass the parameters of one of a population on to those that are to start again from them."""
