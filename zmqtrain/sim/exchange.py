@@ -18,7 +18,7 @@ from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.node.exchange import PeerExchange
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
-from zmqtrain.sim.hub import NANO, CodecThread, SimHub
+from zmqtrain.sim.hub import CodecThread, CodecTimes, SimHub
 from zmqtrain.sim.link import SimLink
 from zmqtrain.sim.star import Wire
 from zmqtrain.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
@@ -60,7 +60,7 @@ class SimExchange(PeerExchange):
         wire: Wire,
         name: str,
         message_delay: Callable[[], float],
-        codec_ns: float,
+        times: CodecTimes,
         decoded: OrderedDict[Any, Any],
         events: NodeEvents | None = None,
         link_rate: float = 0.0,
@@ -71,8 +71,7 @@ class SimExchange(PeerExchange):
         super().__init__(name, peer, lambda: VirtualCondition(scheduler), scheduler, events)
         self._link = self.link = SimLink(scheduler, hub, wire, self._peer, self, message_delay)
         self._scheduler, self._decoded = scheduler, decoded
-        self._codec = CodecThread(scheduler, codec_ns)
-        self._value_seconds = NANO * codec_ns
+        self._codec, self._times = CodecThread(scheduler, not (times.scale or times.node_ns)), times
 
     # ------------------------------------------------------------------ joining (training thread)
 
@@ -135,10 +134,15 @@ class SimExchange(PeerExchange):
 
     def _coded_seconds(self) -> float:
         """The time of the codec thread for one exchange: an offer and an aggregate, each of one fragment."""
-        if self._jobs.coder is None or not self._value_seconds:
+        if self._jobs.coder is None:
             return 0.0
-        layout = self._jobs.coder.layout
-        return 2 * self._value_seconds * sum(layout.counts(0))
+        return 2 * self._seconds(sum(self._jobs.coder.layout.counts(0)))
+
+    def _seconds(self, values: int) -> float:
+        """The time of the codec thread for one job on so many values."""
+        timetable = self._peer.timetable
+        settings = self.settings.at_first if timetable is None else timetable.at(self._offers.version)
+        return self._times.of_node(values, settings)
 
     # ------------------------------------------------------------------ threads
 
@@ -149,7 +153,7 @@ class SimExchange(PeerExchange):
         layout = self._jobs.joined_coder.layout
         coded = range(layout.fragments) if fragments is None else fragments
         values = sum(sum(layout.counts(fragment)) for fragment in coded)
-        self._codec.do(values, lambda: self._do(what))
+        self._codec.do(self._seconds(values), lambda: self._do(what))
         return True
 
     def _do(self, what: Callable[[], None]) -> None:

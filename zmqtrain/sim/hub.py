@@ -7,7 +7,9 @@ Rule 3: an effect that is not modelled (standbys, groups, keys, probes, restarts
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, assert_never
 
@@ -54,24 +56,29 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.effect_queue import EffectQueue
-from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.gate import error_of, reason_of
 from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.planning.auto import LoadPlanner
+from zmqtrain.runtime.planning.costs import ExchangeCosts, exchange_costs
+from zmqtrain.runtime.planning.memory import Place
+from zmqtrain.runtime.planning.schedule import exchange_bytes, model_of
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
+from zmqtrain.sim.scenario import Scenario
 from zmqtrain.sim.star import HubPorts, Wire
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.memory import LinkModel
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import Buffer, PeerId, Version, count_values
 
-__all__ = ["port_rate", "CodecThread", "Receiver", "SimHub"]
+__all__ = ["port_rate", "CodecThread", "CodecTimes", "Receiver", "SimHub"]
 
 TICK_SECONDS = 0.25
 NANO = 1e-9
+FLOAT_BYTES = 4
 FASTEST_BITS = 1e12
 """What a plan counts on where a link is faster."""
 
@@ -85,20 +92,70 @@ def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
     return peer, announcement.sequence if isinstance(announcement, Publish) else -1
 
 
+@dataclass(frozen=True)
+class CodecTimes:
+    """What the codec threads of a scenario take. The fields are those of `Scenario`."""
+
+    node_ns: float = 0.0
+    hub_ns: float = 0.0
+    scale: float = 0.0
+    codec_on: Place = "host"
+    hub_threads: float = 1.0
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> CodecTimes:
+        """Return those of a scenario."""
+        times = scenario.node_codec_ns, scenario.hub_codec_ns, scenario.codec_scale
+        return cls(*times, scenario.codec_on, scenario.hub_threads)
+
+    def of_node(self, values: int, settings: RunSettings) -> float:
+        """Return the seconds in which a node encodes an offer of so many values, or decodes an aggregate of them.
+
+        settings: that hold, with the codecs.
+        """
+        if not self.scale or not values:
+            return NANO * self.node_ns * values
+        return self._costs(values, settings, 1).node_seconds / 2
+
+    def of_hub(self, values: int, settings: RunSettings, nodes: int) -> float:
+        """Return the seconds in which the hub checks or adds a delta of so many values, or releases an aggregate, the
+        mean of these."""
+        if not self.scale or not values:
+            return NANO * self.hub_ns * values
+        return self._costs(values, settings, nodes).hub_seconds / (2 * nodes + 1)
+
+    def _costs(self, values: int, settings: RunSettings, nodes: int) -> ExchangeCosts:
+        codec, broadcast_codec = settings.codec, settings.broadcast_codec
+        sizes = exchange_bytes(model_of(values), codec, broadcast_codec)
+        return exchange_costs(
+            self.scale * values,
+            round(self.scale * sizes.up),
+            round(self.scale * sizes.down),
+            codec,
+            broadcast_codec,
+            nodes,
+            codec_on=self.codec_on,
+            hub_threads=self.hub_threads,
+        )
+
+
 class CodecThread:
-    """A thread that codes one thing after the other, in virtual time. ns_per_value: 0 codes in no time, at once."""
+    """A thread that codes one thing after the other, in virtual time. instant: nothing takes it any time."""
 
-    def __init__(self, scheduler: Scheduler, ns_per_value: float) -> None:
-        self._scheduler, self._seconds_per_value = scheduler, NANO * ns_per_value
-        self._free_at = 0.0
+    def __init__(self, scheduler: Scheduler, instant: bool) -> None:
+        self._scheduler, self._instant, self._free_at = scheduler, instant, 0.0
 
-    def do(self, values: int, work: Callable[[], object]) -> None:
-        """Do some work on so many values; its result is there when their time is over."""
-        if not self._seconds_per_value:
+    def do(self, seconds: float, work: Callable[[], object]) -> None:
+        """Do some work that takes so long; its result is there when that is over."""
+        if self._instant:
             work()
             return
-        self._free_at = max(self._free_at, self._scheduler.now) + self._seconds_per_value * values
+        self._free_at = max(self._free_at, self._scheduler.now) + seconds
         self._scheduler.call_at(self._free_at, work)
+
+
+def _size_of(one: tuple[Released, Reduce]) -> int:
+    return sum(len(frame) for frames in one[0].frames for frame in frames)
 
 
 class Receiver(Protocol):
@@ -125,7 +182,7 @@ class SimHub:
         self,
         scheduler: Scheduler,
         settings: RunSettings,
-        codec_ns: float,
+        times: CodecTimes,
         released: Callable[[Reduce], object],
         events: BrokerEvents | None = None,
         link: LinkModel | None = None,
@@ -140,13 +197,13 @@ class SimHub:
         self.ports = HubPorts(link)
         self.nodes: dict[PeerId, Receiver] = {}
         self._scheduler, self._released_hook, self._events = scheduler, released, events
-        self._codec = CodecThread(scheduler, codec_ns)
-        self._value_seconds = NANO * codec_ns
+        self._codec, self._times = CodecThread(scheduler, not (times.scale or times.hub_ns)), times
         self._following: dict[PeerId, None] = {}
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}
         self._effects = EffectQueue[HubEffect](self._carry_out_one)
         self._moments: Sequence[Buffer] = ()  # the founder's optimizer state, until training has begun
         self._mean: Sequence[Buffer] = ()  # that the run may begin with
+        self._since: deque[tuple[Released, Reduce]] = deque()  # the newest releases, of a snapshot's bytes at most
         self._transfer = 0
         self._looks_at = float("inf")
         self._tick()
@@ -171,7 +228,7 @@ class SimHub:
         announcement = member.open.get(transfer) if member else None
         if announcement is None:
             return  # of a transfer that was given up
-        self._codec.do(self._values(announcement), lambda: self._check(peer, announcement, frames))
+        self._codec.do(self._work(announcement), lambda: self._check(peer, announcement, frames))
 
     def _check(self, peer: PeerId, announcement: Announcement, frames: Sequence[Buffer]) -> None:
         now, transfer = self._scheduler.now, announcement.transfer
@@ -240,24 +297,26 @@ class SimHub:
                 whole, self._mean = self._mean or self._whole.pop(_key(peer, announcement)), ()
                 frames, self._moments = split_snapshot(announcement, whole)
                 self._whole.clear()  # what was pending in a run that is founded anew
-                self._codec.do(count_values(self.hub.model), partial(self._found, frames, peer))
+                self._codec.do(self._seconds(count_values(self.hub.model)), partial(self._found, frames, peer))
             case Average(snapshots):
                 gathered = {peer: self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots}
                 values = len(snapshots) * count_values(self.hub.model)
-                self._codec.do(values, partial(self._average, snapshots, gathered))
+                self._codec.do(self._seconds(values), partial(self._average, snapshots, gathered))
             case Propose(peers):
                 self._propose(peers)
             case Lend():
                 self._lend(effect)
             case Accumulate(peer, publish):
                 payload = self._whole.pop(_key(peer, publish))
-                self._codec.do(self._values(publish), partial(self.aggregator.accumulate, peer, publish, payload))
+                self._codec.do(self._work(publish), partial(self.aggregator.accumulate, peer, publish, payload))
             case TakeBack(peer):
                 self._codec.do(0, partial(self._take_back, peer))
             case Reduce():
                 if effect.back_to >= 0:
                     self._whole.clear()
-                self._codec.do(sum(map(self._of_fragment, effect.fragments)), partial(self._release, effect))
+                self._codec.do(
+                    self._seconds(sum(map(self._of_fragment, effect.fragments))), partial(self._release, effect)
+                )
             case Serve():
                 self._codec.do(0, partial(self._serve, effect, self._moments if effect.moments else ()))
             case Rebase(peers, why):
@@ -351,19 +410,32 @@ class SimHub:
         for one, judgement in released.left_out:
             reason = "enormous" if judgement.is_enormous else "norm"
             self._carry_out(self.hub.left_out(one.peer, reason, judgement.why, self._scheduler.now))
-        aggregate = released.announce(self._next_transfer(), reduce)
-        frames = tuple(frame for frames in released.frames for frame in frames)
+        if reduce.back_to >= 0:
+            self._since.clear()
+        self._since.append((released, reduce))
+        while sum(map(_size_of, self._since)) > FLOAT_BYTES * count_values(self.hub.model):
+            self._since.popleft()
         for peer in list(self._following):
-            self._push(peer, aggregate, frames)
+            self._push_aggregate(peer, released, reduce)
+
+    def _push_aggregate(self, peer: PeerId, released: Released, reduce: Reduce) -> None:
+        frames = tuple(frame for frames in released.frames for frame in frames)
+        self._push(peer, released.announce(self._next_transfer(), reduce), frames)
 
     def _serve(self, serve: Serve, moments: Sequence[Buffer]) -> None:
         if serve.peer not in self.hub.members:
             return
         version, frames = self.aggregator.snapshot()
-        if serve.known_version == version:
-            frames, moments = (), ()
+        behind = [one for one in self._since if one[0].version > serve.known_version]
+        if serve.known_version == version - len(behind):  # as the living hub's shelf: the aggregates since are enough
+            version, frames, moments = serve.known_version, (), ()
+        else:
+            behind = []
         self._following[serve.peer] = None
-        self._push_snapshot(serve.peer, version, frames, moments, serve.landed, serve.reset)
+        landed = tuple((sequence, at) for sequence, at in serve.landed if at <= version)
+        self._push_snapshot(serve.peer, version, frames, moments, landed, serve.reset)
+        for released, reduce in behind:
+            self._push_aggregate(serve.peer, released, reduce)
 
     def _push_snapshot(
         self,
@@ -402,12 +474,17 @@ class SimHub:
 
     def _contribution_seconds(self) -> float:
         """The time of the codec thread for one contribution: to check and to add it, and a share of the release."""
-        return 3 * self._value_seconds * count_values(self.hub.model) / self.hub.fragments
+        nodes = max(1, len(self.hub.live))
+        return (2 + 1 / nodes) * self._seconds(count_values(self.hub.model) // self.hub.fragments)
 
-    def _values(self, announcement: Announcement) -> int:
+    def _seconds(self, values: int) -> float:
+        """The time of the codec thread for one job on so many values."""
+        return self._times.of_hub(values, self.hub.timetable.at(self.hub.version), max(1, len(self.hub.live)))
+
+    def _work(self, announcement: Announcement) -> float:
         if isinstance(announcement, Publish):
-            return self._of_fragment(announcement.fragment)
-        return count_values(self.hub.model)
+            return self._seconds(self._of_fragment(announcement.fragment))
+        return self._seconds(count_values(self.hub.model))
 
     def _of_fragment(self, fragment: int) -> int:
         return sum(self.aggregator.layout.counts(fragment))

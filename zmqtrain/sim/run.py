@@ -27,7 +27,7 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.exchange import SimExchange
 from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
-from zmqtrain.sim.hub import SimHub, port_rate
+from zmqtrain.sim.hub import CodecTimes, SimHub, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
 from zmqtrain.sim.scenario import SPOILT, Scenario, SimNode
 from zmqtrain.sim.star import Wire
@@ -127,7 +127,7 @@ class _Simulation:
         self.recorder = None if record is None else BrokerRecorder(record / "broker.jsonl", clock=self.scheduler)
         self.recorders: dict[str, NodeRecorder] = {}
         self.hub = SimHub(
-            self.scheduler, self.settings, scenario.hub_codec_ns, self._released, self.recorder, scenario.hub_link
+            self.scheduler, self.settings, CodecTimes.of(scenario), self._released, self.recorder, scenario.hub_link
         )
         self.model = SharedModel(program)
         self.records: list[Record] = []
@@ -187,10 +187,18 @@ class _Simulation:
             spoilt = {field: getattr(node, field) for field in SPOILT}
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
-        codec_ns = self.scenario.node_codec_ns
         rate = port_rate(self.scenario.link)
         exchange = SimExchange(
-            scheduler, self.hub, wire, node.name, late, codec_ns, self._decoded, recorder, rate, life
+            scheduler,
+            self.hub,
+            wire,
+            node.name,
+            late,
+            CodecTimes.of(self.scenario),
+            self._decoded,
+            recorder,
+            rate,
+            life,
         )
         self.exchanges.append(exchange)
         self.peers[node.name] = exchange.link.peer.peer

@@ -11,6 +11,7 @@ from typing import Literal
 
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.errors import ConfigError
+from zmqtrain.runtime.planning.memory import Place
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.faults import check_faults, pauses_and_cuts
 from zmqtrain.train.corrupt import CORRUPTIONS
@@ -98,6 +99,8 @@ class Scenario:
     evaluate_seconds, evaluate_versions: the shared model is scored so often (0: not); it costs no virtual time.
     target_loss: the run is over when it scores so.  max_seconds: or when so much virtual time is over.
     node_codec_ns, hub_codec_ns: time of the codec threads per value that they encode, decode or add.
+    codec_scale: instead, codecs take what the planner's table says of them, for a model of so many times the values (0:
+    they do not); on the processor or the card of a node (codec_on), and on so many threads of the hub (hub_threads).
     score_nodes: each node's own final parameters are scored too.
     faults: what befalls which node when, besides what the nodes say of themselves.
     """
@@ -112,6 +115,9 @@ class Scenario:
     max_seconds: float = inf
     node_codec_ns: float = 0.0
     hub_codec_ns: float = 0.0
+    codec_scale: float = 0.0
+    codec_on: Place = "host"
+    hub_threads: float = 1.0
     score_nodes: bool = False
     faults: tuple[Fault, ...] = ()
 
@@ -131,9 +137,13 @@ class Scenario:
                 f"start_nodes ({self.settings.start_nodes}) is more than there are nodes ({len(self.nodes)}): it would "
                 "never begin"
             )
-        for name in ("evaluate_seconds", "evaluate_versions", "node_codec_ns", "hub_codec_ns"):
+        for name in ("evaluate_seconds", "evaluate_versions", "node_codec_ns", "hub_codec_ns", "codec_scale"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.codec_on not in ("host", "device"):
+            raise ConfigError(f'codec_on must be "host" or "device", got {self.codec_on!r}')
+        if not self.hub_threads >= 1:
+            raise ConfigError(f"hub_threads must be at least 1, got {self.hub_threads}")
         if not self.max_seconds > 0:
             raise ConfigError(f"max_seconds must be more than 0, got {self.max_seconds:g}")
         ends = self.settings.units or self.max_seconds < inf
