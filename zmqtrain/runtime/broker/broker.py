@@ -133,7 +133,12 @@ class Broker:
             run,
             time.monotonic(),
             None if rule is None else Laggards(rule),
-            LoadPlanner(self.settings, self.share, lambda: self._loads.contribution_seconds()),
+            LoadPlanner(
+                self.settings,
+                self.share,
+                lambda: self._loads.contribution_seconds(),
+                lambda: self.traffic.port_measured,
+            ),
             shard,
             registration.place.first if registration is not None else "",
         )

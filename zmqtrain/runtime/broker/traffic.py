@@ -78,6 +78,7 @@ class Traffic:
         self._sending: Reservation[PeerId] = Reservation()
         self._lines: dict[PeerId, _Line] = {}
         self._limits: dict[PeerId, float | None] = {}
+        self._port = RateMeter()
         self._again = Alarm(self._send_on)
         self._transfer = 0
 
@@ -94,6 +95,11 @@ class Traffic:
         self.intake.limit_peer(peer, rate)
         if peer in self._lines:
             self._lines[peer].bucket.set_rate(rate)
+
+    @property
+    def port_measured(self) -> float:
+        """How fast the hub's own port was seen to send to all peers together, in bytes per second; 0: not yet."""
+        return self._port.rate
 
     def measured(self, peer: PeerId) -> float:
         """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
@@ -246,7 +252,11 @@ class Traffic:
             with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
                 line.outbox.acknowledged(credit.transfer, credit.chunks)
             left = line.outbox.in_flight_bytes
-            line.rate.over(before - left, time.monotonic(), idle=not left)
+            now = time.monotonic()
+            line.rate.over(before - left, now, idle=not left)
+            self._port.over(
+                before - left, now, idle=not any(one.outbox.in_flight_bytes for one in self._lines.values())
+            )
             self._pump(peer)
 
     def _next_transfer(self) -> int:
@@ -309,6 +319,7 @@ class Traffic:
         self._sending.sent(peer, size, now)
         line.bucket.pay(size, now)
         line.rate.begun(now)
+        self._port.begun(now)
         return True
 
     def look_again(self) -> None:

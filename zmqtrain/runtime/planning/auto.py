@@ -61,26 +61,35 @@ def link_share(link: str, share: float) -> LinkShare:
 
 
 def typical_rate(members: Iterable[Member]) -> float:
-    """Return the median rate of the ports of those who train, in bytes per second; 0: none is known.
+    """Return the rate of the ports of those who train, in bytes per second; 0: none is known.
 
-    It stands for a hub's port of which nobody has told the rate: all hang on one switch.
+    The median of the rates that are configured; where none is, the highest that was measured: a node's port is measured
+    too low while it shares the hub's with others, and never too high.  It stands for a hub's port of which nobody has
+    told the rate: all hang on one switch.
     """
-    live = (member for member in members if member.state is MemberState.LIVE)
-    rates = [max(LEAST_RATE, member.link_rate) for member in live if member.link_rate > 0]
-    return statistics.median(rates) if rates else 0.0
+    live = [member for member in members if member.state is MemberState.LIVE]
+    if configured := [max(LEAST_RATE, member.link) for member in live if member.link > 0]:
+        return statistics.median(configured)
+    return max((max(LEAST_RATE, member.measured) for member in live if member.measured > 0), default=0.0)
 
 
 class LoadPlanner:
     """A `Planner`: chooses k, d, codecs and outer optimizer, where they are auto, by the predicted time to a loss.
 
-    share: of the hub's own port; its rate, where it is not told, is a typical node's.  contribution_seconds: gives
-    the CPU that the hub takes for one contribution, of late.
+    share: of the hub's own port; its rate, where it is not told, is a typical node's, or what it was seen to carry if
+    that is more.  contribution_seconds: gives the CPU that the hub takes for one contribution, of late.  port_measured:
+    gives the bytes per second that the hub's port was seen to carry (0: not known).
     """
 
     def __init__(
-        self, settings: RunSettings, share: LinkShare, contribution_seconds: Callable[[], float] = lambda: 0.0
+        self,
+        settings: RunSettings,
+        share: LinkShare,
+        contribution_seconds: Callable[[], float] = lambda: 0.0,
+        port_measured: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.settings, self.share, self._contribution_seconds = settings, share, contribution_seconds
+        self._port_measured = port_measured
         self._rule = release_rule_from_spec(settings.release)
 
     def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
@@ -154,8 +163,9 @@ class LoadPlanner:
         at_once = fragments if settings.carries_all else 1
         sizes = exchange_bytes(model, codec, broadcast_codec, fragments)
         slowest_counts = settings.waits or self._rule.one_each
-        shares = [(LinkShare(one.link, one.share), one.measured) for one in members if one.link_rate > 0]
-        rates = [max(LEAST_RATE, share.usable(measured)) for share, measured in shares]
+        fastest = max((one.measured for one in members), default=0.0)
+        shares = [LinkShare(one.link, one.share) for one in members if one.link_rate > 0]
+        rates = [max(LEAST_RATE, share.usable(fastest)) for share in shares]
         typical = (min(rates) if slowest_counts else statistics.median(rates)) if rates else payload_rate(ASSUMED_BITS)
         # where each node's k follows from its speed, k is that of the reference (dynamic_every)
         percentile = 100 - REFERENCE_PERCENTILE if settings.follows_speed else 50.0
@@ -176,7 +186,7 @@ class LoadPlanner:
             bytes_up=at_once * sizes.up,
             bytes_down=round(at_once * sizes.down * self._aggregates(nodes)),
             node_rate=typical,
-            hub_rate=self.share.usable(typical_rate(members) or payload_rate(ASSUMED_BITS)),
+            hub_rate=self.share.usable(max(typical_rate(members), self._port_measured()) or payload_rate(ASSUMED_BITS)),
             fragments=1 if settings.carries_all else fragments,
             pieces=fragments if settings.carries_all else 0,
             node_seconds=at_once * node_seconds,
