@@ -32,9 +32,10 @@ CODECS = (
 )
 """The codecs that auto chooses from, the densest first. The same one is used up and down."""
 
-FREE_DENSITY = 0.05
+FREE_DENSITY = 0.0125
 SPARSE = 0.12
-"""top-k + sign: 1.01, 1.10 and 1.31 times the steps at a density of .05, .02 and .01: SPARSE * log(.05 / density)^2."""
+"""top-k + sign, by the density for each node, because an aggregate carries what all have sent: with 4 nodes 1.01, 1.10
+and 1.31 times the steps at .05, .02 and .01: SPARSE * log(4 FREE_DENSITY / density)^2."""
 CODED = 0.01
 """What any lossy codec is taken to cost at least; ternary and top-5 % + sign were 0 to 2 %."""
 LATE, LATE_FREE, LATE_POWER = 0.14, 2.0, 0.9
@@ -42,6 +43,8 @@ LATE, LATE_FREE, LATE_POWER = 0.14, 2.0, 0.9
 k steps between exchanges it is (k - 1) / 2 steps older than its offer.  float32, seed 0: 1.00 times the steps at (k, d)
 = (1, 0), (1, 2), (2, 0) and (4, 0), 1.10 at (2, 2), 1.27 at (1, 4), 1.50 at (4, 4) and (8, 4): age counts, k by itself
 does not."""
+FRESH = 0.004
+"""What each step of age costs below LATE_FREE, too: less than was seen between seeds, but the fresher of two is taken."""
 SPREAD = 0.05
 """How far a prediction is trusted, as a share of it: other models, rates and data were not measured."""
 NODE_BATCHES = 26.0
@@ -56,6 +59,7 @@ class Learning:
     age_steps: from an offer to its application.  codec, broadcast_codec: specs.
     """
 
+    nodes: int
     turn_steps: float
     age_steps: float
     codec: str
@@ -78,18 +82,18 @@ def density_of(spec: str) -> float:
     return density
 
 
-def _coded(spec: str) -> float:
-    density = density_of(spec)
-    if density >= FREE_DENSITY:
+def _coded(spec: str, nodes: int) -> float:
+    density, free = density_of(spec), min(FREE_DENSITY * nodes, 1.0)
+    if density >= free:
         return 0.0 if coding_from_spec(spec).default.name in ("float32", "bf16") else CODED * (1.5 - min(density, 1.0))
-    return CODED * (1.5 - density) + SPARSE * log(FREE_DENSITY / density) ** 2
+    return CODED * (1.5 - density) + SPARSE * log(free / density) ** 2
 
 
 def slowdown(learning: Learning) -> float:
     """Return how many times the steps of exact synchronous training a run needs to a loss, at least 1."""
     age = learning.age_steps + (learning.turn_steps - 1) / 2
-    late = LATE * max(0.0, age - LATE_FREE) ** LATE_POWER
-    coded = max(_coded(learning.codec), _coded(learning.broadcast_codec))
+    late = FRESH * age + LATE * max(0.0, age - LATE_FREE) ** LATE_POWER
+    coded = max(_coded(spec, learning.nodes) for spec in (learning.codec, learning.broadcast_codec))
     return float((1 + late) * (1 + coded))
 
 

@@ -341,7 +341,9 @@ def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedul
     prediction = predict(load, schedule)
     turn = prediction.model_period_steps
     age = max(float(schedule.delay), prediction.latency_seconds / load.step_seconds + 0.5)
-    slow = slowdown(Learning(turn_steps=turn, age_steps=age, codec=codec, broadcast_codec=broadcast_codec))
+    slow = slowdown(
+        Learning(nodes=load.nodes, turn_steps=turn, age_steps=age, codec=codec, broadcast_codec=broadcast_codec)
+    )
     outer = RARE_OUTER if turn >= RARE_TURN_STEPS else OFTEN_OUTER
     return Option(
         codec=codec,
