@@ -44,7 +44,7 @@ k steps between exchanges it is (k - 1) / 2 steps older than its offer.  float32
 = (1, 0), (1, 2), (2, 0) and (4, 0), 1.10 at (2, 2), 1.27 at (1, 4), 1.50 at (4, 4) and (8, 4): age counts, k by itself
 does not."""
 FRESH = 0.004
-"""What each step of age costs below LATE_FREE, too: less than was seen between seeds, but the fresher of two is taken."""
+"""What each step of age costs below LATE_FREE, too: less than seeds differ by, but of two the fresher is taken."""
 SPREAD = 0.05
 """How far a prediction is trusted, as a share of it: other models, rates and data were not measured."""
 NODE_BATCHES = 26.0
