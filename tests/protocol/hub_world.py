@@ -344,7 +344,7 @@ class HubWorld:
         for peer, member in hub.members.items():
             assert (member.state is MemberState.LIVE) == (peer in self.served)
             assert self.version < 0 or member.state not in (MemberState.APART, MemberState.LENDING)
-        due = hub.rounds.due_at(hub.live) if hub.complete and self.version >= 0 else None
+        due = hub.rounds.due_at(hub.awaited) if hub.complete and self.version >= 0 else None
         assert due is None or due > self.now, "a round is due and was not released"
         units = hub.ledger.state()
         assert sorted([*self.done, *units["returned"]]) == list(range(*units["next"]))

@@ -19,7 +19,7 @@ from zmqtrain.protocol.founding import Founding, Preemption
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import Groups
 from zmqtrain.protocol.masters import Masters
-from zmqtrain.protocol.members import Member, MemberState, crew
+from zmqtrain.protocol.members import Member, MemberState, crew, training
 from zmqtrain.protocol.messages import Publish, Roster, model_from_wire
 from zmqtrain.protocol.quarantine import Quarantines
 from zmqtrain.protocol.records import Records
@@ -42,8 +42,9 @@ class HubBook:
     version: of the last aggregate, -1 until somebody has founded the run.  exchange: how the nodes exchange gradients
     in every step, past this hub; "": they publish to it.  rule: when a round is due, if they do.
     latest_incarnation: the highest that a peer may say.
-    complete: as many nodes as the run begins with have come; until then nothing is released.  news: something has
-    happened, since the last look, from which another plan may follow.  plan: what the last one follows from, in words.
+    complete: as many nodes as the run begins with have come; until then nothing is released.  began_at: when this hub
+    first released something; None: it has not.  news: something has happened, since the last look, from which another
+    plan may follow.  plan: what the last one follows from, in words.
     The arguments are as in `Hub`.
     """
 
@@ -82,6 +83,7 @@ class HubBook:
         self.rests_until = 0
         """The version before which nothing is taken back again."""
         self.plan = ""
+        self.began_at: float | None = None
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
         self._began = now
 
@@ -104,12 +106,25 @@ class HubBook:
 
     @property
     def live(self) -> frozenset[PeerId]:
-        """The nodes that train now and from which a contribution can be awaited (an idle node has no data left)."""
+        """The nodes that train now (an idle node has no data left)."""
         return frozenset(
             peer
             for peer, member in self.members.items()
             if member.state is MemberState.LIVE and not (member.idle or member.drained or member.quarantined)
         )
+
+    @property
+    def awaited(self) -> frozenset[PeerId]:
+        """The nodes from which a round may await a contribution; where nodes are in lockstep, all that end together."""
+        if self.exchange:
+            return frozenset(peer for peer in training(self.members) if not self.members[peer].drained)
+        return frozenset(peer for peer in self.live if self.members[peer].counted)
+
+    @property
+    def counts_newcomers(self) -> bool:
+        """Whether a node that comes now is awaited and counted before its first delta: before this hub has released
+        anything, and where a round takes one delta of each."""
+        return self.rounds.rule.one_each or self.began_at is None
 
     def backs(self, member: Member) -> bool:
         """Return whether work of this node is in the run: deltas have come, or it exchanges past this hub."""

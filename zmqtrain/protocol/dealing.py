@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zmqtrain.protocol.effects import HubEffect, SendTo
-from zmqtrain.protocol.members import Member, MemberState, training
+from zmqtrain.protocol.members import Member, MemberState, counted, training
 from zmqtrain.protocol.messages import WorkRequest, WorkUnit
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
@@ -77,7 +77,7 @@ class Dealing:
         member.idle = request.idle and not member.drained and self._lane(member.peer) is None
 
     def _data_ended(self) -> None:
-        self.nodes_at_the_end = max(self.nodes_at_the_end, len(training(self._members)))
+        self.nodes_at_the_end = max(self.nodes_at_the_end, len(counted(self._members)))
 
     def lost(self, peer: PeerId, unbacked: bool = False) -> list[HubEffect]:
         """Take back what a peer had in hand: it is gone, or has forgotten it. unbacked: as in the ledger."""

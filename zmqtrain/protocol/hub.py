@@ -171,7 +171,7 @@ class Hub(HubBook):
             return [refuse(self, member, announcement, *RESTART)]
         self.rounds.add(peer, announcement, now)
         self.quarantines.accepted(peer, self.voter_of(peer), now)
-        member.contributions += 1
+        member.contributions, member.counted = member.contributions + 1, True
         member.samples += announcement.samples
         settings = self.timetable.at(self.version)
         member.steps += min(announcement.steps, 2 * (settings.every + settings.delay))

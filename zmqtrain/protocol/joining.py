@@ -109,6 +109,7 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
     if succeeds is not None and succeeds in book.members:
         effects += lose(book, book.members[succeeds], "another broker took its place at its address", now)
     member = book.members[sender] = _member(sender, hello, before, book.came, now)
+    member.counted = before.counted if before is not None else book.counts_newcomers
     if before is not None:  # what was on its way on the old connection will not come any more
         effects.append(Disconnect(sender, "again", f"{member.name} connected again"))
         effects += book.groups.gone(sender, "it connected again")

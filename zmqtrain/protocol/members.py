@@ -30,7 +30,7 @@ from zmqtrain.protocol.standby_messages import Holding, Promote
 from zmqtrain.protocol.words import words
 from zmqtrain.types import ModelSpec, PeerId
 
-__all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "crew"]
+__all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "counted", "crew"]
 
 MOST_WAITING = 64
 """So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
@@ -86,7 +86,8 @@ class Member:
     whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
     said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
     were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
-    steps, units: that its deltas stand for, and data units that it has done, since it came in.
+    steps, units: that its deltas stand for, and data units that it has done, since it came in.  counted: rounds await
+    it, and it is one of those that a mean is over.
     quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.
     restarts: it was told to begin again from the shared parameters, and has not fetched them yet.  digest, held: as in
     its last Fetch.
@@ -111,6 +112,7 @@ class Member:
     samples: int = 0
     steps: int = 0
     units: int = 0
+    counted: bool = True
     staleness: int = 0
     refused: int = 0
     report: Report | None = None
@@ -179,8 +181,14 @@ class Member:
 
 
 def training(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes that a mean is over: idle ones too, or the last to finish would weigh more than the others."""
+    """Return the nodes that train: idle ones too, or the last to finish would weigh more than the others in a mean."""
     return {peer for peer, member in members.items() if member.state is MemberState.LIVE and not member.quarantined}
+
+
+def counted(members: Mapping[PeerId, Member]) -> set[PeerId]:
+    """Return the nodes that a mean is over: those that train, but none of which no delta has come: see
+    `HubBook.counts_newcomers`."""
+    return {peer for peer in training(members) if members[peer].counted}
 
 
 def crew(members: Mapping[PeerId, Member]) -> set[PeerId]:

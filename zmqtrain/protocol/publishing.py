@@ -3,7 +3,8 @@
 Rule 1: a publish is judged by its head, before anything of it is held; what is in it is the aggregator's affair.
 Rule 2: one that is under way, accepted or landed is no second one, and is not refused: it would be offered again.
 Rule 3: what is released is stated in an order that follows from who took part, where floats depend on it.
-Rule 4: a refusal is told to who sent it; who sends again and again what no sound node does is quarantined.
+Rule 4: a node of which no delta has come is not awaited and is not one of N, but at the beginning of a hub, and in
+lockstep.  Rule 5: a refusal is told to who sent it; who sends again and again what no sound node does is quarantined.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from math import isnan
 
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Rebase, Reduce, SendTo, TakeBack
-from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, training
+from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, counted, training
 from zmqtrain.protocol.messages import Preempt, Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
 from zmqtrain.types import PeerId, count_values, is_barrier
 
 __all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "refuse", "offended", "take_back", "restart", "release"]
 
+GRACE_SECONDS = 5.0
+"""Nodes that came before the first release are awaited for so long after it, though no delta of theirs has come."""
 MAX_SAMPLES = 1 << 40
 """What one publish may stand for: the sum over a run must fit in a head's 64 bits."""
 MOST_WAITING_BYTES = 64 << 20
@@ -159,15 +162,16 @@ def release(book: HubBook, now: float) -> list[HubEffect]:
     if book.version < 0:
         return []
     effects: list[HubEffect] = []
+    _end_grace(book, now)
     if not book.complete:  # the first began with so many at once; here they come one after another
         book.complete = len(training(book.members)) >= book.settings.start_nodes
-    while book.complete and (taken := book.rounds.take(_awaited(book), now)):
+    while book.complete and (taken := book.rounds.take(book.awaited, now)):
         if book.rounds.rule.one_each:
             # a stated order: the sum of floats depends on it (strict mode is bit-identical)
             taken.sort(key=lambda one: one[0])
             effects += [Accumulate(peer, publish) for peer, publish in taken]
         senders = {peer for peer, _ in taken}
-        everybody = max(len(training(book.members) | senders), book.dealing.nodes_at_the_end)
+        everybody = max(len(counted(book.members) | senders), book.dealing.nodes_at_the_end)
         scheduled = book.timetable.at(book.version)
         reduce = Reduce(
             version=book.version + 1,
@@ -185,14 +189,17 @@ def release(book: HubBook, now: float) -> list[HubEffect]:
         book.samples += reduce.samples
         book.contributions += len(taken)
         effects.append(reduce)
+        if book.began_at is None:
+            book.began_at = now
     return effects
 
 
-def _awaited(book: HubBook) -> frozenset[PeerId]:
-    """The nodes from which a round may await a contribution: all that end together, where nodes are in lockstep."""
-    if not book.exchange:
-        return book.live
-    return frozenset(peer for peer in training(book.members) if not book.members[peer].drained)
+def _end_grace(book: HubBook, now: float) -> None:
+    """Await those no longer that came before the first release, and of which nothing has come for long since."""
+    if book.began_at is None or now - book.began_at < GRACE_SECONDS or book.rounds.rule.one_each:
+        return
+    for member in book.members.values():
+        member.counted = bool(member.contributions)
 
 
 def _contribution(book: HubBook, peer: PeerId, publish: Publish) -> Contribution:

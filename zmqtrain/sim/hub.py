@@ -274,7 +274,7 @@ class SimHub:
 
     def _carry_out(self, effects: Sequence[HubEffect]) -> None:
         self._effects.carry_out(effects)
-        due = self.hub.rounds.due_at(self.hub.live)
+        due = self.hub.rounds.due_at(self.hub.awaited)
         if due is not None and due < self._looks_at:
             self._looks_at = max(due, self._scheduler.now)
             self._scheduler.call_at(self._looks_at, self._look)
