@@ -32,11 +32,9 @@ from zmqtrain.monitor.records import read_records
 from zmqtrain.programs import parse_arguments
 from zmqtrain.quantities import parse_count
 from zmqtrain.runtime.planning.costs import exchange_costs
-from zmqtrain.runtime.planning.schedule import exchange_bytes
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import read_steps
 from zmqtrain.sim import Scenario, SimNode, simulate
-from zmqtrain.train.step import describe_model
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 from zmqtrain.transport.memory import LinkModel
 
@@ -45,7 +43,6 @@ from federation import ExchangeSettings, Federation, LocalSteps, draw_batches, j
 __all__ = [
     "TEXT",
     "TARGETS",
-    "AUTO",
     "Curve",
     "Job",
     "Line",
@@ -87,8 +84,6 @@ DILOCO = ExchangeSettings(
 """Of Douillard et al. 2023. What fp16 rounds is left out."""
 LATENCY_SECONDS = 0.0005
 JOINING_LOOK_SECONDS = 0.001
-PROBE_STEPS = 100
-AUTO = "auto"
 
 Curve = list[tuple[float, float]]
 Line = dict[str, Any]
@@ -395,34 +390,17 @@ def ring_link(ratio: float, nodes: int, values: int, step_seconds: float) -> flo
     return 2 * (nodes - 1) / nodes * 32 * values / (ratio * step_seconds)
 
 
-def _codec_ns(job: Job, codec: str, broadcast: str, fragments: int) -> tuple[float, float]:
-    """Return what a node's and the hub's codec thread take per value of the small model each time that they code."""
-    model = describe_model(_base(job.program, job.data, 1.0).init(0))
-    values, place = sum(leaf.values for leaf in model), job.place
-    sizes = exchange_bytes(model, codec, broadcast, fragments)
-    moved = (round(place.scale * one * fragments) for one in (sizes.up, sizes.down))
-    costs = exchange_costs(place.scale * values, *moved, codec, broadcast, job.nodes, codec_on=place.codec_on)
-    # a node encodes and decodes; the hub checks and adds each delta, and makes one release
-    node, hub = costs.node_seconds / 2, costs.hub_seconds / (2 * job.nodes + 1) / place.hub_cores
-    return 1e9 * node / values, 1e9 * hub / values
-
-
 def _run_simulated(job: Job) -> Line:
-    settings = run_settings(job)
-    codecs = (settings.codec, settings.broadcast_codec, max(1, settings.fragments))
-    if AUTO in codecs[:2]:
-        chosen = _simulate(job, (0.0, 0.0), PROBE_STEPS, -inf)["chosen"]
-        codecs = (chosen["codec"], chosen["broadcast_codec"], chosen["fragments"])
     made: Line = {}
     for below in STOPPED_BELOW:
-        made = _simulate(job, _codec_ns(job, *codecs), job.max_steps, job.until - below)
+        made = _simulate(job, job.until - below)
         window = SMOOTHED_STEPS * job.place.step_seconds
         if made["ended"] != "target" or crossing(made["curve"], job.until, window) < inf:
             break
-    return {**made, "costs_of": codecs[0]}
+    return made
 
 
-def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float) -> Line:
+def _simulate(job: Job, target: float) -> Line:
     place, syncs, begun = job.place, list[DelayedSync](), list[float]()
     held = place.held_milliseconds / 1e3
 
@@ -443,7 +421,6 @@ def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float
                 self.exchange.clock.sleep(held)
             return params
 
-    node_ns, hub_ns = codec_ns
     seconds = place.step_seconds
     scenario = Scenario(
         settings=run_settings(job),
@@ -452,11 +429,12 @@ def _simulate(job: Job, codec_ns: tuple[float, float], steps: int, target: float
             for number in range(job.nodes)
         ),
         link=LinkModel(place.link, LATENCY_SECONDS),
-        evaluate_seconds=SCORED_STEPS * seconds if target > -inf else 0.0,
+        evaluate_seconds=SCORED_STEPS * seconds,
         target_loss=target,
-        max_seconds=steps * seconds,
-        node_codec_ns=node_ns,
-        hub_codec_ns=hub_ns,
+        max_seconds=job.max_steps * seconds,
+        codec_scale=place.scale,
+        codec_on=place.codec_on,
+        hub_threads=place.hub_cores,
     )
     program = _Seeded(_base(job.program, job.data, job.rate), job.make())
     with tempfile.TemporaryDirectory() as folder:

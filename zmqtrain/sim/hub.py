@@ -297,6 +297,7 @@ class SimHub:
                 whole, self._mean = self._mean or self._whole.pop(_key(peer, announcement)), ()
                 frames, self._moments = split_snapshot(announcement, whole)
                 self._whole.clear()  # what was pending in a run that is founded anew
+                self._since.clear()
                 self._codec.do(self._seconds(count_values(self.hub.model)), partial(self._found, frames, peer))
             case Average(snapshots):
                 gathered = {peer: self._whole.pop(_key(peer, snapshot)) for peer, snapshot in snapshots}
