@@ -18,7 +18,7 @@ class Watch:
     def __init__(self, *ranks, alive=(), hub=True):
         self.vigil, self.now, self.found = Vigil(0.0), 0.0, []
         self.vigil.hub = hub
-        self.alive, self.hub_alive = set(alive), hub
+        self.alive, self.hub_alive, self.forgets = set(alive), hub, True
         for rank in ranks:
             self.vigil.watch(rank)
 
@@ -31,7 +31,7 @@ class Watch:
                 self.vigil.heard_hub()
             for finding in self.vigil.tick(self.now):
                 self.found.append((self.now, finding))
-                if isinstance(finding, Declare):
+                if isinstance(finding, Declare) and self.forgets:
                     self.vigil.forget(finding.rank)
 
     @property
@@ -137,3 +137,14 @@ def test_all_that_are_silent_are_found(silent):
     watch = Watch(1, 2, 3, 4, alive=range(silent + 1, 5))
     watch.pass_time(SILENCE_SECONDS + 0.2)
     assert sorted(finding.rank for finding in watch.findings) == list(range(1, silent + 1))
+
+
+@pytest.mark.parametrize("hub", [True, False])
+def test_a_rank_that_nobody_forgets_is_declared_once_and_so_is_a_process_that_is_cut_off(hub):
+    watch = Watch(1, 2, alive=[2], hub=hub)
+    watch.forgets = watch.hub_alive = False
+    watch.pass_time(SILENCE_SECONDS + 3.0)
+    assert [finding.rank for finding in watch.findings if isinstance(finding, Declare)] == [1]
+    watch.alive = set()
+    watch.pass_time(SILENCE_SECONDS + 3.0)
+    assert [type(finding) for finding in watch.findings].count(CutOff) == 1

@@ -62,6 +62,8 @@ class Vigil:
         self._heard: dict[int, float] = {}
         self._unreachable: dict[int, float] = {}
         self._accused: dict[int, tuple[float, str]] = {}
+        self._declared: set[int] = set()
+        self._cut_off = False
 
     @property
     def hub_silence(self) -> float:
@@ -76,6 +78,7 @@ class Vigil:
         """Expect nothing of this rank: it is lost, or the hub watches it."""
         for known in (self._heard, self._unreachable, self._accused):
             known.pop(rank, None)
+        self._declared.discard(rank)
 
     def heard(self, rank: int) -> None:
         """Take note that a rank lives."""
@@ -103,13 +106,22 @@ class Vigil:
             if rank not in self._accused and (silent > SILENCE_SECONDS or gone > UNREACHABLE_SECONDS):
                 why = f"silent for {silent:.1f} s" if silent > SILENCE_SECONDS else "its connection is gone"
                 self._accused[rank] = (self.attended, why)
-                findings += [Accuse(rank, why)] if self.hub else [Declare(rank, why)]
-        due = [rank for rank, (since, _) in self._accused.items() if self.attended - since > VERDICT_SECONDS]
-        findings += [Declare(rank, self._accused[rank][1]) for rank in due]
-        if any(isinstance(finding, Declare) for finding in findings) and self._hears_nobody():
+                findings += [Accuse(rank, why)] if self.hub else []
+        seconds = VERDICT_SECONDS if self.hub else 0.0
+        due = {
+            rank: why
+            for rank, (since, why) in self._accused.items()
+            if rank not in self._declared and self.attended - since >= seconds
+        }
+        if due and self._hears_nobody():
+            if self._cut_off:
+                return []
+            self._cut_off = True
             contacts = len(self._heard) + self.hub
             return [CutOff(f"this process hears nobody any more, of {contacts} that it heard: is its cable in?")]
-        return findings
+        self._cut_off = False
+        self._declared.update(due)
+        return findings + [Declare(rank, why) for rank, why in due.items()]
 
     def _hears_nobody(self) -> bool:
         signs = [*self._heard.values(), *([self._hub_heard] if self.hub else [])]

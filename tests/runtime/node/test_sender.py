@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -157,5 +157,30 @@ def test_while_the_channel_connects_anew_nothing_is_sent_and_a_limit_told_later_
         await node.live(seconds=2.5)
         assert [lane for _, lane, _ in node.arrived] == [Lane.BULK] * 2
         assert node.sender.bytes_sent == 2 * SIZE
+
+    run(main())
+
+
+def test_a_heartbeat_goes_while_a_chunk_waits_for_room_on_its_lane() -> None:
+    class Full:
+        """A channel whose lane of payloads has no room."""
+
+        sent: ClassVar[list[Sequence[Buffer]]] = []
+
+        async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
+            if lane is Lane.BULK:
+                await asyncio.Event().wait()
+            self.sent.append(frames)
+
+    async def main() -> None:
+        sender = Sender()
+        sending = asyncio.create_task(sender.run(Full()))  # type: ignore[arg-type]
+        sender.give(Use.DELTA, CHUNK)
+        await asyncio.sleep(0.1)
+        sender.say(b"heartbeat")
+        await asyncio.wait_for(sender.sent_control(), 1.0)
+        assert Full.sent == [[b"heartbeat"]]
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
 
     run(main())

@@ -22,6 +22,7 @@ from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_head, encode_message, split
 from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Roster, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.equation.delta import Encoded
 from zmqtrain.runtime.node.alone import Alone
 from zmqtrain.runtime.node.listener import Listener
@@ -77,6 +78,7 @@ class HubLink:
         self._founding = False
         self._reconnecting: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._effects = EffectQueue[tuple[PeerEffect, list[Buffer]]](self._carry_out_one)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zmqtrain-network", daemon=True)
 
@@ -156,27 +158,30 @@ class HubLink:
         self._sender.say(encode_message(message, self.peer.stamp()))
 
     def carry_out(self, effects: Sequence[PeerEffect], frames: list[Buffer] | None = None) -> None:
-        """Do what the machine wishes. frames: of the transfer that a Deliver is about."""
-        for effect in effects:
-            match effect:
-                case Send(message):
-                    self.send(message)
-                case Connect(address):
-                    self._connect(address)
-                case Expect(_, announcement):
-                    held = self._resuming.begin(announcement) if isinstance(announcement, Snapshot) else ()
-                    self.peer.held = "", 0
-                    self._assembler.expect(announcement, held)
-                case Deliver():
-                    self.listener.on_delivered(effect, frames or [])
-                case Serve():
-                    self._founding = True
-                    self.listener.on_founding()
-                case Withdraw(sequence, reason, text):
-                    self._outgoing.pop(self._published.pop(sequence, -1), None)
-                    self.listener.on_withdrawn(sequence, reason, text)
-                case Disconnect(_, reason, text):
-                    self._disconnect(reason, text)
+        """Do what the machine wishes, after what it wished before. frames: of the transfer that a Deliver is about."""
+        self._effects.carry_out([(effect, frames or []) for effect in effects])
+
+    def _carry_out_one(self, wish: tuple[PeerEffect, list[Buffer]]) -> None:
+        effect, frames = wish
+        match effect:
+            case Send(message):
+                self.send(message)
+            case Connect(address):
+                self._connect(address)
+            case Expect(_, announcement):
+                held = self._resuming.begin(announcement) if isinstance(announcement, Snapshot) else ()
+                self.peer.held = "", 0
+                self._assembler.expect(announcement, held)
+            case Deliver():
+                self.listener.on_delivered(effect, frames)
+            case Serve():
+                self._founding = True
+                self.listener.on_founding()
+            case Withdraw(sequence, reason, text):
+                self._outgoing.pop(self._published.pop(sequence, -1), None)
+                self.listener.on_withdrawn(sequence, reason, text)
+            case Disconnect(_, reason, text):
+                self._disconnect(reason, text)
 
     def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
         """Announce an encoded offer; its chunks go as the hub grants."""

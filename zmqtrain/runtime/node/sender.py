@@ -1,7 +1,8 @@
 """Send what a node has to say: control at once, granted chunks as the reserved share of its port lets them.
 
-Rule 1: one task sends, so that a lane keeps its order; who waits for the share sleeps until its time, or until there
-is control to send.  Rule 2: what waits here was granted already: the hub, which knows the share, seldom grants more.
+Rule 1: one task a lane, so that a lane keeps its order, and heartbeats go also while a chunk waits for room on the
+other; a chunk that waits for the share does so until its time.
+Rule 2: what waits here was granted already: the hub, which knows the share, seldom grants more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Sender:
         self._control: deque[bytes] = deque()
         self._chunks: dict[Use, deque[PayloadChunk]] = {Use.DELTA: deque(), Use.SNAPSHOT: deque()}
         self._reservation: Reservation[Use] = Reservation(rate)
-        self._wake, self._control_sent = asyncio.Event(), Gate()
+        self._wake, self._wake_control, self._control_sent = asyncio.Event(), asyncio.Event(), Gate()
         self._open, self._says = True, False
 
     @property
@@ -48,7 +49,7 @@ class Sender:
     def say(self, head: bytes) -> None:
         """Send a control message before all else."""
         self._control.append(head)
-        self._wake.set()
+        self._wake_control.set()
 
     def give(self, use: Use, chunk: PayloadChunk) -> None:
         """Send a chunk that was granted, after what waits for the same use."""
@@ -72,13 +73,22 @@ class Sender:
         """Send again."""
         self._open = True
         self._wake.set()
+        self._wake_control.set()
 
     async def run(self, channel: Channel) -> None:
         """Send for ever, on this channel. Raises ChannelClosed."""
+        lanes = [asyncio.create_task(send(channel)) for send in (self._send_control, self._send_chunks)]
+        try:
+            await asyncio.gather(*lanes)
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+
+    async def _send_control(self, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            seconds = inf
-            if self._open and self._control:
+            while self._open and self._control:
                 head = self._control.popleft()
                 self._reservation.pay(len(head), loop.time())
                 self.bytes_sent += len(head)
@@ -88,7 +98,13 @@ class Sender:
                 finally:
                     self._says = False
                     self._control_sent.open()
-                continue
+            self._wake_control.clear()
+            await self._wake_control.wait()
+
+    async def _send_chunks(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            seconds = inf
             if self._open:
                 use, seconds = self._turn(loop.time())
                 if use is not None:
