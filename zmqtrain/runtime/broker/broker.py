@@ -352,15 +352,16 @@ class Broker:
                 self.versions.do(effect)
 
     def _describe(self, message: Message) -> Message:
-        """Return a Roster with what only the living half knows, and any other message as it is."""
-        if not isinstance(message, Roster):
-            return message
+        return self.describe(message) if isinstance(message, Roster) else message
+
+    def describe(self, roster: Roster) -> Roster:
+        """Return a roster of the hub's with what only the living half knows."""
         here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": sum(self._refusals().values())}
         here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.unsaved}
-        if (noise := self.aggregator.meter.noise) is not None and message.members:
+        if (noise := self.aggregator.meter.noise) is not None and roster.members:
             here["noise"] = noise
-            here["gain_next"], here["gain_last"] = gains(len(message.members), noise)
-        return self.parameters.describe(replace(message, hub=message.hub | here))
+            here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)
+        return self.parameters.describe(replace(roster, hub=roster.hub | here))
 
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)

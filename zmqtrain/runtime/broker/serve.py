@@ -155,7 +155,7 @@ def serve(
             if registration is not None:
                 await asyncio.to_thread(registration.close)
         if watch is not None:
-            watch(broker.hub.roster(time.monotonic()))  # how the run ended
+            watch(broker.describe(broker.hub.roster(time.monotonic())))  # how the run ended
         return broker.statistics()
 
     return asyncio.run(begin())
