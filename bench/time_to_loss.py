@@ -95,8 +95,10 @@ BEST_RATE: dict[tuple[str, int], float] = {
 Found with `bench/time_to_loss.py --tune --nodes 2 4 8 --json tune.jsonl`."""
 POWER_RANK = 4
 SWEEP_CODECS = (*(f"topk:density={density}+sign" for density in (0.01, 0.02, 0.05, 0.1)), "ternary")
-SWEEP_SHAPES = ((1, 1, 1), (1, 2, 1), (1, 4, 4), (2, 2, 1), (2, 2, 4), (4, 4, 1), (4, 4, 4))
-"""k, d, fragments."""
+SWEEP_SHAPES = ((1, 1, 1), (1, 2, 1), (1, 2, 0), (1, 4, 4), (2, 2, 1), (2, 2, 0), (4, 4, 1))
+"""k, d, fragments; 0: each exchange carries the whole model, in pieces."""
+SWEEP_STEPS = 800
+"""A run of a sweep ends after so many steps, which one node needs for the first loss."""
 COST = ("exchange", "steps", "k", "age", "refused", "MB up", "MB down", "busy", "chosen")
 BARS = {2: 0.92, 4: 0.92, 8: 0.85}
 
@@ -162,12 +164,13 @@ def power_bytes(shapes: Sequence[tuple[int, ...]], rank: int = POWER_RANK) -> tu
 
 def sweep_rows(auto: Job, full: bool = False) -> list[Row]:
     """Return the rows of hand-set settings beside auto: every codec with every k, d and fragments of the grid."""
-    shapes = list(product((1, 2, 4), (1, 2, 4), (1, 4))) if full else SWEEP_SHAPES
+    shapes = list(product((1, 2, 4), (1, 2, 4), (0, 1, 4))) if full else SWEEP_SHAPES
     rows = [Row(name="auto", job=auto)]
     for codec, (every, delay, fragments) in product(SWEEP_CODECS, shapes):
         settings = {"codec": codec, "broadcast_codec": codec, "every": every, "delay": delay, "fragments": fragments}
-        name = f"{codec} k={every} d={delay}" + (f" f={fragments}" if fragments > 1 else "")
-        rows.append(Row(name=name, job=replace(auto, settings=json.dumps({**settings, "outer": "sgd:rate=1"}))))
+        pieces = {0: " in pieces", 1: ""}.get(fragments, f" f={fragments}")
+        by_hand = json.dumps({**settings, "outer": "sgd:rate=1"})
+        rows.append(Row(name=f"{codec} k={every} d={delay}{pieces}", job=replace(auto, settings=by_hand)))
     return rows
 
 
@@ -557,7 +560,9 @@ def _rows(options: argparse.Namespace, nodes: int) -> list[Row]:
     if options.sweep:
         rows = [row for row in rows if row.name in ("one", "ideal")] + sweep_rows(auto, options.sweep_full)
     rows += [hand_row(text, auto) for text in options.row]
-    return [replace(row, job=replace(row.job, until=until, max_steps=options.max_steps)) for row in rows]
+    at_most = min(options.max_steps, SWEEP_STEPS) if options.sweep else options.max_steps
+    steps = {row: options.max_steps if row.job.kind in ("alone", "ideal") else at_most for row in rows}
+    return [replace(row, job=replace(row.job, until=until, max_steps=steps[row])) for row in rows]
 
 
 def _tune(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
