@@ -490,9 +490,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[""], help=only_help)
     parser.add_argument("--row", action="append", default=[], help='a row by hand: "name=dense|codec=int8|every=4|..."')
     parser.add_argument("--as", dest="model", choices=("25M", "100M"), help="as a model of so many values at 1 Gb/s")
-    parser.add_argument(
-        "--hub-cores", type=float, default=1.0, help="that share the hub's codec, with --as (default 1)"
-    )
+    parser.add_argument("--hub-cores", type=float, default=1.0, help="of the hub, with --as (default 1)")
     codec_help = "where nodes compress, with --as: what it costs on a card is an estimate (default host)"
     parser.add_argument("--codec-on", choices=("host", "device"), default="host", help=codec_help)
     held_help = "of the training thread by an exchange, with --as (default: as the planner counts it)"

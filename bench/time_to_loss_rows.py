@@ -31,6 +31,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.monitor.records import read_records
 from zmqtrain.programs import parse_arguments
 from zmqtrain.quantities import parse_count
+from zmqtrain.runtime.equation.slab_threads import MOST_THREADS
 from zmqtrain.runtime.planning.costs import exchange_costs
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import read_steps
@@ -95,8 +96,8 @@ class Place:
     """The machines of a run. link: of every port, bits per second.
 
     In virtual time besides: scale: codecs take the time of a model of so many times the values; codec_on: of nodes,
-    where.  hub_cores: so many share the work of the hub's codec.  held_milliseconds: of the training thread, by each
-    exchange.
+    where.  hub_cores: those that share a release at the hub are so many at most.  held_milliseconds: of the training
+    thread, by each exchange.
     """
 
     step_milliseconds: float = 100.0
@@ -434,7 +435,7 @@ def _simulate(job: Job, target: float) -> Line:
         max_seconds=job.max_steps * seconds,
         codec_scale=place.scale,
         codec_on=place.codec_on,
-        hub_threads=place.hub_cores,
+        hub_threads=max(1.0, min(place.hub_cores, MOST_THREADS)),
     )
     program = _Seeded(_base(job.program, job.data, job.rate), job.make())
     with tempfile.TemporaryDirectory() as folder:
