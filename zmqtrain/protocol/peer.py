@@ -1,6 +1,6 @@
 """Be a node's side of the talk with the hub, without a socket or a clock: messages and `now` go in, effects come out.
 
-Rule 1: `PEER_TRANSITIONS` says which message moves which state where.  Rule 2: whatever happens to the hub, training
+Rule 1: `PEER_TRANSITIONS` says what moves which state where.  Rule 2: whatever happens to the hub, training
 goes on: the machine falls back to CONNECTING and says Hello again.
 Rule 3: which hub to believe is for `belief` to say, when and where to look for one for `search`, and which versions to
 fetch for `following`; what is known stands in the `PeerBook`.
@@ -36,14 +36,14 @@ from zmqtrain.protocol.messages import (
     model_from_wire,
     model_to_wire,
 )
-from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, PeerBook, PeerState
+from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, Move, PeerBook, PeerState
 from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 
-__all__ = ["PeerState", "PEER_TRANSITIONS", "Peer", "HUB"]
+__all__ = ["PeerState", "Move", "PEER_TRANSITIONS", "Peer", "HUB"]
 
 HUB = PeerId("hub")
 KEEPS_OPTIMIZER = frozenset({"norm", "again", OVER})
@@ -99,7 +99,7 @@ class Peer(PeerBook):
         said: list[PeerEffect] = (
             [] if self.state in (PeerState.CONNECTING, PeerState.CLOSED) else [Send(Goodbye(reason))]
         )
-        self.state = PeerState.CLOSED
+        self._move(Move.CLOSE)
         return said
 
     def tick(self, now: float) -> list[PeerEffect]:
@@ -170,11 +170,12 @@ class Peer(PeerBook):
                 several = self.settings is not None and self.settings.masters > 1
                 if (self.state, Quarantine) in PEER_TRANSITIONS and not several:  # one of several has a part only
                     self._following.begin_anew(warm=reason in KEEPS_OPTIMIZER)
-                    return self._resync()
+                    return self._resync(Quarantine)
             case Refused():
                 return self._on_refused(message, now)
             case Goodbye(reason) if reason == RUN_OVER and self.claim is not None:
-                self.over, self.state = True, PeerState.CLOSED
+                self.over = True
+                self._move(Move.CLOSE)
             case Goodbye(reason) if self.state is not PeerState.CONNECTING:
                 text = f"the broker said goodbye: {reason}" if reason else "the broker said goodbye"
                 return self._lose_hub("goodbye", text, now, now + GOODBYE_HELLO_SECONDS)
@@ -183,14 +184,14 @@ class Peer(PeerBook):
                     case Welcome():
                         return self._on_welcome(message, now)
                     case Fetch():
-                        self.state, self.founding = PEER_TRANSITIONS[self.state, Fetch], message.founding
-                        self._voting = False
+                        self._move(Fetch)
+                        self.founding, self._voting = message.founding, False
                         return [Serve(HUB, -1)]
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
                     case Preempt(reason):
                         self._following.begin_anew(warm=reason in KEEPS_OPTIMIZER)
-                        return self._resync()
+                        return self._resync(Preempt)
         return []
 
     def distrust(self, text: str, now: float) -> list[PeerEffect]:
@@ -288,7 +289,8 @@ class Peer(PeerBook):
             self.timetable.add(schedule_from_plain(schedule))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
         self.shard, self.masters = welcome.shard, welcome.masters
-        self.state, self.obstacle = PeerState.WELCOMED, ""
+        self._move(Welcome)
+        self.obstacle = ""
         self._search.answered()
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
@@ -306,15 +308,17 @@ class Peer(PeerBook):
         if self.run_model:
             difference = describe_mismatch(self.run_model, self.model)
             if difference is not None:
-                self.state = PeerState.CLOSED
+                self._move(Move.CLOSE)
                 text = f"{difference[1]}. Start this node with the run's model, or another broker for this one."
                 return [Send(Goodbye("another model")), Disconnect(HUB, "model", text)]
         return self._resync()
 
-    def _resync(self) -> list[PeerEffect]:
+    def _resync(self, cause: type[Message] | Move = Move.FETCH) -> list[PeerEffect]:
         settings = self.settings
         population = settings is not None and settings.initial == "own" and settings.elastic == 1
-        self.state = PeerState.APART if population and not self.founded and self.version < 0 else PeerState.SYNCING
+        population &= (self.state, Move.FETCH_APART) in PEER_TRANSITIONS
+        apart = population and not self.founded and self.version < 0
+        self._move(Move.FETCH_APART if apart and cause is Move.FETCH else cause)
         founding = self.founding if self.shard else 0  # the first gives the number, and needs not be told it
         return [Send(Fetch(self._following.fetch(), model_to_wire(self.model), self.score, founding, *self.held))]
 
@@ -327,7 +331,8 @@ class Peer(PeerBook):
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         if isinstance(announcement, Snapshot) and announcement.version >= 0:
             self.run_version = announcement.version
-            self.state, self.checkpoints, self._asks_of = PeerState.LIVE, (), ()
+            self._move(Snapshot)
+            self.checkpoints, self._asks_of = (), ()
             if announcement.rewound:
                 self.rewound, self.heard = announcement.version, -1
                 self.in_flight.clear()
@@ -356,11 +361,11 @@ class Peer(PeerBook):
             return self._lose_hub("unknown", refused.text, now, now)
         if refused.reason == "run":
             return self._lose_hub("run", refused.text, now, now + REFUSED_HELLO_SECONDS)
-        self.state = PeerState.CLOSED
+        self._move(Move.CLOSE)
         return [Disconnect(HUB, refused.reason, refused.text)]
 
     def _lose_hub(self, reason: str, text: str, now: float, hello_at: float) -> list[PeerEffect]:
-        self.state = PeerState.CONNECTING
+        self._move(Move.LOSE)
         self._following.lose()
         self._beats.clear()
         self._search.lost(hello_at, elsewhere=reason in ("run", "version", "term"))

@@ -1,6 +1,6 @@
 """Hold what a node knows of its hub and of its run, and say in which states it can be, and what moves it to another.
 
-Rule 1: `PEER_TRANSITIONS` says which message moves which state where; the moves are made by the `Peer`.
+Rule 1: `PEER_TRANSITIONS` says what moves which state where; `_move` is the only way from one to another.
 Rule 2: nothing is asked for, or answered, here.
 """
 
@@ -21,7 +21,7 @@ from zmqtrain.protocol.search import Search
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, Version
 
-__all__ = ["PeerState", "PEER_TRANSITIONS", "PeerBook"]
+__all__ = ["PeerState", "Move", "PEER_TRANSITIONS", "PeerBook"]
 
 
 class PeerState(Enum):
@@ -36,7 +36,19 @@ class PeerState(Enum):
     CLOSED = "closed"
 
 
-PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
+class Move(Enum):
+    """What moves a node's state besides what the hub says."""
+
+    FETCH = "it asks for the run's parameters"
+    FETCH_APART = "the same, as one of a population whose run is not founded"
+    LOSE = (
+        "its hub is lost: silence, Goodbye, garbage, a gap in the numbers, a connection that is gone, `unknown`, `run`"
+    )
+    CLOSE = "it leaves, the run is over, or it is refused for good"
+
+
+_WITH_HUB = (PeerState.WELCOMED, PeerState.SYNCING, PeerState.FOUNDING, PeerState.APART, PeerState.LIVE)
+PEER_TRANSITIONS: dict[tuple[PeerState, type[Message] | Move], PeerState] = {
     (PeerState.CONNECTING, Welcome): PeerState.WELCOMED,
     (PeerState.SYNCING, Fetch): PeerState.FOUNDING,
     (PeerState.SYNCING, Snapshot): PeerState.LIVE,
@@ -48,12 +60,14 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message]], PeerState] = {
     (PeerState.SYNCING, Preempt): PeerState.SYNCING,
     (PeerState.LIVE, Quarantine): PeerState.SYNCING,
     (PeerState.SYNCING, Quarantine): PeerState.SYNCING,
+    (PeerState.WELCOMED, Move.FETCH_APART): PeerState.APART,
+    (PeerState.APART, Move.FETCH_APART): PeerState.APART,
+    **{(state, Move.FETCH): PeerState.SYNCING for state in _WITH_HUB},
+    **{(state, Move.LOSE): PeerState.CONNECTING for state in (PeerState.CONNECTING, *_WITH_HUB)},
+    **{(state, Move.CLOSE): PeerState.CLOSED for state in PeerState},
 }
-"""The moves of a node's state. Besides these: a version gap leads from LIVE to SYNCING; silence, Goodbye, garbage, a
-gap in the numbers, a connection that is gone, and Refused "unknown" or "run" of the hub from anywhere to CONNECTING;
-any other Refused without a sequence, and another model, to CLOSED; `join` from WELCOMED to SYNCING, or in a population
-whose run is not founded to APART; `leave` from anywhere to CLOSED. A Snapshot of what is not the run's (version -1)
-leaves APART and FOUNDING as they are. Others are ignored."""
+"""All moves of a node's state; the machine makes no other. What is said in a state that has no entry for it is ignored.
+A Snapshot of what is not the run's (version -1) moves nothing."""
 
 
 class PeerBook:
@@ -98,7 +112,7 @@ class PeerBook:
         self.exchange, self.promotes = exchange, promotes
         self.observer, self.claim = observer or claim is not None, claim
         self.timetable: Timetable | None = None
-        self.state = PeerState.CONNECTING
+        self._state = PeerState.CONNECTING
         self.run = ""
         self.settings: RunSettings | None = None
         self.model: ModelSpec = ()
@@ -149,6 +163,15 @@ class PeerBook:
     def keep_pending(self) -> None:
         """Drop nothing of what is pending, whatever a former life had offered of it, if no hub has said so yet."""
         self._next_sequence = -1
+
+    @property
+    def state(self) -> PeerState:
+        """Where this node stands with its hub."""
+        return self._state
+
+    def _move(self, cause: type[Message] | Move) -> None:
+        """Move to where `PEER_TRANSITIONS` says."""
+        self._state = PEER_TRANSITIONS[self._state, cause]
 
     @property
     def version(self) -> Version:

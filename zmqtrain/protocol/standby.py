@@ -31,7 +31,7 @@ from zmqtrain.protocol.effects import Deliver, Expect, PeerEffect, Send
 from zmqtrain.protocol.fencing import LIFE, Connection, Stamp, Verdict
 from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refused
-from zmqtrain.protocol.peer import HUB, Peer, PeerState
+from zmqtrain.protocol.peer import HUB, Move, Peer, PeerState
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 from zmqtrain.types import PeerId, Version
 
@@ -92,7 +92,8 @@ class Follower(Peer):
     def receive(self, message: Message, now: float) -> list[PeerEffect]:
         """Take one message of the first."""
         if message == Goodbye(RUN_OVER):
-            self.over, self.state = True, PeerState.CLOSED
+            self.over = True
+            self._move(Move.CLOSE)
             return []
         if self.state is not PeerState.WELCOMED or not isinstance(message, Replica | Aggregate | Books):
             before = self.state
