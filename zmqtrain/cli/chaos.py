@@ -29,6 +29,7 @@ from zmqtrain.chaos.schedule import BROKER, FaultKind, check_kinds, draw_schedul
 from zmqtrain.chaos.services import Service
 from zmqtrain.cli.display import format_count, format_number, format_seconds
 from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.fields import require
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, ZmqTrainError
@@ -85,8 +86,8 @@ class ChaosConfig:
                 f"chaos needs at least 2 nodes, some minutes, and seconds between faults; got {self.nodes} nodes, "
                 f"{self.minutes:g} minutes, {self.mean_seconds:g} s"
             )
-        if self.broker_kills < 0 or self.pace_seconds < 0:
-            raise ConfigError("broker_kills and pace_seconds must be at least 0")
+        for name in ("nodes", "minutes", "mean_seconds", "broker_kills", "pace_seconds"):
+            require(name, getattr(self, name), 0)
         if elsewhere := [kind for kind in check_kinds(self.faults) if kind not in HERE_KINDS]:
             raise ConfigError(
                 f"{elsewhere[0]} befalls frames of a network, not processes of one PC: simulate it (faults in a "
