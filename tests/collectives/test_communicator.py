@@ -456,3 +456,25 @@ def test_no_rank_has_a_result_of_values_of_all_while_another_makes_a_call_that_d
     assert isinstance(results[0], CollectiveMismatch), results
     if values or call not in ("gather", "reduce"):
         assert all(isinstance(result, CollectiveMismatch) for result in results[1:] if result is not None), results
+
+
+@pytest.mark.parametrize("call", ["broadcast", "scatter"])
+def test_a_root_that_differs_is_an_error_there_and_at_the_next_call_of_those_who_have_their_values(
+    ranks: Make, call: str
+) -> None:
+    first = ranks(3)
+
+    def part(comm: Any) -> Any:
+        root = int(comm.rank == 1)
+        xs = [np.full(3, comm.rank) for _ in range(3)]
+        try:
+            result = getattr(comm, call)(xs if call == "scatter" else xs[0], root)
+        except CollectiveMismatch as error:
+            return error
+        assert comm.rank == 2 and result.tolist() == [0, 0, 0]  # as its own call and the root's say
+        with pytest.raises(CollectiveMismatch):
+            comm.barrier()
+        return None
+
+    results = good([None if isinstance(one, CollectiveMismatch) else one for one in first.play(part)])
+    assert results == [None, None, None]

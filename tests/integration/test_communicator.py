@@ -55,6 +55,17 @@ def test_arrays_of_any_size_are_reduced_by_each_algorithm(hub: str) -> None:
     assert all(figure.relayed == () for figure in figures)
 
 
+def test_calls_of_as_many_bytes_that_differ_do_not_meet_at_the_hub(hub: str) -> None:
+    comms = create(hub, 2, "shapes")
+    shapes = ((2, 3), (3, 2))
+    requests = [comm.iallreduce(np.ones(shapes[comm.rank]), algorithm="hub") for comm in comms]
+    for request in requests:
+        with pytest.raises(CollectiveMismatch, match=r"float64\[2,3\].* and .*float64\[3,2\]"):
+            request.wait()
+    for comm in comms:
+        comm.close()
+
+
 def test_large_messages_of_many_sources_are_found_and_received(hub: str) -> None:
     comms = create(hub, 3, "messages")
     x = [np.arange(1_500_000) + rank for rank in range(3)]
@@ -87,7 +98,7 @@ def test_the_hub_reduces_for_all_and_says_what_it_cannot(hub: str) -> None:
         np.testing.assert_array_equal(result["a"], 3 * tree["a"])
         np.testing.assert_array_equal(result["b"][1], [0, 3, 6, 9])
     with pytest.raises(ConfigError, match="the hub reduces sum"):
-        comms[0].iallreduce(np.ones(3), np.add, algorithm="hub")
+        comms[0].iallreduce(np.ones(3), np.hypot, algorithm="hub")
     different = [comm.iallreduce(np.ones(3 + (comm.rank == 2)), algorithm="hub") for comm in comms]
     for request in different:
         with pytest.raises(CollectiveMismatch, match=r"float64\[3\].*float64\[4\]"):
