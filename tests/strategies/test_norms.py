@@ -320,3 +320,13 @@ def test_of_a_node_that_is_found_to_diverge_what_was_too_large_is_known():
     others = [gate.judge(peer, 0, 1.0, STEPS) for peer in ("a", "b", "c")]
     ordinary, large = gate.judge("bad", 0, 2.0, STEPS), gate.judge("bad", 0, 8.0, STEPS)
     assert not is_suspicious(ordinary, others) and is_suspicious(large, others) and not is_suspicious(large, [])
+
+
+def test_a_rate_that_warms_up_while_nodes_cannot_exchange_is_no_divergence():
+    gate = NormGate(10.0)
+    for step in range(1, 4):  # the rate rises by a 50th each step, and a slow link takes no delta after the third
+        for peer in "abcdefgh":
+            assert say(gate, peer, 0, step / 50, 1) == ""
+    assert say(gate, "b", 0, 0.05, 55) == ""
+    assert say(gate, "b", 0, 12.0, 5) == "", "three hundred times the usual, of five steps at the whole rate"
+    assert say(gate, "c", 0, 1e6, 60), "but not anything"

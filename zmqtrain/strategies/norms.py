@@ -31,7 +31,8 @@ WINDOW, FEWEST = 64, 8
 DEVIATIONS = 3 * 1.4826
 """So many median absolute deviations are ordinary (three standard deviations, were the logarithms normal)."""
 MOST_GROWTH = 1000.0
-"""A delta may be so many times as large for the steps that it stands for, at most."""
+"""A delta may be so many times as large, at most, for the steps that it stands for, and because its node has made more
+steps in all than the nodes had whose deltas it is compared with: learning rates rise from nearly nothing at first."""
 LAG = 2.0
 """Whose own loss is so many times the median of the others' is not believed that its steps make its delta large."""
 PROBATION = 8
@@ -67,6 +68,7 @@ class Judgement:
     """What is said of one delta. why: it may not pass, in words; "": it may.
 
     size, stands_for: logarithms of its norm and of the steps that it stands for.  steps: since the node's last offer.
+    made: logarithm of all steps of its node until then.
     rest: logarithm of how many times as large it may be for being the end of a node's share.  excess: how many times
     as large it is as the largest that would be let through; of one that passes: the measure is made anew by it.
     young: so few had been seen that it is judged once more, with those of its round.
@@ -77,6 +79,7 @@ class Judgement:
     fragment: int
     size: float = -inf
     stands_for: float = 0.0
+    made: float = 0.0
     steps: int = 0
     dense: bool = False
     rest: float = 0.0
@@ -182,7 +185,8 @@ class NormGate:
         known, node = self._fragments.get(fragment, _Fragment()), self._nodes.get(peer, _Node())
         stands_for = log(max(1, node.steps + judgement.steps - node.at.get(fragment, 0)))
         young = len(known.accepted) < FEWEST
-        judgement = replace(judgement, size=log(norm), stands_for=stands_for, young=young)
+        made = log(max(1, node.steps + judgement.steps))
+        judgement = replace(judgement, size=log(norm), stands_for=stands_for, made=made, young=young)
         if young:
             return judgement
         trusted = not node.probation and not self._lags(known, judgement)
@@ -292,7 +296,8 @@ class NormGate:
         ordinary = min(DEVIATIONS * median(abs(one.size - usual) for one in known.accepted), log(self.factor))
         most, of_steps = max(known.largest or (-inf, 0.0), (usual, steps))
         size, stands_for = judgement.size, judgement.stands_for if trusted else -inf
-        growth = min(max(0.0, stands_for - steps), log(MOST_GROWTH))
+        warmer = max(0.0, judgement.made - median(one.made for one in known.accepted)) if trusted else 0.0
+        growth = min(max(0.0, stands_for - steps) + warmer, log(MOST_GROWTH))
         growth_since = min(max(0.0, stands_for - of_steps), log(MOST_GROWTH))
         limit = max(usual + ordinary + growth, most + growth_since) + log(self.factor)
         limit += judgement.rest if trusted else 0.0
