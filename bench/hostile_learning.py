@@ -204,7 +204,7 @@ def _sync_of(case: Case) -> Any:
     class Bad(DelayedSync):
         def __init__(self, exchange: Any, params: Any, **named: Any) -> None:
             super().__init__(exchange, params, **named)
-            self._is_bad, self._ended, self._last = exchange.name.startswith("bad"), False, None
+            self._is_bad, self._ended, self._last = "bad" in exchange.name, False, None
             self._random = np.random.default_rng(case.seed)
 
         def step(self, params: Any, *arguments: Any, **named: Any) -> Any:

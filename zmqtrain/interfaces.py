@@ -121,8 +121,11 @@ class Exchange(Protocol):
         who adopts its parameters.
         """
 
-    def compare(self, score: Score) -> None:
-        """Say how this node's own parameters score now, in a population whose run is not founded yet."""
+    def compare(self, score: Score, *, declined: bool = False) -> None:
+        """Say how this node's own parameters score now, in a population whose run is not founded yet.
+
+        declined: it was lent others, which score worse on its own held-out data, and keeps these.
+        """
 
     def vote(self, score: Score) -> Update | None:
         """Say how the mean scores that `join` has returned (NaN: it cannot be said here), and return what `join` does:

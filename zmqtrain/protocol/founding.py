@@ -80,6 +80,9 @@ class Founding:
         self._vote: Vote | None = None
         self._borrowers: tuple[PeerId, ...] = ()  # of the member that is lending; nobody: it founds the run
         self._laggards: set[PeerId] = set()
+        self._lent_to: dict[PeerId, set[PeerId]] = {}  # by lender: to whom
+        self._declined_by: dict[PeerId, set[PeerId]] = {}  # and who of these keeps its own
+        self._disbelieved: set[PeerId] = set()  # lenders whose parameters most have found worse than their own
         self._kept: tuple[Version, ...] | None = None  # in strict mode after a restart: where the hub could go back to
         self._at: Version | None = None  # where it has gone back to
         self._rewinding = False
@@ -106,6 +109,8 @@ class Founding:
             return []
         member.score, member.told = fetch.score, True
         if member.state in (MemberState.APART, MemberState.LENDING):
+            if fetch.model and member.lineage != member.peer:
+                self._declined(member)
             return self._compare(member)
         member.known_version = fetch.version
         member.model = model_from_wire(fetch.model)
@@ -167,6 +172,9 @@ class Founding:
     def left(self, member: Member) -> list[HubEffect]:
         """A member has gone (or begins anew): what was awaited of it is awaited no more."""
         self._gathered.pop(member.peer, None)
+        self._disbelieved.discard(member.peer)
+        self._lent_to.pop(member.peer, None)
+        self._declined_by.pop(member.peer, None)
         self._forget(member.peer)
         return self.go_on()
 
@@ -220,9 +228,12 @@ class Founding:
         self._enough |= len(apart) >= self.settings.start_nodes
         if not apart or not self._enough:
             return []
-        best = min(apart, key=lambda member: member.rank)
+        believed = [member for member in apart if member.peer not in self._disbelieved]
+        if not believed:
+            return []
+        best = min(believed, key=lambda member: member.rank)
         unknown = all(member.told and isnan(member.score) for member in apart)  # nothing to compare by: as `founder`
-        if unknown or all(member.lineage == best.lineage for member in apart):
+        if unknown or all(member.lineage == best.lineage for member in believed):
             self._borrowers = ()
             return self._ask(best, MemberState.LENDING)
         others = [m for m in apart if m.peer in self._laggards and m.lineage != best.lineage and m.rank > best.rank]
@@ -238,10 +249,28 @@ class Founding:
         self._enough |= len(population) >= self.settings.start_nodes
         if self._enough and self._preemption is not None:
             for one in told:
+                if one.peer in self._disbelieved:
+                    continue
                 better = self._members.get(self._preemption.report(one.peer, one.score) or one.peer, one)
                 if better.lineage != one.lineage:
                     self._laggards.add(one.peer)
         return self.go_on()
+
+    def _declined(self, member: Member) -> None:
+        """One that was lent another's parameters keeps its own: they score worse on its own held-out data.
+
+        Where more than half of those that were lent them say so, the lender's word is not believed any more: nobody is
+        lent its parameters, and nobody waits for it to agree with the others.
+        """
+        lender, member.lineage = member.lineage, member.peer
+        if lender is None or lender not in self._members:
+            return
+        lent, declined = self._lent_to.get(lender, set()), self._declined_by.setdefault(lender, set())
+        declined.add(member.peer)
+        if 2 * len(declined) > len(lent):
+            self._disbelieved.add(lender)
+            if self._preemption is not None:
+                self._preemption.forget(lender)
 
     def _lent(self, lender: Member, snapshot: Snapshot) -> list[HubEffect]:
         borrowers, self._borrowers = self._borrowers, ()
@@ -250,6 +279,7 @@ class Founding:
             return self._found(lender.peer, snapshot, lender.lineage)
         taking = [m for m in self._in(MemberState.APART) if m.peer in borrowers and m.lineage != lender.lineage]
         for member in taking:
+            self._lent_to.setdefault(lender.peer, set()).add(member.peer)
             member.lineage, member.score, member.told = lender.lineage, float("nan"), False
             self._forget(member.peer)
         return [Lend(lender.peer, snapshot, tuple(member.peer for member in taking)), *self.go_on()]

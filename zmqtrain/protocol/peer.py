@@ -69,10 +69,15 @@ class Peer(PeerBook):
         self.model, self.score = model, score
         return self._fetch(now) if self.state is PeerState.WELCOMED else []
 
-    def compare(self, score: float) -> list[PeerEffect]:
-        """Say how this node's own parameters score now; heard while it trains apart, as one of a population."""
+    def compare(self, score: float, declined: bool = False) -> list[PeerEffect]:
+        """Say how this node's own parameters score now; heard while it trains apart, as one of a population.
+
+        declined: it was lent others, and keeps these: it says so by describing its model once more.
+        """
         self.score = score
-        return [Send(Fetch(score=score))] if self.state is PeerState.APART else []
+        if self.state is not PeerState.APART:
+            return []
+        return [Send(Fetch(-1, model_to_wire(self.model), score))] if declined else [Send(Fetch(score=score))]
 
     def vote(self, score: float) -> list[PeerEffect]:
         """Say how the mean scores that the hub has lent; NaN: this node cannot tell. Heard while the run may begin with

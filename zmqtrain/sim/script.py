@@ -122,7 +122,7 @@ class ScriptedExchange:
             raise Diverged(f"{self.name} did not found the run, and its record does not say what it began with")
         return self._take(event)
 
-    def compare(self, score: float) -> None:
+    def compare(self, score: float, *, declined: bool = False) -> None:
         """See Exchange: no population is replayed."""
 
     def vote(self, score: float) -> Update | None:

@@ -173,9 +173,9 @@ class Preemption:
 
     def lagging(self, score: Score, best: Score) -> bool:
         """Return whether `score` lags behind `best`: above best + margin * |best|, or no number while best is one."""
-        if not isfinite(best):
+        if not -_WORST < best < _WORST:
             return False
-        return not isfinite(score) or score > best + self.margin * abs(best)
+        return not -_WORST < score < _WORST or score > best + self.margin * abs(best)
 
 
 class Laggards:
@@ -192,7 +192,7 @@ class Laggards:
     @property
     def best(self) -> PeerId | None:
         """The peer whose latest score is the lowest finite one, the first by id of equals; None while there is none."""
-        finite = [(score, peer) for peer, score in self._latest.items() if isfinite(score)]
+        finite = [(score, peer) for peer, score in self._latest.items() if -_WORST < score < _WORST]
         return min(finite)[1] if finite else None
 
     def report(self, peer: PeerId, score: Score) -> PeerId | None:

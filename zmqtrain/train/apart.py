@@ -149,14 +149,12 @@ def begin(
 def follow(program: Program, sync: DelayedSync, state: TrainState) -> TrainState:
     """Return the state to go on with after `sync.step` has made its `params`.
 
-    While the run is one of a population, this node's score is told every `apart_steps` steps; one that was preempted
-    goes on with the optimizer state of whom it has adopted, or a fresh one (`fresh_moments`).
+    One of a population that was preempted goes on with the optimizer state of whom it has adopted, or a fresh one
+    (`fresh_moments`).
     """
     settings, adoption = sync.settings, sync.take_adoption()
     if adoption is not None:
         return _adopt(program, settings, state.params, adoption)
-    if settings.initial == "own" and not sync.exchange.founded and sync.steps % settings.apart_steps == 0:
-        sync.exchange.compare(score_of(program, state.params))
     return state
 
 

@@ -7,6 +7,8 @@ aggregate is applied at exactly k + d.
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,11 +27,13 @@ from zmqtrain.train.keeping import pack_loop, unpack_loop
 from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.step import describe_model
-from zmqtrain.types import Array, Update, Version
+from zmqtrain.types import Array, Update, Version, number_of
 
 __all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 
 Params = TypeVar("Params")
+
+logger = logging.getLogger(__name__)
 
 STRICT_WAIT_SECONDS = 600.0
 STRICT_LOOK_SECONDS = 10.0
@@ -78,7 +82,9 @@ class DelayedSync:
     first `step` returns the run's parameters (or take `sync.start` before the loop).  donate: `step` may use up the
     buffers it is given.  anchor: where the shared parameters are kept: "device" (where `params` are) or "host".
     score: of `params` on training data that was held out, where the run begins with the best or the mean (NaN: not
-    known).  judge: scores any parameters so, to say whether the mean is fit to begin with; None: others say.
+    known).  judge: scores any parameters so: to say whether the mean is fit to begin with, and, where each node keeps
+    its own (initial own), how its own score and whether to adopt what it is lent. None: others say of a mean; its own
+    are compared by the `score` of its steps.
     moments: the optimizer's state as float32 arrays, for who adopts these parameters.
     state: whatever else of the loop belongs in a checkpoint, where the node keeps one (`connect(..., checkpoint=...)`):
     any pytree of arrays and numbers, as the optimizer's state and random keys. If the node goes on from a checkpoint,
@@ -113,7 +119,7 @@ class DelayedSync:
                     spec.path,
                 )
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
-        self._model, elastic = model, self.settings.elastic
+        self._model, elastic, self._judge = model, self.settings.elastic, judge
         self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
         self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
         while update is not None and update.version < 0 and self.settings.initial == "mean":
@@ -128,6 +134,7 @@ class DelayedSync:
         self._held_seconds = self._held_before = 0.0
         self._held: deque[float] = deque(maxlen=HELD_KEPT)  # of the newest exchanges
         self._score_before: Any = None
+        self._recent: deque[Any] = deque(maxlen=self.settings.apart_steps)
         self._resumed = self._untaken = False
         if self._keeping is not None and (saved := self._keeping.take()) is not None:
             self._go_on_from(leaves, *saved)
@@ -206,8 +213,13 @@ class DelayedSync:
         self._rhythm.follow()
         if self.exchange.wanted:
             self.exchange.lend(_to_host(leaves), moments())
+            self._account.forget_unsaid()  # what has been computed so far is in what others begin with
         if score is not None:
             self._account.scored(score)
+            self._recent.append(score)
+        is_apart = self.settings.initial == "own" and self.settings.elastic == 1 and not self.exchange.founded
+        if is_apart and self._adoption is None and self.steps % self.settings.apart_steps == 0:
+            self._compare(leaves)
         if self._rhythm.is_due(self.steps):
             leaves = self._offer(leaves)
             self._rhythm.offered(self.steps)
@@ -352,6 +364,8 @@ class DelayedSync:
 
     def _apply(self, leaves: list[Any], update: Update) -> list[Any]:
         self._anchor = self._moves.settle(leaves, self._anchor)
+        if update.reset and update.version < 0 and self._declines(leaves, update):
+            return leaves
         if update.reset:
             if update.anchor is not None:
                 self._anchor = self._moves.place(whole_leaves(self._model, update.anchor))
@@ -369,6 +383,37 @@ class DelayedSync:
             leaves, self._anchor = self._moves.apply(leaves, self._anchor, update.aggregate, update.own)
         self._account.landed(update.landed)
         return leaves
+
+    def _declines(self, leaves: list[Any], update: Update) -> bool:
+        """Return whether the parameters that this node is lent, as one of a population, are worse than its own by its
+        own held-out data (or not finite); it then keeps its own, and says so."""
+        if self.settings.initial != "own":
+            return False
+        lent, own = self._score(self._tree_of(update)), self._score(jax.tree.unflatten(self._tree, leaves))
+        finite = all(bool(np.isfinite(part.values).all()) for part in update.anchor or ())
+        worse = math.isfinite(own) and not lent <= own
+        if finite and not (worse or math.isinf(lent)):
+            return False
+        text = "%s was lent parameters that score %.6g on its own held-out data; it keeps its own, which score %.6g"
+        logger.warning(text, self.exchange.name, lent, own)
+        self.exchange.compare(own if math.isfinite(own) else self._recent_score(), declined=True)
+        return True
+
+    def _compare(self, leaves: list[Any]) -> None:
+        """Say how this node's own parameters score, while it is one of a population: by `judge`, or else by the losses
+        of its last steps."""
+        score = self._score(jax.tree.unflatten(self._tree, leaves))
+        self.exchange.compare(self._recent_score() if math.isnan(score) else score)
+
+    def _score(self, params: Any) -> float:
+        return math.nan if self._judge is None else float(self._judge(params))
+
+    def _recent_score(self) -> float:
+        """Return the mean loss of the last steps, NaN if none was told; infinite where training has diverged."""
+        scores = [number_of(one) for one in self._recent if not _is_deleted(one)]
+        if not scores:
+            return math.nan
+        return statistics.fmean(scores) if all(map(math.isfinite, scores)) else math.inf
 
     def _drain(self, leaves: list[Any], fragments: Sequence[Iterable[int]], until: float) -> list[Any]:
         """Let land what is on its way to each master, then what is pending of its fragments, sent uncompressed.
@@ -401,6 +446,10 @@ class DelayedSync:
             leaves = self._apply(leaves, update)
             landed.update(update.landed)
         return leaves
+
+
+def _is_deleted(score: Any) -> bool:
+    return isinstance(score, jax.Array) and score.is_deleted()
 
 
 def _to_host(leaves: Sequence[Any]) -> list[Any]:

@@ -37,7 +37,7 @@ class DeltaGate:
     def __init__(self, settings: RunSettings) -> None:
         gate = norm_gate_from_text(settings.norm_gate)
         if gate == "auto":
-            apart = settings.elastic < 1 or settings.initial == "own"  # what is pending there may be a whole model
+            apart = settings.elastic < 1  # what is pending there may be a whole model
             gate = "none" if apart or settings.mode == "strict" else USUAL_FACTOR
         self._norms = None if isinstance(gate, str) else NormGate(gate)
         self._codec = settings.at_first.codec  # of the deltas that come; another one, where it is fitted

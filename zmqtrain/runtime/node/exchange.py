@@ -174,9 +174,9 @@ class PeerExchange(ABC):
         """See Exchange."""
         return self._peer.founded
 
-    def compare(self, score: float) -> None:
+    def compare(self, score: float, *, declined: bool = False) -> None:
         """See Exchange."""
-        self._in_network(lambda: self._link.carry_out(self._peer.compare(score)))
+        self._in_network(lambda: self._link.carry_out(self._peer.compare(score, declined)))
 
     def vote(self, score: float) -> Update | None:
         """See Exchange. Raises what `join` does."""

@@ -113,7 +113,7 @@ class MastersNode:
         """See Exchange: never, for no population has several masters."""
         return False
 
-    def compare(self, score: float) -> None:
+    def compare(self, score: float, *, declined: bool = False) -> None:
         """See Exchange: nobody compares."""
 
     def vote(self, score: float) -> Update | None:
