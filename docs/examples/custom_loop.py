@@ -52,6 +52,11 @@ def mean_loss(params, points, arms):
     return optax.softmax_cross_entropy_with_integer_labels(predict(params, points), arms).mean()
 
 
+def held_out_loss(params):
+    """Return the loss on points that no step trains on: where nodes begin apart, parameters are compared by it."""
+    return float(mean_loss(params, *draw_batch(np.random.default_rng(1), 512)))
+
+
 optimizer = optax.adam(5e-3)
 
 
@@ -73,7 +78,7 @@ def main():
     params = fresh_params(jax.random.key(0))
     opt_state = optimizer.init(params)
     generator = np.random.default_rng()  # not seeded: every PC draws data of its own
-    sync = zt.DelayedSync(zt.connect(options.hub, options.name), params)  # zmqtrain 2/4
+    sync = zt.DelayedSync(zt.connect(options.hub, options.name), params, judge=held_out_loss)  # zmqtrain 2/4
     for step in range(1, options.steps + 1):
         params, opt_state, loss = train_step(params, opt_state, *draw_batch(generator, BATCH))
         params = sync.step(params, score=loss, samples=BATCH)  # zmqtrain 3/4

@@ -292,6 +292,33 @@ def test_who_was_lent_parameters_has_no_score_until_it_tells_the_new_one():
     assert hub.members["b"].score != hub.members["b"].score and "b" in hub.founding._preemption.forgotten
 
 
+def declines(hub, peer, score):
+    """It was lent parameters that are worse than its own by its own data: it keeps these, and says so."""
+    return hub.receive(peer, Fetch(-1, WIRE, score), 0.0)
+
+
+def test_who_declines_what_it_was_lent_keeps_its_lineage_and_most_that_do_have_the_lender_disbelieved():
+    hub, effects = population(0.5, 0.1, 0.4)
+    assert asked(effects) == ["b"]
+    assert give(hub, "b") == [Lend("b", PARAMETERS, ("c",))]
+    declines(hub, "c", 0.4)
+    assert hub.members["c"].lineage == "c" and hub.founding._disbelieved == {"b"}
+    effects = tell(hub, "a", 0.5)  # which lags behind c now, the best that is believed
+    assert asked(effects) == ["c"]
+    effects = give(hub, "c")
+    assert of(Lend, effects) == [Lend("c", PARAMETERS, ("a",))]
+    assert asked(effects) == ["c"], "all that are believed descend from it: the run begins with its parameters"
+    served = {one.peer: one.reset for one in of(Serve, give(hub, "c"))}
+    assert served == {"a": False, "b": True, "c": False}
+
+
+def test_who_says_its_score_again_declines_nothing():
+    hub, _ = population(0.5, 0.1, 0.4)
+    give(hub, "b")
+    tell(hub, "c", 0.1)
+    assert hub.members["c"].lineage == "b" and hub.founding._disbelieved == set()
+
+
 def test_who_was_not_asked_may_not_give_its_parameters():
     hub, _ = population(0.5, 0.25, start_nodes=3)
     with pytest.raises(RemoteProtocolError, match="while it is training apart"):

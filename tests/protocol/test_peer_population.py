@@ -31,6 +31,7 @@ def test_one_of_a_population_trains_apart_and_says_its_score_without_its_model()
     assert peer.state is PeerState.APART and not peer.founded
     assert peer.compare(0.25) == [Send(Fetch(-1, (), 0.25))]
     assert live().compare(0.25) == [] and syncing().compare(0.25) == []
+    assert peer.compare(0.25, declined=True) == [Send(Fetch(-1, WIRE, 0.25))]
 
 
 def test_who_trains_apart_gives_its_parameters_when_asked_and_stays_apart():

@@ -55,8 +55,8 @@ class ScriptedExchange:
         self.score, self.moments, self.founded = score, moments, self.settings.initial != "own"
         return None if self.anchor is None else Update(self.version, {}, {}, anchor=self.anchor, **self.joined)
 
-    def compare(self, score):
-        self.compared.append(score)
+    def compare(self, score, *, declined=False):
+        self.compared.append((score, declined) if declined else score)
 
     def lend(self, leaves, moments=()):
         self.wanted, self.lent = False, (leaves, moments)
