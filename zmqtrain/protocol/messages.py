@@ -247,8 +247,9 @@ class Fetch:
     """Node to hub: bring me up to date; I hold `version` (-1: nothing). Hub to node: send your parameters.
 
     score: of this node's own parameters, lower is better (NaN: not known). A node that trains apart says it again and
-    again, without its model, or with it where it keeps its own in place of another's that it was lent; one that was lent a mean says so, once, how that scores.  founding: the number that the
-    first of several masters gives when it asks; with it the node founds the others' shards before it answers.  digest,
+    again, without its model, or with it where it keeps its own in place of another's that it was lent; one that was
+    lent a mean says so, once, how that scores. founding: the number that the first of several masters gives when it
+    asks; with it the node founds the others' shards before it answers. digest,
     held: of a snapshot that a lost connection cut short, and how many of its first frames are here ("", 0: none).
     """
 
