@@ -151,7 +151,10 @@ def spec_to_plain(spec: ModelSpec) -> list[list[Any]]:
 
 def spec_from_plain(plain: Sequence[Sequence[Any]]) -> ModelSpec:
     """Read what `spec_to_plain` wrote. Raises TypeError or ValueError for anything else."""
-    return tuple(LeafSpec(str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in plain)
+    spec = tuple(LeafSpec(str(path), tuple(int(n) for n in shape), str(dtype)) for path, shape, dtype in plain)
+    if any(size < 0 for leaf in spec for size in leaf.shape):
+        raise ValueError("a shape has no negative sizes")
+    return spec
 
 
 class Tally(NamedTuple):

@@ -38,7 +38,9 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
     assert read_records(path) == []
 
 
-@pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", '{"seconds": 1}\n', 'broken {\n{"kind": "unit"}\n'])
+@pytest.mark.parametrize(
+    "text", ["no JSON\n", "[1]\n", '{"seconds": 1}\n', 'broken {\n{"kind": "unit"}\n', "[" * 10**5 + "\n"]
+)
 def test_what_is_no_record_is_refused_with_its_line(tmp_path, text):
     path = tmp_path / "run.jsonl"
     path.write_text(text)

@@ -459,3 +459,8 @@ def test_nodes_wait_for_a_standby_for_a_small_share_of_the_time():
             break
         patience.waited(0.3, 0, float(second))
     assert 10 < used < 20, "0.2 s of each second are more than a twentieth"
+
+
+def test_books_that_are_nested_deeply_are_not_believed():
+    one = follower()
+    assert isinstance(one.receive(Books("[" * 10**5), 1.0)[0], Disconnect)

@@ -274,7 +274,7 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines) and (number > 1 or not text.endswith("\n")):  # whoever wrote it was killed
                 break
             record = None

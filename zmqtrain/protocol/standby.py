@@ -125,7 +125,7 @@ class Follower(Peer):
             crew = {PeerId(str(peer)): int(incarnation) for peer, incarnation in told["crew"].items()}
             owners = {PeerId(str(peer)): str(name) for peer, name in told["owners"].items()}
             in_step, number, tenure = told["in_step"] is True, int(told["number"]), int(told["tenure_number"])
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             return self.distrust(f"its books: {error!r}", now)
         self.books, self.crew, self.in_step, self.read, self.tenure = told, crew, in_step, number, tenure
         self.read_at, self.owners = now, owners

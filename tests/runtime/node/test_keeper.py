@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.runtime.checkpoints.every import Every
+from zmqtrain.runtime.checkpoints.files import read_arrays, write_arrays
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.node import keeper as keeper_module
 from zmqtrain.runtime.node.keeper import NodeKeeper, read_saved
@@ -111,3 +114,33 @@ def test_a_failure_that_nobody_thought_of_holds_nobody_who_waits_for_a_checkpoin
             assert "not foreseen" in caplog.text
     kept.save()
     assert kept.keeper.folder.good_versions() == (2,)
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        ("node", {"version": 2**80}),
+        ("node", {"version": -9}),
+        ("node", {"version": float("inf")}),
+        ("node", {"incarnation": 2**63}),
+        ("node", {"settings": None}),
+        ("node", {"settings": []}),
+        ("node", {"model": 7}),
+        ("node", {"model": [["w", [-3], "float32"]]}),
+        ("", {"node": None}),
+    ],
+)
+def test_a_forged_checkpoint_is_refused_in_one_sentence(kept, place, change):
+    kept.save()
+    path = kept.keeper.folder.folder / "checkpoint-000000000000.safetensors"
+    facts, arrays = read_arrays(path)
+    (facts[place] if place else facts).update(change)
+    write_arrays(path, arrays, {"state": json.dumps(facts)})
+    with pytest.raises((CheckpointError, ConfigError)):
+        read_saved(kept.keeper.folder)
+
+
+def test_shared_parameters_that_are_not_finite_are_refused(kept):
+    kept.keeper.save({}, {"anchor/w": np.full(3, np.nan, np.float32)}, wait=True)
+    with pytest.raises(CheckpointError, match="w are not finite"):
+        read_saved(kept.keeper.folder)

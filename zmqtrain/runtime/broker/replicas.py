@@ -58,7 +58,11 @@ def pack_replica(state: dict[str, Any], aggregator: Aggregator) -> tuple[list[Bu
 def unpack_replica(frames: Sequence[Buffer], state: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state and the arrays that `pack_replica` packed. Raises ValueError or SafetensorError."""
     arrays = b"".join(frames[state:])
-    return json.loads(b"".join(frames[:state])), load(arrays) if arrays else {}
+    try:
+        plain = json.loads(b"".join(frames[:state]))
+    except RecursionError as error:
+        raise ValueError("its state is nested too deeply") from error
+    return plain, load(arrays) if arrays else {}
 
 
 class _Waiting(NamedTuple):
