@@ -136,11 +136,11 @@ def test_the_plot_and_the_table_show_all_runs_and_say_what_is_emulated(tmp_path:
 
 
 def test_the_ideal_has_the_batch_of_all_nodes_and_a_step_of_it_takes_the_pace() -> None:
-    config = demo.DemoConfig(nodes=3, seconds=5.0, pace_seconds=0.5)
+    config = demo.DemoConfig(nodes=3, seconds=32.0, pace_seconds=3.2)
     curve = demo._compute_ideal(config)
     batches, rest = divmod(curve.samples, 3 * demo.BATCH * 64)
     assert curve.steps in (9, 10) and curve.steps - 3 <= batches <= curve.steps and rest == 0
-    assert [point.seconds for point in curve.points] == [2.5, 5.0]
+    assert len(curve.points) == demo.SCORES and curve.points[-1].seconds == 32.0
 
 
 def test_without_matplotlib_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

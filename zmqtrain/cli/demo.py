@@ -65,11 +65,12 @@ PLANNED: dict[str, Any] = {
 SHARED = RunSettings(
     program="text",
     initial="founder",  # as the run of one node begins
-    evaluate_seconds=2.5,
     **PLANNED,
 )
 ALONE = replace(SHARED, every=1, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
 """With these, the run of a single node is the training it would do without a broker, step for step."""
+SCORES = 32
+"""How often a run is scored, evenly: the node that scores trains meanwhile nothing, a small share of every run."""
 SMOOTHED, STEEP = 9, 1 / 8
 """A smoothed loss is that of the line through so many scores, the nearest in time, over the logarithm of the seconds:
 single scores are too noisy to say when a loss was reached. In the first eighth, where the curve is steep, they stay."""
@@ -249,8 +250,10 @@ def _run(config: DemoConfig) -> int:
     figure_type = _load_matplotlib()
     _check_folder(config.output)
     log_to_stderr(config.verbose)
-    shared = replace(SHARED, program_arguments=_arguments("together", config), start_nodes=config.nodes)
-    alone = replace(ALONE, program_arguments=_arguments("alone", config))
+    pause = config.seconds / SCORES
+    shared = replace(SHARED, program_arguments=_arguments("together", config), evaluate_seconds=pause)
+    shared = replace(shared, start_nodes=config.nodes)
+    alone = replace(ALONE, program_arguments=_arguments("alone", config), evaluate_seconds=pause)
     paced, together_label = pace_sentence(config.pace_seconds), f"{config.nodes} nodes together"
     print(f"{together_label}, then one alone, {config.seconds:.0f} s each; {paced}")
     curves = []
@@ -290,15 +293,17 @@ def _compute_ideal(config: DemoConfig) -> Curve:
 
     settings = replace(ALONE, program_arguments=_arguments("ideal", config))
     node = SimNode(name="ideal", step_seconds=config.pace_seconds)
-    seconds, pause = config.seconds, settings.evaluate_seconds
-    result = simulate(Scenario(settings=settings, nodes=(node,), evaluate_seconds=pause, max_seconds=seconds))
+    scenario = Scenario(
+        settings=settings, nodes=(node,), evaluate_seconds=config.seconds / SCORES, max_seconds=config.seconds
+    )
+    result = simulate(scenario)
     return Curve(
         label="ideal",
         nodes=1,
         points=tuple({point.seconds: point for point in (Point(*one) for one in result.curve())}.values()),
         samples=result.samples,
         steps=result.steps,
-        seconds=seconds,
+        seconds=config.seconds,
         contributions=0,
         bytes_sent=0,
         bytes_received=0,
