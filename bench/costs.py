@@ -69,11 +69,15 @@ class _Stopwatch:
         return result
 
 
+def _settings(spec: str) -> RunSettings:
+    return RunSettings(codec=spec, broadcast_codec=spec, outer="sgd:rate=1", fragments=1)
+
+
 class _Hub:
     """A hub that is given rounds of deltas which nodes have encoded beforehand, and what its work takes."""
 
     def __init__(self, spec: str, values: int, threads: int, *, dense: bool = False, of_process: bool = False) -> None:
-        settings, model = RunSettings(codec=spec, broadcast_codec=spec, outer="sgd:rate=1"), model_of(values)
+        settings, model = _settings(spec), model_of(values)
         self.watch = _Stopwatch(time.perf_counter if of_process else time.thread_time)
         self.aggregator, random = Aggregator(settings), np.random.default_rng(0)
         self.aggregator.sparse = SparseRound(self.aggregator.meter, SlabThreads(threads), enabled=not dense)
@@ -110,7 +114,7 @@ class _Hub:
 
 def measure(spec: str, values: int, rounds: int) -> CodecCosts:
     """Return what one codec, up and down, costs for a model of so many values, the least of `rounds` exchanges."""
-    settings, model = RunSettings(codec=spec, broadcast_codec=spec), model_of(values)
+    settings, model = _settings(spec), model_of(values)
     coder, watch = DeltaCoder(model, settings), _Stopwatch()
     hub = _Hub(spec, values, 1)
     random = np.random.default_rng(0)

@@ -68,7 +68,7 @@ class Kernels(NamedTuple):
       way; returns how many places there are, of which k at most are written.
     signs(x, block, 1 / members of each block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the
       largest magnitude's bits.
-    add(places int32[k], values, out): out[places] += values, one after the other.
+    scatter(places int32[k], values, out, add): out[places] += values, one after the other; without add: = values.
     step(total, live, rate, parameters, published, rest): a plain step of the hub: parameters += total / live * rate;
       rest = parameters - published.
     """
@@ -81,7 +81,7 @@ class Kernels(NamedTuple):
     pack: Callable[..., None]
     unpack: Callable[..., int]
     signs: Callable[..., int]
-    add: Callable[..., None]
+    scatter: Callable[..., None]
     step: Callable[..., None]
 
 
@@ -196,7 +196,7 @@ def _compile(numba: Any) -> Kernels:
     pack = numba.void(places, numba.int64, numba.int64, packed)
     unpack = numba.int64(given(numba.uint8), numba.int64, numba.int64, numba.int64, written)
     signs = numba.int64(x, numba.int64, x, scales)
-    add = numba.void(places, x, sums)
+    scatter = numba.void(places, x, sums, numba.boolean)
     step = numba.void(x, numba.float32, numba.float32, sums, x, sums)
     return Kernels(
         jit(quantize, _quantize),
@@ -207,7 +207,7 @@ def _compile(numba: Any) -> Kernels:
         jit(pack, _pack),
         jit(unpack, _unpack),
         jit(signs, _signs),
-        jit(add, _add),
+        jit(scatter, _scatter),
         jit(step, _step),
     )
 
@@ -447,9 +447,13 @@ def _signs(x: Any, block: int, inverses: Any, scales: Any) -> int:
     return worst
 
 
-def _add(places: Any, values: Any, out: Any) -> None:
-    for number in range(places.size):
-        out[places[number]] += values[number]
+def _scatter(places: Any, values: Any, out: Any, add: bool) -> None:
+    if add:
+        for number in range(places.size):
+            out[places[number]] += values[number]
+    else:
+        for number in range(places.size):
+            out[places[number]] = values[number]
 
 
 def _step(total: Any, live: np.float32, rate: np.float32, parameters: Any, published: Any, rest: Any) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs.codec import Codec, State
-from zmqtrain.codecs.sparsify import add_at
+from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.errors import CodecError, NonFiniteDelta
 from zmqtrain.types import MAX_FRAME_BYTES, Array, Buffer
 
@@ -167,7 +167,7 @@ def encode_payload(
             if slab.codec.sparse is not None and len(known) == 1:
                 places, values = slab.codec.sparse(known[0].sections(number), slab.values)
                 np.copyto(sent, piece)
-                add_at(places, np.negative(values, out=values), sent)
+                put_at(places, np.negative(values, out=values), sent, True)
                 return sent
             for add, reader in enumerate(known):
                 slab.codec.decode_into(reader.sections(number), sent, add > 0)

@@ -35,12 +35,12 @@ from zmqtrain.types import Array, Buffer
 __all__ = [
     "KEY_BITS",
     "LARGEST_KEY",
-    "add_at",
     "blocktopk",
     "magnitude_keys",
     "needs_density",
     "needs_short_slab",
     "picking_stage",
+    "put_at",
     "randomk",
 ]
 
@@ -148,21 +148,21 @@ def picking_stage(
         buffers: Sequence[Buffer | Array], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any], add: bool
     ) -> None:
         places = read(buffers, out.size)
-        if add:
-            add_at(places, values, out)
-        else:
+        if not add:
             out[...] = 0
-            out[places] = values
+        put_at(places, values, out, add)
 
     return Stage(name, lambda count: (), kept, layout, forward, backward, check, backward_into, places=read)
 
 
-def add_at(places: np.ndarray[Any, Any], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
-    """Add float32 values to `out` at their places, int32, none of which comes twice."""
+def put_at(places: np.ndarray[Any, Any], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any], add: bool) -> None:
+    """Write float32 values to `out` at their places, int32, each of which comes once; `add`: onto what is there."""
     if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
-        kernels.add(places, values, out)
-    else:
+        kernels.scatter(places, values, out, add)
+    elif add:
         out[places] += values
+    else:
+        out[places] = values
 
 
 def needs_density(member: str, density: float) -> tuple[str, Callable[[int], int]]:

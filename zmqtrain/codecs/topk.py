@@ -87,14 +87,16 @@ class _Guess(threading.local):
     steady = False
 
 
-class _Histogram(threading.local):
-    """How many candidates have each key, of this thread: `pick` leaves zeros behind."""
+class _Candidates(threading.local):
+    """Memory of this thread for `pick`: the candidates' places and keys, and how many have each key, which it leaves at
+    zero. What a slab does not need is never there."""
 
     def __init__(self) -> None:
-        self.keys = np.zeros(LARGEST_KEY + 1, np.int32)
+        self.places, self.keys = np.empty(MOST_PLACES, np.int32), np.empty(MOST_PLACES, np.int32)
+        self.histogram = np.zeros(LARGEST_KEY + 1, np.int32)
 
 
-_histogram = _Histogram()
+_candidates = _Candidates()
 
 
 def _largest(x: Array, kept: int) -> Array:
@@ -145,14 +147,14 @@ def _pick(
     """Return the cut's key, the places and the values there, in machine code; first: the key that is guessed to be a
     little under the cut's. Raises NonFiniteDelta."""
     x = np.require(x, requirements="A")
-    scratch = (np.empty(x.size, np.int32), np.empty(x.size, np.int32))  # memory that is not written is never there
+    scratch = (_candidates.places, _candidates.keys, _candidates.histogram)
     places, values = np.empty(kept + 1, np.int32), np.empty(kept, np.float32)
-    found = kernels.pick(x, min(first, _INFINITE_KEY), kept, *scratch, _histogram.keys, places, values)
+    found = kernels.pick(x, min(first, _INFINITE_KEY), kept, *scratch, places, values)
     if found < 0:
         least = min(_sampled_key(x, kept, 5), first)
-        found = kernels.pick(x, least, kept, *scratch, _histogram.keys, places, values)
+        found = kernels.pick(x, least, kept, *scratch, places, values)
     if found < 0:
-        found = kernels.pick(x, 0, kept, *scratch, _histogram.keys, places, values)
+        found = kernels.pick(x, 0, kept, *scratch, places, values)
     needs_finite(found >> 16 << 16, x.size)
     return found & LARGEST_KEY, places[:kept], values
 

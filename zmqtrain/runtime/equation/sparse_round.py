@@ -23,7 +23,7 @@ from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import Codec, State
 from zmqtrain.codecs.norm import payload_norm
 from zmqtrain.codecs.payload import Part, Slab, SlabEncoder, SlabReader, plan_parts
-from zmqtrain.codecs.sparsify import add_at
+from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.errors import CodecError
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.runtime.equation.meter import DeltaMeter
@@ -199,7 +199,7 @@ def _publish(slab: Slab, sections: Sequence[Buffer], target: Vector) -> Undo:
         return target, slice(None), before
     places, values = slab.codec.sparse(sections, slab.values)
     before = target.take(places)
-    add_at(places, values, target)
+    put_at(places, values, target, True)
     return target, places, before
 
 
