@@ -21,6 +21,7 @@ from zmqtrain.codecs.payload import (
     encode_slabs,
     initial_states,
     payload_size,
+    plan_parts,
     plan_payload,
 )
 from zmqtrain.errors import CodecError, NonFiniteDelta
@@ -305,9 +306,11 @@ def test_states_go_on_from_payload_to_payload_and_stay_as_they_were_if_one_fails
 def test_payloads_that_are_on_their_way_are_subtracted_as_if_they_had_been_decoded_whole(spec):
     codecs, segments = all_of(spec, COUNTS), segments_of(COUNTS)
     less = [encode_payload(codecs, segments_of(COUNTS, seed))[::-1] for seed in (1, 2)]
-    sent = decode_payload(codecs, less[1], COUNTS, out=decode_payload(codecs, less[0], COUNTS), add=True)
-    rest = [ours - known for ours, known in zip(segments, np.split(sent, np.cumsum(COUNTS)[:-1]), strict=True)]
-    assert encode_payload(codecs, segments, less=less) == encode_payload(codecs, rest)
+    sent = decode_payload(codecs, less[0], COUNTS)
+    for on_the_way in (less[:1], less):
+        rest = [ours - known for ours, known in zip(segments, np.split(sent, np.cumsum(COUNTS)[:-1]), strict=True)]
+        assert encode_payload(codecs, segments, less=on_the_way) == encode_payload(codecs, rest)
+        decode_payload(codecs, less[1], COUNTS, out=sent, add=True)
     with pytest.raises(CodecError, match="segment 1 of 2"):
         odd = [np.ones(5, np.float32), np.ones(5, np.float64)]
         encode_payload(all_of(spec, odd), odd, less=[encode_payload(all_of(spec, odd), segments_of([5, 5]))])
@@ -348,3 +351,32 @@ def test_a_target_of_another_kind_is_refused(out):
     frames = encode_payload(codecs, segments_of([5]))
     with pytest.raises(CodecError, match=r"contiguous float32\[5\]"):
         decode_payload(codecs, frames, [5], out=out)
+
+
+@settings(max_examples=60)
+@given(
+    specs=st.lists(st.sampled_from(SPECS), min_size=1, max_size=3),
+    counts=st.lists(st.sampled_from([0, 1, 5, 300, 65_537, 300_000]), min_size=1, max_size=6),
+    values=st.sampled_from([1, 70_000, 1 << 18]),
+)
+def test_parts_hold_whole_slabs_of_all_codings_one_after_the_other(specs, counts, values):
+    codings = tuple(all_of(spec, counts) for spec in specs)
+    parts = plan_parts(codings, tuple(counts), values)
+    assert [part.start for part in parts] == [0, *(part.end for part in parts)][:-1] and parts[-1].end == sum(counts)
+    for number, codecs in enumerate(codings):
+        slabs = plan_payload(codecs, tuple(counts)).slabs
+        assert [n for part in parts for n in part.slabs[number]] == [*range(len(slabs))]
+        for part in parts:
+            held = [slabs[n] for n in part.slabs[number]]
+            assert not held or (held[0].start, held[-1].end) == (part.start, part.end)
+    for part in parts:  # one that is longer is one slab of some coding, or several that end nowhere together
+        assert (
+            part.values <= values
+            or len(set.intersection(*(set(slab_starts(part, codecs, counts, n)) for n, codecs in enumerate(codings))))
+            == 1
+        )
+
+
+def slab_starts(part, codecs, counts, number):
+    slabs = plan_payload(codecs, tuple(counts)).slabs
+    return [slabs[n].start for n in part.slabs[number]]

@@ -372,3 +372,21 @@ def test_names_are_canonical():
 def test_an_argument_out_of_range_is_refused_with_its_name(maker, argument, place):
     with pytest.raises(ConfigError, match=place):
         maker(argument)
+
+
+@every_chain
+@settings(max_examples=30)
+@given(x=slabs(SIZES))
+def test_the_places_and_values_of_a_codec_that_picks_are_what_it_decodes_to(name, x):
+    codec = CHAINS[name]
+    buffers = raw(*codec.encode(x, codec.init(x.size))[0])
+    places, values = codec.sparse(buffers, x.size)
+    assert (places.dtype, values.dtype) == (np.int32, np.float32) and (np.diff(places) > 0).all()
+    dense = np.zeros(x.size, np.float32)
+    dense[places] = values
+    assert raw(dense) == raw(codec.decode(buffers, x.size))
+
+
+def test_a_codec_that_does_not_only_pick_first_sends_every_value():
+    assert all(codec.sparse is None for codec in (int8(), chain(dct(), topk(0.1), int8())))
+    assert chain(topk(0.1), dct(), int8()).sparse is not None

@@ -14,7 +14,7 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
-from zmqtrain.runtime.equation import sparse_round
+from zmqtrain.runtime.equation import slab_threads, sparse_round
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import cut, encode_snapshot
 from zmqtrain.runtime.equation.slab_threads import LEAST_VALUES, SlabThreads
@@ -214,8 +214,8 @@ def test_all_items_are_done_once_and_the_earliest_error_is_raised(threads):
         workers.each(work, [*range(20)], 1)
 
 
-def test_a_small_fragment_is_left_to_one_thread(monkeypatch):
-    monkeypatch.setattr("zmqtrain.runtime.equation.slab_threads.usable_cores", lambda: 16)
-    assert [SlabThreads().count(values) for values in (LEAST_VALUES - 1, LEAST_VALUES)] == [1, 4]
-    monkeypatch.setattr("zmqtrain.runtime.equation.slab_threads.usable_cores", lambda: 2)
-    assert SlabThreads().count(LEAST_VALUES) == 2
+def test_a_large_fragment_is_shared_with_idle_cores_and_a_small_one_with_none(monkeypatch):
+    monkeypatch.setattr(slab_threads.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    for load, threads in [(0.3, 4), (1.2, 4), (6.0, 3), (7.4, 2), (8.0, 1), (30.0, 1)]:
+        monkeypatch.setattr(slab_threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert [SlabThreads().count(values) for values in (LEAST_VALUES - 1, LEAST_VALUES)] == [1, threads]

@@ -2,7 +2,8 @@
 
 Rule 1: each item of the work reads and writes its own part of the arrays alone, so that the results do not depend on
 the number of threads.  Rule 2: the thread that asks works along; a small fragment is left to it alone, because to wake
-others would take longer.  Rule 3: all users in a process share the same threads.
+others would take longer.  Rule 3: all users in a process share the same threads.  Rule 4: threads are used as far as
+cores are idle: on busy cores they would wait for each other, and take the time of those who train there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["LEAST_VALUES", "MOST_THREADS", "SlabThreads", "usable_cores"]
+__all__ = ["LEAST_VALUES", "MOST_THREADS", "SlabThreads", "idle_cores"]
 
 Item = TypeVar("Item")
 
@@ -27,9 +28,15 @@ _lock = threading.Lock()
 _shared: tuple[int, ThreadPoolExecutor] | None = None  # of which process, since threads do not survive a fork
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def idle_cores() -> int:
+    """Return how many of the cores that this process may use were idle in the last minute, as the machine's load says;
+    all of them where it does not say."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        busy = os.getloadavg()[0]
+    except (AttributeError, OSError):  # a system that has no such figure, or does not give it
+        busy = 0.0
+    return max(0, round(cores - busy))
 
 
 def _helpers() -> ThreadPoolExecutor:
@@ -41,7 +48,7 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 class SlabThreads:
-    """Do independent pieces of work in up to `threads` threads, or in as many as there are cores, at most 4.
+    """Do independent pieces of work in `threads` threads; None: in the caller's and one for each idle core, at most 4.
 
     least_values: work on fewer values is done in the caller's thread.
     """
@@ -53,7 +60,7 @@ class SlabThreads:
         """Return how many threads work on so many values."""
         if values < self._least_values:
             return 1
-        return min(MOST_THREADS, usable_cores()) if self._threads is None else self._threads
+        return min(MOST_THREADS, 1 + idle_cores()) if self._threads is None else self._threads
 
     def each(self, work: Callable[[Item], object], items: Sequence[Item], values: int) -> None:
         """Do `work` for every item and wait for all of it. values: that all items have together.
