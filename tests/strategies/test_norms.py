@@ -328,5 +328,5 @@ def test_a_rate_that_warms_up_while_nodes_cannot_exchange_is_no_divergence():
         for peer in "abcdefgh":
             assert say(gate, peer, 0, step / 50, 1) == ""
     assert say(gate, "b", 0, 0.05, 55) == ""
-    assert say(gate, "b", 0, 12.0, 5) == "", "three hundred times the usual, of five steps at the whole rate"
+    assert say(gate, "b", 0, 30.0, 5) == "", "750 times the usual, of five steps at the whole rate"
     assert say(gate, "c", 0, 1e6, 60), "but not anything"
