@@ -32,10 +32,11 @@ CODECS = (
 )
 """The codecs that auto chooses from, the densest first. The same one is used up and down."""
 
-FREE_DENSITY = 0.0125
+FREE_DENSITY, FREE_NODES, FREE_POWER = 0.05, 4, 1.6
 SPARSE = 0.12
-"""top-k + sign, by the density for each node, because an aggregate carries what all have sent: with 4 nodes 1.01, 1.10
-and 1.31 times the steps at .05, .02 and .01: SPARSE * log(4 FREE_DENSITY / density)^2."""
+"""top-k + sign: SPARSE * log(free / density)^2 more steps, where free is the density that costs nothing. It grows with
+the nodes, because an aggregate carries what all have sent: FREE_DENSITY * (nodes / FREE_NODES)^FREE_POWER.  With 4 nodes
+1.01, 1.10 and 1.31 times the steps at .05, .02 and .01; with 8, 1.20 and 1.32 times at .05 and .025."""
 CODED = 0.01
 """What any lossy codec is taken to cost at least; ternary and top-5 % + sign were 0 to 2 %."""
 LATE, LATE_FREE, LATE_POWER = 0.14, 2.0, 0.9
@@ -83,7 +84,7 @@ def density_of(spec: str) -> float:
 
 
 def _coded(spec: str, nodes: int) -> float:
-    density, free = density_of(spec), min(FREE_DENSITY * nodes, 1.0)
+    density, free = density_of(spec), min(FREE_DENSITY * (nodes / FREE_NODES) ** FREE_POWER, 1.0)
     if density >= free:
         return 0.0 if coding_from_spec(spec).default.name in ("float32", "bf16") else CODED * (1.5 - min(density, 1.0))
     return CODED * (1.5 - density) + SPARSE * log(free / density) ** 2
