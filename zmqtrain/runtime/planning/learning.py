@@ -35,8 +35,8 @@ CODECS = (
 FREE_DENSITY, FREE_NODES, FREE_POWER = 0.05, 4, 1.6
 SPARSE = 0.12
 """top-k + sign: SPARSE * log(free / density)^2 more steps, where free is the density that costs nothing. It grows with
-the nodes, because an aggregate carries what all have sent: FREE_DENSITY * (nodes / FREE_NODES)^FREE_POWER.  With 4 nodes
-1.01, 1.10 and 1.31 times the steps at .05, .02 and .01; with 8, 1.20 and 1.32 times at .05 and .025."""
+the nodes, because an aggregate carries what all have sent: FREE_DENSITY * (nodes / FREE_NODES)^FREE_POWER.  With 4
+nodes 1.01, 1.10 and 1.31 times the steps at .05, .02 and .01; with 8, 1.20 and 1.32 times at .05 and .025."""
 CODED = 0.01
 """What any lossy codec is taken to cost at least; ternary and top-5 % + sign were 0 to 2 %."""
 LATE, LATE_FREE, LATE_POWER = 0.14, 2.0, 0.9
