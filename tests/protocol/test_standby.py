@@ -233,6 +233,13 @@ def test_a_standby_does_not_count_the_word_of_nodes_that_let_the_first_go_on_wit
     succession = Succession(one, 1.0)
     turned(succession, "a"), turned(succession, "b", "c", without=3)
     assert not succession.is_due(3.0) and "let the first broker go on without it" in succession.obstacle(3.0)
+    of_four = follower(told("a", "b", "c", "d", tenure=3))
+    of_four.gone(1.0)
+    one_word = Succession(of_four, 1.0)
+    turned(one_word, "a"), turned(one_word, "b", "c", without=3)
+    assert not one_word.is_due(3.0), "the first may go on with b, c and a fourth that has left"
+    turned(one_word, "b")
+    assert one_word.is_due(3.0)
     turned(succession, "b", "c", without=2)
     assert succession.is_due(3.0), "what they let it do without an earlier standby says nothing of this one"
 

@@ -94,11 +94,12 @@ class Worker:
         """Give it a job; False if it has as many as it may, or is closed. Never waits."""
         return self._jobs.put_nowait(job)
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        """Let it finish what it has, and wait for its end."""
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        """Let it finish what it has, and wait for its end; return whether it has ended."""
         self._jobs.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         _stand_back()

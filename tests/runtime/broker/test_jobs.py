@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.runtime.broker import jobs as jobs_module
 from zmqtrain.runtime.broker.jobs import Jobs
 
 
@@ -27,3 +30,36 @@ def test_what_ends_a_broker_is_said_with_its_reason(error, said, caplog):
 
     assert asyncio.run(live()) is error
     assert f"the broker stops: {said}" in caplog.text
+
+
+def test_a_job_that_goes_on_after_the_last_wait_is_a_failure_and_its_result_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs_module, "CLOSE_SECONDS", 0.01)
+    go_on, done = threading.Event(), threading.Event()
+    broken, heard = list[BaseException](), list[object]()
+
+    async def main() -> Jobs:
+        jobs = Jobs("test-jobs", lambda: None)
+        monkeypatch.setattr(jobs._worker, "_failed", broken.append)
+        jobs.start()
+        jobs.do(go_on.wait, heard.append)
+        jobs.do(done.set)
+        assert not await jobs.close()
+        return jobs
+
+    jobs = asyncio.run(main())
+    assert isinstance(jobs.failure, ZmqTrainError) and "has not ended" in str(jobs.failure)
+    go_on.set()  # its loop is closed by now
+    jobs._worker._thread.join(10.0)
+    assert not jobs._worker._thread.is_alive() and not broken and not heard
+
+
+def test_a_codec_thread_that_ends_in_time_is_no_failure() -> None:
+    async def main() -> None:
+        jobs = Jobs("test-jobs", lambda: None)
+        jobs.start()
+        jobs.do(lambda: 1)
+        assert await jobs.close() and jobs.failure is None
+
+    asyncio.run(main())

@@ -312,3 +312,17 @@ def test_a_node_is_told_of_its_own_publishes_in_a_release_and_only_the_standby_o
         assert told == {A: ((A, 7),), B: ((B, 7),), C: ((A, 7), (B, 7))}
 
     run(main())
+
+
+def test_a_release_that_does_not_fit_behind_what_waits_is_counted_as_dropped(run: Run) -> None:
+    async def main() -> None:
+        peers = Peers(seconds=0.001)
+        peers.snapshot(A, 1)
+        peers.traffic.follow(A, True)
+        peers.traffic._line(A).outbox.limit_bytes = 1
+        released = Released(1, "float32", (0,), ((b"1234",),))
+        peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False), lambda peer: True)
+        assert peers.traffic.dropped == 1
+        await peers.until(lambda: bool(peers.chunks_to()))
+
+    run(main())

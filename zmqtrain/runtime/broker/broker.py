@@ -237,15 +237,17 @@ class Broker:
             self.versions.look_at_scores()
             self.keeper.end()
             await asyncio.to_thread(self._replicas.close)
+            ended = False
             try:
                 await self._copies.close()
-                await self._jobs.close()
-                await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator)
+                ended = await self._jobs.close()
+                await asyncio.to_thread(self.keeper.close, self.hub.state(), self.aggregator if ended else None)
                 if self._jobs.failure is None:
                     await asyncio.to_thread(self.parameters.close)
             finally:
                 await self.channel.close()
-                self._telling.ended(self.aggregator, self.receiver.bytes_received, self.traffic.bytes_sent)
+                if ended:
+                    self._telling.ended(self.aggregator, self.receiver.bytes_received, self.traffic.bytes_sent)
         if (failure := self._jobs.failure or self._copies.failure) is not None:
             raise failure
 

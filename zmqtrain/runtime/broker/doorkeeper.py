@@ -32,18 +32,24 @@ class Doorkeeper:
         self._channel, self._folder, self._dismiss = channel, folder, dismiss
         self._stamp: Stamp | None = None
         self._trouble = ""
+        self._gone: dict[str, str] = {}  # keys that were revoked and not cut yet, with their names
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Look for ever, whatever goes wrong: what a look has not done is done by the next."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:
+                if repr(error) != self._trouble:
+                    self._trouble = repr(error)
+                    logger.exception("the keys could not be looked at; it is tried again every %.0f s", LOOK_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
         """Look once, and do what follows from it."""
         try:
             stamp = await asyncio.to_thread(self._folder.stamp)
-            if stamp == self._stamp:
+            if stamp == self._stamp and not self._gone:
                 return
             names = await asyncio.to_thread(self._folder.authorised)
         except (OSError, ConfigError) as error:
@@ -51,16 +57,20 @@ class Doorkeeper:
                 self._trouble = str(error)
                 logger.warning("the folder of keys cannot be read (%s): who was authorised stays so", error)
             return
-        first, self._stamp, self._trouble = self._stamp is None, stamp, ""
+        first = self._stamp is None
         gone = self._channel.admit(names)
         if not first or gone:
             logger.info("%d keys are authorised now", len(names) - 1)
-        for key, name in gone.items():
+        self._gone |= gone
+        self._stamp = stamp
+        for key, name in self._gone.items():
             text = f"its key, {name}, was revoked"
             for peer in self._channel.peers_with(key):
                 self._dismiss(peer, f"{text}; ask who runs the hub for another (zmqtrain keys new)")
             logger.warning("the key of %s was revoked", name)
-        if gone:
+        if self._gone:
             await asyncio.sleep(FAREWELL_SECONDS)
-            for key in gone:
+            for key in list(self._gone):
                 self._channel.cut(key)
+                del self._gone[key]
+        self._trouble = ""

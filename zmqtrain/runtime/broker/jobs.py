@@ -7,6 +7,7 @@ Rule 2: a CodecError is a result: somebody sent what is not sound.  Anything els
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -80,10 +81,18 @@ class Jobs:
         self.failure = self.failure or error
         self._call(self._broken)
 
-    async def close(self) -> None:
-        """Let it finish what it has; its results are of no use any more, and nobody hears of them."""
+    async def close(self) -> bool:
+        """Let it finish what it has; its results are of no use any more, and nobody hears of them.
+
+        Return whether it has; if not, that is its failure, and what it works on is still its own.
+        """
         self._closing = True
-        await asyncio.to_thread(self._worker.close, CLOSE_SECONDS)
+        if await asyncio.to_thread(self._worker.close, CLOSE_SECONDS):
+            return True
+        why = ZmqTrainError(f"the codec thread has not ended within {CLOSE_SECONDS:g} s: its last job goes on")
+        logger.error("%s", why)
+        self.failure = self.failure or why
+        return False
 
     def _finish(self, then: Callable[..., None], result: object, facts: tuple[Any, ...]) -> None:
         if self._closing:
@@ -95,4 +104,5 @@ class Jobs:
 
     def _call(self, what: Callable[[], object]) -> None:
         assert self._loop is not None, "jobs are given once the broker runs"
-        self._loop.call_soon_threadsafe(what)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for what the last jobs give
+            self._loop.call_soon_threadsafe(what)

@@ -293,17 +293,18 @@ class Keeper:
         self.unsaved = True
         self._again_at = time.monotonic() + again
 
-    def close(self, state: dict[str, Any], aggregator: Aggregator) -> None:
+    def close(self, state: dict[str, Any], aggregator: Aggregator | None) -> None:
         """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError.
 
         A hub that is ahead of its arrays (its codec thread failed) is not written: the journal holds what counts.
+        aggregator: None while the codec thread, which owns the arrays, still works on them: likewise.
         """
         if self._folder is None:
             return
         if self._writer is not None:
             self._writer.join()
         try:
-            if aggregator.version != state["version"]:
+            if aggregator is None or aggregator.version != state["version"]:
                 text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
                 logger.warning(text, state["version"], self._kept_version)
             elif aggregator.version >= 0:

@@ -171,7 +171,11 @@ class Standby(Onlooker):
 
     async def _take_over(self) -> Inheritance:
         follower = self.follower
-        await asyncio.to_thread(self._close, TAKES_OVER)  # all that has come is applied
+        if not await asyncio.to_thread(self._close, TAKES_OVER):  # all that has come is applied
+            raise ZmqTrainError(
+                f"this standby still applies what came from the broker at {self.place.first}, after {CLOSE_SECONDS:g} "
+                "s, and cannot take over: start that again, with its checkpoint"
+            )
         if self.failure is not None:
             raise self.failure
         if self._hub is None or self._aggregator is None:
@@ -198,9 +202,9 @@ class Standby(Onlooker):
         assert follower.settings is not None
         return Inheritance(state, follower.settings, self._aggregator)
 
-    def _close(self, reason: str = "") -> None:
+    def _close(self, reason: str = "") -> bool:
         self._link.close(reason)
-        self._worker.close(CLOSE_SECONDS)
+        return self._worker.close(CLOSE_SECONDS)
 
     # ------------------------------------------------------------------ the port
 

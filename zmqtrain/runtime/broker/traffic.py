@@ -228,7 +228,7 @@ class Traffic:
             own = tuple(one for one in announcement.landed if whole or one[0] == peer)
             messages = _messages(replace(announcement, landed=own), frames, self._stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
-                self.dropped += len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
+                self.dropped += 1 + len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)
 
     def drop_aggregates(self, peer: PeerId) -> None:

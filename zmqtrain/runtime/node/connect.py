@@ -137,8 +137,12 @@ def connect(
             assert folder is not None
             node.close()
             folder.lock()
-            folder.set_all_aside()
-            node = open_node(None)
+            try:
+                folder.set_all_aside()
+                node = open_node(None)
+            except BaseException:
+                folder.close()
+                raise
         atexit.register(node.close)
         settings = node.wait_welcome(timeout_seconds)
         if folder is not None and settings.mode == "strict":

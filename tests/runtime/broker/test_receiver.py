@@ -1,0 +1,40 @@
+"""What a message that nobody thought of leaves behind at a broker: nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.messages import Heartbeat
+from zmqtrain.runtime.broker.receiver import Receiver
+from zmqtrain.types import Lane, PeerId
+
+
+def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() -> None:
+    def receive(peer: PeerId, message: object, now: float) -> list[object]:
+        assert receiver.behind == [b"behind"]
+        raise RuntimeError("nobody thought of this")
+
+    hub = SimpleNamespace(judge=lambda *facts: None, receive=receive)
+    traffic = SimpleNamespace(intake=SimpleNamespace(pay=lambda size: None))
+    rest: Any = SimpleNamespace()
+    receiver = Receiver(
+        rest,
+        hub,
+        traffic,
+        rest,
+        rest,
+        rest,
+        rest,
+        rest,
+        rest,
+        rest,
+        lambda peer: True,
+        lambda peer: "",  # type: ignore[arg-type]
+    )
+    with pytest.raises(RuntimeError):
+        receiver._take(PeerId("a#1"), Lane.BULK, [encode_message(Heartbeat()), b"behind"])
+    assert receiver.behind == ()
