@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import nan
 
+from tests.fixed import FIXED_RUN
 from tests.protocol.said import ONE_EACH
 from zmqtrain.protocol.effects import Contribution, Expect, SendTo
 from zmqtrain.protocol.group_messages import JoinGroup
@@ -46,7 +47,8 @@ SAMPLES = ONE_EACH | {
 
 
 def hub_of(release="immediately", **settings):
-    settings = RunSettings(**{"release": release, "codec": "ternary:block=128", "initial": "founder"} | settings)
+    given = {"release": release, "codec": "ternary:block=128", "initial": "founder"}
+    settings = RunSettings(**FIXED_RUN | given | settings)
     return Hub(settings, release_rule_from_spec(release), "run-1")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import nan
 
+from tests.fixed import FIXED_RUN
 from zmqtrain.protocol.effects import Deliver, Send, Serve
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import Aggregate, Fetch, Publish, Roster, Snapshot, Welcome, model_to_wire
@@ -33,8 +35,8 @@ __all__ = [
 
 MODEL = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "float32"))
 WIRE = model_to_wire(MODEL)
-SETTINGS = RunSettings(every=3, delay=2)
-POPULATION = RunSettings(every=3, delay=2, initial="own", start_nodes=2)
+SETTINGS = RunSettings(**FIXED_RUN | {"every": 3, "delay": 2})
+POPULATION = replace(SETTINGS, initial="own", start_nodes=2)
 ROSTER = Roster(0, (), "", 0, 0, 0, 0, 0.0, {}, -1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fixed import FIXED_RUN
 from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
 from zmqtrain.protocol.keys import (
     Awaited,
@@ -47,9 +48,14 @@ __all__ = ["EXAMPLES", "ONE_EACH"]
 EXAMPLES: list[Message] = [
     Hello("pc-1"),
     Hello("pc-1", link=1.2e8, share=0.8),
-    Welcome("run-1", 3, {}, schedules=((-1, 8, 4), (7, 12, 5))),
+    Welcome("run-1", 3, {}, schedules=((-1, 8, 4, "int8", "int8", "sgd:rate=1"), (7, 12, 5, "", "", ""))),
     Welcome(
-        "run-1", 3, RunSettings().to_dict(), (("w", (2, 3), "float32"), ("scalar", (), "float32")), ((1, 2),), (4,)
+        "run-1",
+        3,
+        RunSettings(**FIXED_RUN).to_dict(),
+        (("w", (2, 3), "float32"), ("scalar", (), "float32")),
+        ((1, 2),),
+        (4,),
     ),
     Refused("model", "no"),
     Heartbeat(1.5),

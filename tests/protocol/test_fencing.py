@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.fixed import FIXED_RUN
 from zmqtrain.protocol.effects import Deliver, Expect, Found, Reduce, Send, SendTo, Serve, Withdraw
 from zmqtrain.protocol.fencing import (
     LIFE,
@@ -33,7 +34,7 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("w", (8,), "float32"),)
-SETTINGS = RunSettings(every=2, delay=1, release="immediately", initial="founder")
+SETTINGS = RunSettings(**FIXED_RUN | {"every": 2, "delay": 1, "release": "immediately", "initial": "founder"})
 
 
 def hub():

@@ -22,8 +22,8 @@ class Part:
     number: int = 0
 
 
-def rounds(rule, fragments=3):
-    return FragmentRounds[Part](release_rule_from_spec(rule), fragments)
+def rounds(rule, together=False):
+    return FragmentRounds[Part](release_rule_from_spec(rule), together)
 
 
 def test_a_quorum_awaits_every_fragment_alone():
@@ -60,7 +60,7 @@ def test_the_other_rules_have_one_round_of_whatever_comes(rule):
 
 @pytest.mark.parametrize("fragments", [1, 2, 8])
 def test_the_grace_is_at_most_a_share_of_the_steps_between_two_offers_however_many_fragments_there_are(fragments):
-    waiting, graces = rounds("quorum:count=2,share=0.5", fragments), []
+    waiting, graces = rounds("quorum:count=2,share=0.5"), []
     for number in range(4 * fragments):
         now = 0.5 * number
         waiting.add(A, Part(number % fragments), now), waiting.add(B, Part(number % fragments), now)
@@ -70,7 +70,7 @@ def test_the_grace_is_at_most_a_share_of_the_steps_between_two_offers_however_ma
 
 
 def test_how_often_nodes_send_is_known_once_they_have_sent_twice_whichever_fragments():
-    waiting = rounds("quorum:count=2,share=0.5", 8)
+    waiting = rounds("quorum:count=2,share=0.5")
     for fragment, now, due in ((0, 0.0, 0.5), (1, 0.25, 0.5)):
         waiting.add(A, Part(fragment), now), waiting.add(B, Part(fragment), now)
         assert waiting.due_at(FOUR) == due, "the constant of the first round"
@@ -81,8 +81,26 @@ def test_how_often_nodes_send_is_known_once_they_have_sent_twice_whichever_fragm
     assert waiting.due_at(FOUR) == 0.75 + 0.125
 
 
+def test_where_an_exchange_carries_all_fragments_each_has_the_grace_that_it_would_have_alone():
+    alone, waiting = rounds("quorum:count=2,share=0.5"), rounds("quorum:count=2,share=0.5", together=True)
+    for number in range(6):
+        now = float(number)
+        alone.add(A, Part(0), now), alone.add(B, Part(0), now)
+        for fragment in range(4):  # one after the other, in quick succession
+            at = now + 0.01 * fragment
+            waiting.add(A, Part(fragment), at), waiting.add(B, Part(fragment), at)
+        graces = [waiting.due_at(FOUR) - now]
+        for _ in range(4):
+            due = waiting.due_at(FOUR)
+            graces.append(due - now)
+            assert len(waiting.take(FOUR, due)) == 2
+        assert graces[0] == alone.due_at(FOUR) - now
+        assert graces[1:] == pytest.approx([graces[0] + 0.01 * fragment for fragment in range(4)])
+        alone.take(FOUR, now + FIRST_GRACE_SECONDS)
+
+
 def test_how_late_nodes_have_been_with_one_fragment_is_not_said_of_another():
-    waiting = rounds("quorum:count=2", 2)
+    waiting = rounds("quorum:count=2")
     for number in range(12):
         fragment, late = number % 2, (0.25, 0.0)[number % 2]
         for peer, now in ((A, number), (B, number), (C, number + late)):
@@ -98,7 +116,7 @@ def test_how_late_nodes_have_been_with_one_fragment_is_not_said_of_another():
 @pytest.mark.parametrize("seed", range(5))
 def test_one_fragment_has_the_very_rounds_that_there_would_be_without_fragments(seed):
     random, rule = Random(seed), release_rule_from_spec("quorum:count=2,patience=3")
-    ours, plain, now = FragmentRounds[Part](rule, 1), Rounds(rule), 0.0
+    ours, plain, now = FragmentRounds[Part](rule), Rounds(rule), 0.0
     for number in range(400):
         now += random.expovariate(4.0)
         live = FOUR - {SILENT} if 100 < number < 300 else FOUR

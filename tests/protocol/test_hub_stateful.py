@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.fixed import FIXED_RUN
 from tests.protocol.hub_world import PEERS, WIRE, HubWorld
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello
 from zmqtrain.settings import RunSettings
@@ -169,7 +170,9 @@ A, B = PEERS[:2]
 
 
 def world_of(**settings):
-    return HubWorld(RunSettings(**{"initial": "founder", "release": "immediately", "max_staleness": 1} | settings), 2)
+    return HubWorld(
+        RunSettings(**FIXED_RUN | {"initial": "founder", "release": "immediately", "max_staleness": 1} | settings), 2
+    )
 
 
 def test_each_answer_of_a_hub_is_seen_and_counted():
