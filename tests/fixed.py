@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FIXED_RUN"]
+from zmqtrain.settings import RunSettings
+
+__all__ = ["FIXED_RUN", "fixed_run"]
 
 FIXED_RUN: dict[str, Any] = {
     "every": 8,
@@ -14,3 +16,8 @@ FIXED_RUN: dict[str, Any] = {
     "fragments": 1,
     "outer": "nesterov:rate=0.8,momentum=0.5",
 }
+
+
+def fixed_run(**settings: Any) -> RunSettings:
+    """Return the settings of a run in which nothing is auto: these, and FIXED_RUN for the rest."""
+    return RunSettings(**FIXED_RUN | settings)

@@ -21,7 +21,10 @@ def asked(capsys, *more):
 def test_the_tables_hold_the_plan_its_variants_and_the_memory(capsys):
     assert main([*ASK, "--link", "1gbit"]) == 0
     out = capsys.readouterr().out
-    for words in ("k, d", "hub's port", "efficiency", "age", "other masters and hubs", "memory of a node", "anchor"):
+    for words in (
+        "to a loss", "times as fast as one PC", "why", "k, d", "outer", "hub's port", "efficiency", "age", "speed-up",
+        "other masters and hubs", "memory of a node", "anchor",
+    ):  # fmt: skip
         assert words in out
 
 
@@ -33,7 +36,18 @@ def test_the_line_to_type_is_one_that_a_broker_takes(capsys):
     config = read_config(BrokerConfig, program, [*argv, "--insecure"])
     assert isinstance(config, RunSettings)
     assert (config.every, config.delay) == (document["plan"]["every"], document["plan"]["delay"])
-    assert config.fragments == document["plan"]["fragments"]
+    chosen = (config.codec, config.broadcast_codec, config.outer)
+    assert chosen == tuple(document["plan"][name] for name in ("codec", "broadcast_codec", "outer"))
+    assert config.carries_all and config.fragments_of(25_000_000) == document["plan"]["fragments"]
+
+
+def test_fragments_that_are_told_take_turns_and_stand_in_the_line_to_type(capsys):
+    from zmqtrain.cli.broker_settings import BrokerConfig
+
+    _, document = asked(capsys, "--fragments", "3")
+    program, *argv = document["plan"]["command"].split()
+    config = read_config(BrokerConfig, program, [*argv, "--insecure"])
+    assert config.fragments == 3 == document["plan"]["fragments"] and not config.carries_all
 
 
 def test_json_holds_the_same_for_the_plan_and_each_variant(capsys):
@@ -41,22 +55,23 @@ def test_json_holds_the_same_for_the_plan_and_each_variant(capsys):
     assert code == 0
     assert len(document["variants"]) == 5
     assert document["variants"][1] == {key: value for key, value in document["plan"].items() if key != "command"}
-    assert document["plan"]["codec"] == "ternary" and 0.9 < document["plan"]["efficiency"] <= 1
+    assert document["plan"]["codec"] == "ternary" and 0.8 < document["plan"]["efficiency"] <= 1
+    assert 1 < document["plan"]["speedup"] < document["plan"]["ideal_speedup"] < 4
 
 
 def test_ones_own_measured_costs_count(capsys):
     slow = asked(capsys, "--codec", "ternary", "--fragments", "1", "--node-ns", "40", "--codec-on", "host")[1]["plan"]
     assert slow["every"] == 25 and slow["busiest"] == "a node's codec"
-    held = asked(capsys, "--codec", "ternary", "--fragments", "1", "--held-ms", "60")[1]["plan"]
-    assert held["every"] == 40
+    usual, held = (asked(capsys, "--codec", "ternary", *more)[1]["plan"] for more in ([], ["--held-ms", "60"]))
+    assert held["efficiency"] < usual["efficiency"] and held["speedup"] < usual["speedup"]
 
 
 def test_a_card_that_is_too_small_is_the_exit_code_1_with_what_would_fit(capsys):
-    code, document = asked(capsys, "--memory", "1.8GB", "--activations", "600MB", "--codec", "ternary")
+    code, document = asked(capsys, "--memory", "1.8GB", "--activations", "600MB", "--fragments", "1")
     assert code == 1 and not document["memory"]["fits"]
     assert "It would with" in document["memory"]["advice"]
     code, document = asked(
-        capsys, "--memory", "1.8GB", "--activations", "600MB", "--codec", "ternary", "--anchor", "host"
+        capsys, "--memory", "1.8GB", "--activations", "600MB", "--fragments", "1", "--anchor", "host"
     )
     assert code == 0 and document["memory"]["fits"]
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.clocks import VirtualClock
+from tests.fixed import fixed_run
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.ledger import lives_of
@@ -33,7 +34,7 @@ def clock():
 @pytest.fixture
 def node(tmp_path, clock):
     with NodeRecorder(tmp_path / "pc-1.jsonl", {"data": "x"}, clock) as recorder:
-        recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False, -1)
+        recorder.joining("pc-1#ab", "run-1", fixed_run(program="text"), False, -1)
         yield recorder
 
 
@@ -56,7 +57,7 @@ def test_a_node_says_first_who_it_is(node, clock):
 
 def test_a_node_that_joins_after_it_has_left_another_run_is_not_draining(node):
     node.closed()
-    node.joining("pc-1#cd", "run-2", RunSettings(program="text"), True, 7)
+    node.joining("pc-1#cd", "run-2", fixed_run(program="text"), True, 7)
     node.applied(update(3))
     assert kinds(node) == ["node", "node"], "an event of a step is written when that is over"
     assert read_records(node.path)[1]["version"] == 7
@@ -129,7 +130,7 @@ def test_a_node_that_ends_tells_the_crc_of_its_parameters(node):
 
 def test_a_broker_records_from_its_beginning_to_its_end(tmp_path, clock):
     with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock) as broker:
-        broker.began("run-1", RunSettings(), -1)
+        broker.began("run-1", fixed_run(), -1)
         broker.founded("pc-1#ab")
         broker.member("pc-1#ab", "joined", "at version 0")
         contribution = Contribution("pc-1#ab", 0, 0, 16, float("nan"), 0, 0)
@@ -138,7 +139,7 @@ def test_a_broker_records_from_its_beginning_to_its_end(tmp_path, clock):
         broker.ended({"version": 1}, [])
         found = read_records(broker.path)
     assert [one["kind"] for one in found] == ["run", "founding", "membership", "release", "evaluation", "run_end"]
-    assert RunSettings.from_dict(found[0]["settings"]) == RunSettings()
+    assert RunSettings.from_dict(found[0]["settings"]) == fixed_run()
     assert found[1]["peers"] == ["pc-1#ab"] and found[3]["contributions"][0]["score"] is None
     assert found[-1]["crc"] is None  # nobody's parameters are here
 
@@ -200,7 +201,7 @@ def test_a_record_never_takes_the_place_of_another(tmp_path, clock):
     path = tmp_path / "pc-1.jsonl"
     for life in range(12):
         with NodeRecorder(path, {"life": life}, clock) as recorder:
-            recorder.joining("pc-1#ab", "run-1", RunSettings(program="text"), False, -1)
+            recorder.joining("pc-1#ab", "run-1", fixed_run(program="text"), False, -1)
     assert [life[0]["life"] for life in lives_of(path)] == list(range(12))
     with BrokerRecorder(tmp_path / "broker.jsonl", clock=clock):
         pass  # it said nothing: there is nothing to keep

@@ -221,8 +221,8 @@ class HubWorld:
         """Say a publish to the hub, whose base is so many versions old; if it comes, all of it does."""
         self.transfer += 1
         self.sequences[peer] = max(self.sequences[peer], sequence + 1)
-        codec = "float32" if dense else self.settings.codec
-        base, fragment = self.version - late, sequence % self.settings.fragments
+        codec = "float32" if dense else self.hub.timetable.at(self.version).codec
+        base, fragment = self.version - late, sequence % self.hub.fragments
         # the samples are another number each time: their sum tells what was counted
         self.publish(peer, Publish(self.transfer, sequence, base, fragment, codec, (64,), self.transfer, 8, nan, dense))
         if comes and (peer, self.transfer) in self.transfers:

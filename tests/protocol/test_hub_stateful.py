@@ -21,19 +21,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.fixed import FIXED_RUN
+from tests.fixed import fixed_run
 from tests.protocol.hub_world import PEERS, WIRE, HubWorld
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO_FRAGMENTS
 
 RELEASES = ("all", "quorum", "immediately", "count:contributions=2", "time:seconds=0.3", "bounded:staleness=1")
 SCORES = st.sampled_from([0.25, 0.5, 0.75, 1.0, inf, nan])
 SETTINGS = st.builds(
-    RunSettings,
+    fixed_run,
     initial=st.sampled_from(["founder", "best", "mean", "own"]),
     start_nodes=st.integers(1, 3),
     elastic=st.sampled_from([1.0, 1.0, 0.5]),
-    fragments=st.integers(1, 2),
+    codec=st.sampled_from(["ternary", "auto"]),
+    fragments=st.sampled_from([1, 2, AUTO_FRAGMENTS]),
     max_staleness=st.sampled_from([1, 0]),
     stale=st.sampled_from(["return", "drop"]),
     units=st.sampled_from([9, 0]),
@@ -170,9 +171,8 @@ A, B = PEERS[:2]
 
 
 def world_of(**settings):
-    return HubWorld(
-        RunSettings(**FIXED_RUN | {"initial": "founder", "release": "immediately", "max_staleness": 1} | settings), 2
-    )
+    given = {"initial": "founder", "release": "immediately", "max_staleness": 1}
+    return HubWorld(fixed_run(**given | settings), 2)
 
 
 def test_each_answer_of_a_hub_is_seen_and_counted():

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.fixed import fixed_run
 from tests.runtime.ledger_world import live_world
 from tests.runtime.numpy_node import BULK
 from zmqtrain.protocol.messages import Aggregate
@@ -147,7 +148,7 @@ LONG = [(release, codec) for i, release in enumerate(RELEASES) for j, codec in e
 def test_the_laws_hold_over_a_long_run_with_faults(release, codec):
     random = Random(f"{release} {codec}")
     outer = random.choice(("sgd:rate=1", "nesterov:rate=0.8,momentum=0.5"))
-    run = RunSettings(
+    run = fixed_run(
         release=release, codec=codec, broadcast_codec=random.choice((codec, "float32")), outer=outer, every=2,
         fragments=random.randint(1, 3), delay=random.choice((1, 4)),
     )  # fmt: skip
@@ -161,7 +162,7 @@ def test_the_laws_hold_over_a_long_run_with_faults(release, codec):
 
 def test_the_laws_hold_when_the_hub_comes_back_from_its_folder(tmp_path):
     random = Random("folder")
-    run = RunSettings(release="immediately", every=2, delay=4, fragments=2, codec="ternary:block=128")
+    run = fixed_run(release="immediately", every=2, delay=4, fragments=2, codec="ternary:block=128")
     world = live_world(run, 3, RunFolder(tmp_path))
     for turn in range(8):
         for _ in range(60):

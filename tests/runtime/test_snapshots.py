@@ -9,6 +9,7 @@ from math import nan
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.codecs import payload
 from zmqtrain.codecs.codec import SLAB_VALUES
 from zmqtrain.errors import ZmqTrainError
@@ -20,7 +21,6 @@ from zmqtrain.runtime.broker.broker import Broker
 from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, decode_snapshot, encode_snapshot
 from zmqtrain.runtime.equation.digest import digest_of
 from zmqtrain.runtime.node.link import HubLink
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.memory import memory_hub
 from zmqtrain.types import Lane, LeafSpec, Offer, PeerId
@@ -29,7 +29,7 @@ FRAMES = 12
 VALUES = FRAMES * SLAB_VALUES
 MODEL = (LeafSpec("w", (VALUES,), "float32"),)
 START = np.arange(VALUES, dtype=np.float32)
-SETTINGS = RunSettings(
+SETTINGS = fixed_run(
     every=2, delay=1, codec=DENSE, broadcast_codec=DENSE, release="immediately", outer="sgd:rate=1",
     initial="founder", heartbeat_seconds=0.02, lost_seconds=5.0, norm_gate="none",
 )  # fmt: skip

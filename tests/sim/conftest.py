@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.settings import RunSettings
+from tests.fixed import fixed_run
 from zmqtrain.sim import Scenario, SimNode
 
 
@@ -68,6 +68,6 @@ def scenario():
             nodes = [SimNode() for _ in range(nodes)]
         plain = {"every": 4, "delay": 2, "initial": "founder", "local_updates": "fixed"}
         whole = {"units": 6 * len(nodes), "start_nodes": len(nodes), **plain, **settings}
-        return Scenario(settings=RunSettings(**whole), nodes=tuple(nodes), **dict(of_scenario))
+        return Scenario(settings=fixed_run(**whole), nodes=tuple(nodes), **dict(of_scenario))
 
     return make

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import ConfigError, JoinRefused, NonFiniteDelta
 from zmqtrain.programs import load_program
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.strategies.initial import relatedness
 from zmqtrain.train.apart import own_seed
@@ -380,14 +380,14 @@ def test_the_text_program_learns(scenario, tmp_path):
 
 
 def test_a_scenario_that_cannot_be_is_refused():
-    settings = RunSettings(units=1)
+    settings = fixed_run(units=1)
     for wrong, about in (
         ({"nodes": ()}, "at least one node"),
         ({"nodes": (SimNode(name="a"), SimNode(name="a"))}, "same name"),
         ({"nodes": (SimNode(),), "target_loss": 1.0}, "target_loss needs"),
-        ({"nodes": (SimNode(),), "settings": RunSettings()}, "never end"),
+        ({"nodes": (SimNode(),), "settings": fixed_run()}, "never end"),
         ({"nodes": (SimNode(),), "max_seconds": 0.0}, "max_seconds"),
-        ({"nodes": (SimNode(),), "settings": RunSettings(units=1, masters=2)}, "the simulator models one broker"),
+        ({"nodes": (SimNode(),), "settings": fixed_run(units=1, masters=2)}, "the simulator models one broker"),
     ):
         with pytest.raises(ConfigError, match=about):
             Scenario(**{"settings": settings, **wrong})

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import PeerLost
 from zmqtrain.runtime.lockstep.allreduce import AllreduceExchange
-from zmqtrain.settings import RunSettings
 from zmqtrain.train.gradients import GradientLoop
 from zmqtrain.types import ExchangeStatistics, Update
 
@@ -137,7 +137,7 @@ class Run:
     founded = True
 
     def __init__(self, name, **settings):
-        self.name, self.settings = name, RunSettings(**{"evaluate_seconds": 0.0, "initial": "founder"} | settings)
+        self.name, self.settings = name, fixed_run(**{"evaluate_seconds": 0.0, "initial": "founder"} | settings)
         self.offers, self.landing, self.reports, self.scores, self.version = [], [], [], [], 0
 
     def join(self, model, leaves, *, score=0.0, moments=()):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.clocks import VirtualClock
+from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import AggregateTimeout
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import ExchangeStatistics, Update
 
 __all__ = ["ScriptedExchange", "tree", "value", "add", "run"]
@@ -39,7 +39,7 @@ class ScriptedExchange:
 
     def __init__(self, anchor=None, **settings):
         settings = {"every": 2, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | settings
-        self.settings, self.clock = RunSettings(**settings), VirtualClock()
+        self.settings, self.clock = fixed_run(**settings), VirtualClock()
         self.anchor, self.version = anchor, 0
         self.offers, self.landing, self.reports, self.scores = {}, deque(), [], []
         self.on_the_way = set()

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import JoinRefused
-from zmqtrain.settings import RunSettings
 from zmqtrain.train.apart import begin, follow, own_seed, pack_moments, train_apart, unpack_moments
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep, TrainState
@@ -58,7 +58,7 @@ class Exchange:
     clock, is_evaluator, unreachable, wanted = time, False, (), False
 
     def __init__(self, update=None, founded=False, name="pc-1", **settings):
-        self.settings = RunSettings(**{"apart_steps": 6, "start_nodes": 2, **settings})
+        self.settings = fixed_run(**{"apart_steps": 6, "start_nodes": 2, **settings})
         self.update, self.founded, self.name = update, founded, name
         self.compared, self.lent, self.coming = [], [], []
 
@@ -119,11 +119,11 @@ def test_a_founder_begins_from_the_runs_seed_and_trains_nothing_before_it_joins(
 
 
 def test_seeds_apart_differ_by_name_and_are_the_same_every_time():
-    settings = [RunSettings(initial="best", start_nodes=2, seed=seed) for seed in (0, 1)]
+    settings = [fixed_run(initial="best", start_nodes=2, seed=seed) for seed in (0, 1)]
     seeds = [own_seed(one, name) for one in settings for name in ("pc-1", "pc-2")]
     assert len(set(seeds)) == 4 and seeds == [own_seed(one, name) for one in settings for name in ("pc-1", "pc-2")]
-    assert own_seed(RunSettings(seed=9), "pc-1") == 9
-    assert own_seed(RunSettings(initial="best", seed=9), "pc-1") == 9, "a run of one node compares it with nobody"
+    assert own_seed(fixed_run(seed=9), "pc-1") == 9
+    assert own_seed(fixed_run(initial="best", seed=9), "pc-1") == 9, "a run of one node compares it with nobody"
 
 
 def test_who_is_compared_trains_apart_on_its_own_units_and_says_how_it_scores():

@@ -45,10 +45,13 @@ def schedule_from_plain(plain: Iterable[Any]) -> Schedule:
 
     Raises FramingError.
     """
-    from_version, every, delay, *specs = plain
-    if len(specs) > 3:
-        raise FramingError(f"a schedule of {3 + len(specs)} parts; it has at most 6")
-    return Schedule(int(every), int(delay), int(from_version), *(str(spec) for spec in specs))
+    try:
+        from_version, every, delay, *specs = plain
+        if len(specs) not in (0, 3):
+            raise ValueError(f"it has 3 or 6 parts, not {3 + len(specs)}")
+        return Schedule(int(every), int(delay), int(from_version), *(str(spec) for spec in specs))
+    except (TypeError, ValueError) as error:
+        raise FramingError(f"no schedule: {error}") from error
 
 
 class Timetable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import CheckpointError
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.hub import Hub
@@ -15,10 +16,9 @@ from zmqtrain.runtime.broker.keeper import Keeper
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import encode_snapshot
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
-SETTINGS = RunSettings(release="immediately", codec="ternary:block=8", broadcast_codec="ternary:block=8", fragments=2)
+SETTINGS = fixed_run(release="immediately", codec="ternary:block=8", broadcast_codec="ternary:block=8", fragments=2)
 MODEL = (LeafSpec("w", (90, 60), "float32"), LeafSpec("b", (3000,), "float32"))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import CheckpointError, ZmqTrainError
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.hub import Hub
@@ -23,10 +24,9 @@ from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.equation import aggregator as aggregator_module
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.delta import encode_snapshot
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
-SETTINGS = RunSettings(release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+SETTINGS = fixed_run(release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
 MODEL = (LeafSpec("w", (10,), "float32"),)
 
 

@@ -9,13 +9,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.broker.parts import export_part, merge_parts, part_file
 from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import encode_snapshot
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("w", (3, 5000), "float32"), LeafSpec("scalar", (), "float32"), LeafSpec("none", (0, 4), "float32"))
@@ -23,7 +23,7 @@ LEAVES = [np.arange(15000, dtype=np.float32).reshape(3, 5000), np.float32(7).res
 
 
 def aggregator_of(shard, masters, model=MODEL, leaves=LEAVES, **settings):
-    made = Aggregator(RunSettings(masters=masters, **settings), shard)
+    made = Aggregator(fixed_run(masters=masters, **settings), shard)
     made.plan(model)
     made.found(encode_snapshot(made.layout, made.layout.split(leaves)))
     return made

@@ -7,13 +7,13 @@ from math import nan
 
 import numpy as np
 
+from tests.fixed import fixed_run
 from tests.runtime.stories import WAIT, lived_through
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.group_messages import Group, JoinGroup
 from zmqtrain.protocol.messages import Fetch, Hello, Publish, Snapshot, model_to_wire
 from zmqtrain.runtime.broker.broker import Broker
 from zmqtrain.runtime.equation.delta import DENSE, DeltaCoder, encode_snapshot
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import check_message
 from zmqtrain.types import Lane, LeafSpec, Offer
@@ -97,4 +97,4 @@ class Peers:
 def lived(story, folder=None, **settings):
     """Run a broker while `story(peers)` happens; return the broker when it has ended."""
     settings = {"release": "immediately", "outer": "sgd:rate=1", "lost_seconds": 10 * WAIT, **settings}
-    return lived_through(lambda: Broker(Wire(), RunSettings(**settings), folder), lambda broker: story(Peers(broker)))
+    return lived_through(lambda: Broker(Wire(), fixed_run(**settings), folder), lambda broker: story(Peers(broker)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.fixed import fixed_run
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import decode_payload, encode_payload
@@ -11,7 +12,6 @@ from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish, Snapshot
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import cut, encode_snapshot
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("layer/w", (3, 4096), "float32"), LeafSpec("layer/b", (10,), "bfloat16"))
@@ -29,7 +29,7 @@ def announced(frames):
 
 def founded(codec="float32", broadcast="float32", outer="sgd:rate=1", fragments=2, **settings):
     settings = {"broadcast_codec": broadcast, "outer": outer, "fragments": fragments} | settings
-    aggregator = Aggregator(RunSettings(codec=codec, **settings))
+    aggregator = Aggregator(fixed_run(codec=codec, **settings))
     aggregator.plan(MODEL)
     frames = encode_snapshot(aggregator.layout, random_flats(0, fragments))
     aggregator.check_snapshot(announced(frames), frames)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from tests.runtime.equation.aggregators import (
     MODEL,
     add,
@@ -23,7 +24,6 @@ from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import cut, decode_snapshot, encode_snapshot
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
 
@@ -121,9 +121,9 @@ def test_a_sum_that_overflows_is_not_used(contributions):
 
 def test_a_model_that_cannot_be_exchanged_is_refused():
     with pytest.raises(ModelMismatch, match="count"):
-        Aggregator(RunSettings()).plan((LeafSpec("count", (3,), "int32"),))
+        Aggregator(fixed_run()).plan((LeafSpec("count", (3,), "int32"),))
     with pytest.raises(ConfigError, match="fragments"):
-        Aggregator(RunSettings(fragments=9)).plan((LeafSpec("w", (3,), "float32"),))
+        Aggregator(fixed_run(fragments=9)).plan((LeafSpec("w", (3,), "float32"),))
 
 
 # ---------------------------------------------------------------------- life after a restart
@@ -205,7 +205,7 @@ def test_a_journal_that_cannot_be_read_is_a_checkpoint_error_and_nothing_of_it_i
 
 def test_a_model_larger_than_any_hub_can_hold_is_refused_before_it_is_planned():
     with pytest.raises(ModelMismatch, match="at most"):
-        Aggregator(RunSettings()).plan((LeafSpec("w", (1 << 20, 1 << 20), "float32"),))
+        Aggregator(fixed_run()).plan((LeafSpec("w", (1 << 20, 1 << 20), "float32"),))
 
 
 def test_a_journal_with_a_gap_is_a_checkpoint_error():

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.codecs.payload_jax import DeviceCoder
@@ -16,7 +17,6 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.delta import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
 from zmqtrain.runtime.node.inbox import Inbox
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec, Offer
 
 MODEL = (LeafSpec("layer/w", (3, 4096), "float32"), LeafSpec("layer/b", (10,), "float32"))
@@ -25,7 +25,7 @@ MIXED = "ternary:block=128;*b=bf16"
 
 
 def coder_of(codec="ternary:block=128", fragments=2):
-    return DeltaCoder(MODEL, RunSettings(codec=codec, fragments=fragments))
+    return DeltaCoder(MODEL, fixed_run(codec=codec, fragments=fragments))
 
 
 def pending_of(coder, fragment, seed=0):
@@ -322,8 +322,8 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("codec", [*CODECS, MIXED])
 def test_a_device_sends_and_reads_the_same_bits_as_the_host(codec):
-    here = DeltaCoder(MODEL, RunSettings(codec=codec, broadcast_codec=codec, fragments=2))
-    there = DeltaCoder(MODEL, RunSettings(codec=codec, broadcast_codec=codec, fragments=2), DeviceCoder())
+    here = DeltaCoder(MODEL, fixed_run(codec=codec, broadcast_codec=codec, fragments=2))
+    there = DeltaCoder(MODEL, fixed_run(codec=codec, broadcast_codec=codec, fragments=2), DeviceCoder())
     there.warm_up(0)
     for sequence in range(4):  # the third drains, and the fourth is coded less what that has sent
         pending = pending_of(here, 1, sequence)
@@ -347,7 +347,7 @@ def test_a_device_sends_and_reads_the_same_bits_as_the_host(codec):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_on_a_device_is_named_by_its_leaf_too(bad):
-    coder = DeltaCoder(MODEL, RunSettings(), DeviceCoder())
+    coder = DeltaCoder(MODEL, fixed_run(), DeviceCoder())
     pending = pending_of(coder, 0)
     pending[-3:-1] = bad
     with pytest.raises(NonFiniteDelta, match=r"the delta of layer/b holds 2 values that are not finite \(of 10\)"):

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.runtime.equation.delta import DeltaCoder
 from zmqtrain.runtime.node.codec_jobs import CodecJobs, say_codec_failure
 from zmqtrain.runtime.node.inbox import Inbox
 from zmqtrain.runtime.node.restarts import Restarts
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec, Offer
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
@@ -22,7 +22,7 @@ class World:
     """The jobs of one node, and what they publish."""
 
     def __init__(self, **settings):
-        self.settings = RunSettings(**settings)
+        self.settings = fixed_run(**settings)
         self.published, self.inbox, self.restarts = [], Inbox(lambda: None, pytest.fail), Restarts()
         self.jobs = CodecJobs(
             "pc-1", self.inbox, self.restarts, lambda: self.settings, lambda: 3, self.publish, None

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.checkpoints.files import read_arrays, write_arrays
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.node import keeper as keeper_module
 from zmqtrain.runtime.node.keeper import NodeKeeper, read_saved
-from zmqtrain.settings import RunSettings
 
 
 class Kept:
@@ -26,7 +26,7 @@ class Kept:
         )
 
     def facts(self):
-        settings = RunSettings().to_dict()
+        settings = fixed_run().to_dict()
         node = {"peer": "a#1", "run": "run-1", "version": self.version, "incarnation": 5, "term": 0}
         return {"node": node | {"settings": settings, "model": [["w", [3], "float32"]]}}
 

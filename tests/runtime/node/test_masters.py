@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.clocks import VirtualClock
+from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import AggregateTimeout, JoinRefused
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.runtime.node.units import UnitQueue
-from zmqtrain.settings import RunSettings
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.types import ExchangeStatistics, LeafSpec, Part, Update
 
@@ -111,8 +111,7 @@ class FakeLine:
         return None if self.founder else self.hub.snapshot()
 
     def next_fragments(self):
-        fragment = self.offers.next_fragment(self.settings, self.reached)
-        return () if fragment is None else (fragment,)
+        return self.offers.next_fragments(self.settings, self.layout.fragments, self.reached)
 
     def offer(self, fragment, segments, tally, **facts):
         if not self.next_fragments():
@@ -187,7 +186,7 @@ class Federation:
 
     def __init__(self, masters, fragments, nodes, **facts):
         facts = {"every": 1, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | facts
-        self.settings = RunSettings(masters=masters, fragments=fragments, initial="founder", **facts)
+        self.settings = fixed_run(masters=masters, fragments=fragments, initial="founder", **facts)
         self.hubs = [Hub(self.settings, shard) for shard in range(masters)]
         self.nodes, self.syncs, self.params, self.computed = [], [], [], []
         for _ in range(nodes):
@@ -350,7 +349,7 @@ def test_figures_are_sums_but_for_those_of_the_first():
 
 
 def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
-    run = RunSettings(masters=2, initial="founder")
+    run = fixed_run(masters=2, initial="founder")
     hubs = [Hub(run, 0), Hub(run, 1)]
     first, second = FakeLine(hubs[0], True, hubs), FakeLine(hubs[1], False, hubs)
     looks = iter([True] * 3)
@@ -369,7 +368,7 @@ def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
 
 
 def test_a_broker_of_another_run_at_a_masters_address_is_not_taken_for_it():
-    run = RunSettings(masters=2)
+    run = fixed_run(masters=2)
     hubs = [Hub(run, 0), Hub(run, 1)]
     stranger = FakeLine(hubs[1], False, hubs)
     stranger.run = "run-2"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.clocks import VirtualClock
+from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import ConfigError, HubUnreachable, LocalProtocolError, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
@@ -30,7 +31,6 @@ from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.node.link import HubLink
 from zmqtrain.runtime.node.node import Node
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import Lane, LeafSpec, Offer
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
@@ -92,7 +92,7 @@ def caught_up(node):
 
 
 def welcome(version=-1, model=(), **settings):
-    return Welcome("run-1", version, RunSettings(**settings).to_dict(), model_to_wire(model))
+    return Welcome("run-1", version, fixed_run(**settings).to_dict(), model_to_wire(model))
 
 
 def live(node, version=0):
@@ -138,7 +138,7 @@ def test_a_node_that_never_asked_for_units_is_dealt_none(node):
 
 def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
     hear(node, welcome())
-    node._joining.begin(DeltaCoder(MODEL, RunSettings()), LEAVES, ())
+    node._joining.begin(DeltaCoder(MODEL, fixed_run()), LEAVES, ())
     node._link.carry_out(node._peer.join(MODEL, 0.0))
     node._link._founding = False
     node._link.listener = Deaf(node)  # the codec thread takes its time
@@ -336,7 +336,7 @@ def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeyp
 
 
 def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_thread_had_not_yet(node):
-    node._jobs.coder = DeltaCoder(MODEL, RunSettings())
+    node._jobs.coder = DeltaCoder(MODEL, fixed_run())
 
     def facts():
         return {"node": {"resets": node._restarts.resets}, "offers": {"on_their_way": [[0, 0]]}}
@@ -353,9 +353,9 @@ def test_who_has_dropped_what_a_former_life_had_offered_does_not_drop_it_again_a
     node, tmp_path
 ):
     node._keep_in(CheckpointFolder(tmp_path), "1000", None)
-    node._peer.resume("run-1", 3, RunSettings(), MODEL, (), next_sequence=5)
+    node._peer.resume("run-1", 3, fixed_run(), MODEL, (), next_sequence=5)
     node._offers.skip_to(5)
-    node._jobs.coder = DeltaCoder(MODEL, RunSettings())
+    node._jobs.coder = DeltaCoder(MODEL, fixed_run())
     hear(node, replace(welcome(4, MODEL), landed=((6, 4),), heard=6))
     node._link.carry_out(node._peer.join(MODEL, 0.0))
     frames = encode_snapshot(Layout(MODEL, 1), LEAVES)
@@ -372,7 +372,7 @@ def test_who_has_trained_alone_since_its_checkpoint_for_longer_than_its_offers_s
 ):
     settings = {"every": 4, "fragments": 2}
     node._keep_in(CheckpointFolder(tmp_path), "1000", None)
-    node._peer.resume("run-1", 3, RunSettings(**settings), MODEL, (), next_sequence=5)
+    node._peer.resume("run-1", 3, fixed_run(**settings), MODEL, (), next_sequence=5)
     for step in range(steps):
         node.report(step=step, samples=8, loss=1.0, age_steps=1.0, offers_refused=0)
     hear(node, replace(welcome(4, MODEL, **settings), landed=((6, 4),), heard=6))

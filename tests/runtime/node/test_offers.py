@@ -6,13 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixed import fixed_run
 from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Tally, Update
 
 
 def run_of(fragments=1, offers_in_flight=8):
-    return RunSettings(fragments=fragments, every=1, delay=offers_in_flight)
+    return fixed_run(fragments=fragments, every=1, delay=offers_in_flight)
+
+
+def next_one(offers, run, live):
+    """The fragment that is next in turn, None if none is."""
+    fragments = offers.next_fragments(run, run.fragments, live)
+    assert len(fragments) <= 1
+    return fragments[0] if fragments else None
 
 
 def took(offers, version, *landed):
@@ -35,41 +43,41 @@ def offers():
 
 def test_nothing_is_offered_before_the_runs_parameters_are_here_nor_while_nobody_is_there():
     offers = Offers()
-    assert offers.next_fragment(run_of(), True) is None
+    assert next_one(offers, run_of(), True) is None
     took(offers, 0)
-    assert offers.next_fragment(run_of(), True) == 0
-    assert offers.next_fragment(run_of(), False) is None
+    assert next_one(offers, run_of(), True) == 0
+    assert next_one(offers, run_of(), False) is None
 
 
 def test_nodes_that_are_up_to_date_offer_the_same_fragment_and_one_more_for_each_offer_on_its_way(offers):
     run = run_of(fragments=4)
-    assert offers.next_fragment(run, True) == 0
+    assert next_one(offers, run, True) == 0
     took(offers, 6)
-    assert offers.next_fragment(run, True) == 2
+    assert next_one(offers, run, True) == 2
     offered(offers, 2, 4)
-    assert offers.next_fragment(run, True) == 3
+    assert next_one(offers, run, True) == 3
     took(offers, 7, 0)
-    assert offers.next_fragment(run, True) == 3
+    assert next_one(offers, run, True) == 3
 
 
 def test_who_is_late_with_a_fragment_goes_on_with_the_one_that_the_others_offer(offers):
     run = run_of(fragments=4)
-    late = [offered(offers, offers.next_fragment(run, True), 4) for _ in range(3)]
+    late = [offered(offers, next_one(offers, run, True), 4) for _ in range(3)]
     took(offers, 1)  # the others' fragment 0; this node's is still on its way
-    assert offers.next_fragment(run, True) == 3
+    assert next_one(offers, run, True) == 3
     took(offers, 2, late[1].sequence)
-    assert offers.next_fragment(run, True) == 3
+    assert next_one(offers, run, True) == 3
     offered(offers, 3, 4)
-    assert offers.next_fragment(run, True) == 1
+    assert next_one(offers, run, True) == 1
 
 
 def test_so_many_are_on_their_way_and_no_more_until_one_lands_or_is_withdrawn(offers):
     run = run_of(offers_in_flight=2)
     offered(offers, 0, 1)
     offered(offers, 0, 1)
-    assert offers.next_fragment(run, True) is None and offers.in_flight() == (0, 1)
+    assert next_one(offers, run, True) is None and offers.in_flight() == (0, 1)
     offers.withdrawn(0)
-    assert offers.next_fragment(run, True) == 0 and offers.in_flight() == (1,)
+    assert next_one(offers, run, True) == 0 and offers.in_flight() == (1,)
     offered(offers, 0, 1)
     took(offers, 1, 1, 2)
     assert offers.in_flight() == ()
@@ -105,13 +113,13 @@ def test_a_fragment_that_waited_for_twice_as_many_offers_as_there_are_fragments_
     run = run_of(fragments=2)
     for version in range(0, 8, 2):  # two nodes in turn: this one only ever sees even versions
         took(offers, version)
-        assert offers.next_fragment(run, True) == 0
+        assert next_one(offers, run, True) == 0
         took(offers, version, offered(offers, 0, 2).sequence)
     took(offers, 8)
-    assert offers.next_fragment(run, True) == 1
+    assert next_one(offers, run, True) == 1
     offered(offers, 1, 2)
     offers.withdrawn(4)
-    assert offers.next_fragment(run, True) == 0
+    assert next_one(offers, run, True) == 0
 
 
 @settings(max_examples=30)
@@ -120,9 +128,52 @@ def test_no_rhythm_of_versions_starves_a_fragment(fragments, leaps):
     offers, run, version, said = Offers(), run_of(fragments), 0, []
     for leap in leaps:
         took(offers, version)
-        fragment = offers.next_fragment(run, True)
+        fragment = next_one(offers, run, True)
         took(offers, version, offered(offers, fragment, fragments).sequence)
         said.append(fragment)
         version += leap
     for start in range(len(said) - 3 * fragments):
         assert set(said[start : start + 3 * fragments + 1]) == set(range(fragments))
+
+
+# ---------------------------------------------------------------------- where an exchange carries all fragments
+
+
+def all_of(every, delay):
+    return RunSettings(every=every, delay=delay)
+
+
+def test_where_an_exchange_carries_all_fragments_they_are_offered_in_their_order_once_the_node_takes_part():
+    offers = Offers()
+    assert offers.next_fragments(all_of(1, 1), 4, True) == ()
+    took(offers, 0)
+    assert offers.next_fragments(all_of(1, 1), 4, False) == ()
+    assert offers.next_fragments(all_of(1, 1), 4, True) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("every", "delay", "most"), [(1, 1, 2), (2, 2, 2), (8, 0, 2), (2, 3, 3), (1, 4, 5)])
+def test_of_each_fragment_one_more_may_be_in_flight_than_the_delay_asks_for(offers, every, delay, most):
+    run = all_of(every, delay)
+    for _ in range(most):
+        for fragment in offers.next_fragments(run, 3, True):
+            offered(offers, fragment, 3)
+    assert len(offers.in_flight()) == 3 * most and offers.next_fragments(run, 3, True) == ()
+    took(offers, 1, 1)  # fragment 1 of the first exchange has landed, the others have not yet
+    assert offers.next_fragments(run, 3, True) == (1,)
+    offers.withdrawn(0)
+    assert offers.next_fragments(run, 3, True) == (0, 1)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 3), st.lists(st.sets(st.integers(0, 30)), max_size=30))
+def test_whatever_lands_in_whatever_order_no_fragment_is_offered_more_often_than_may_be(fragments, delay, landings):
+    offers, run, of = Offers(), all_of(1, delay), {}
+    took(offers, 0)
+    for version, landed in enumerate(landings, 1):
+        following = offers.next_fragments(run, fragments, True)
+        assert list(following) == sorted(set(following))
+        for fragment in following:
+            of[offered(offers, fragment, fragments).sequence] = fragment
+        in_flight = [of[sequence] for sequence in offers.in_flight()]
+        assert all(in_flight.count(fragment) == run.offers_in_flight for fragment in range(fragments))
+        took(offers, version, *landed & set(offers.in_flight()))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.runtime.node.restarts import HEALTHY_OFFERS, MOST_RESTARTS, Restarts
-from zmqtrain.settings import RunSettings
 
-SETTINGS = RunSettings()
+SETTINGS = fixed_run()
 
 
 def test_a_node_begins_again_until_it_has_done_so_too_often():
@@ -37,4 +37,4 @@ def test_offers_that_were_on_their_way_are_the_same_divergence():
 
 @pytest.mark.parametrize("settings", [{"mode": "strict", "release": "all"}, {"masters": 2, "initial": "founder"}])
 def test_in_strict_mode_and_with_several_masters_a_person_starts_it_again(settings):
-    assert not Restarts().begin(RunSettings(**settings))
+    assert not Restarts().begin(fixed_run(**settings))

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import ChannelClosed, ConfigError, JoinRefused, PeerLost
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.keys import Awaited, Done, Placed, Pull, Push, Values
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Refused, Welcome
 from zmqtrain.runtime.parameter_server.master_line import MasterLine
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.gate import Gate
 from zmqtrain.types import Lane
 
@@ -53,7 +53,7 @@ def lived(story):
         wire, placed, failed = Wire(), [], []
         line = MasterLine(1, "tcp://b:5555", wire, "a", placed.append, failed.append)
         await wire.told(Hello)
-        wire.say(Welcome("run", -1, RunSettings().to_dict()))
+        wire.say(Welcome("run", -1, fixed_run().to_dict()))
         await line.welcome
         try:
             await asyncio.wait_for(story(line, wire), 30.0)

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.fixed import fixed_run
 from tests.runtime.stories import lived_through
 from zmqtrain.parameter_server import machine
 from zmqtrain.parameter_server.store import cut_frames, frame_sizes
@@ -14,7 +15,6 @@ from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.keys import Declare, Done, Enrol, Enrolled, Founded, Initialise, Placed, Pull, Push, Values
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Hello, Refused
 from zmqtrain.runtime.broker.broker import Broker
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.gate import Gate
 from zmqtrain.types import Lane
 
@@ -111,7 +111,7 @@ class Clients:
 
 def lived(story):
     """Run a broker while `story(clients)` happens; return the broker when it has ended, without an error."""
-    return lived_through(lambda: Broker(Wire(), RunSettings()), lambda broker: story(Clients(broker)))
+    return lived_through(lambda: Broker(Wire(), fixed_run()), lambda broker: story(Clients(broker)))
 
 
 HOSTILE = {

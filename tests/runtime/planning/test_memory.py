@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import settings as checks
 from hypothesis import strategies as st
 
+from tests.fixed import fixed_run
 from zmqtrain.errors import ConfigError, ModelMismatch
 from zmqtrain.runtime.planning.memory import estimate
 from zmqtrain.runtime.planning.schedule import model_of
-from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
 
 PARAMETERS = 10_000_000
 MODEL = model_of(PARAMETERS)
 ADAM = 8 * PARAMETERS
-SETTINGS = RunSettings(every=8, delay=4)
+SETTINGS = fixed_run(every=8, delay=4)
 
 
 def amount(plan, what):

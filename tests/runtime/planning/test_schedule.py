@@ -12,13 +12,17 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.errors import ConfigError
+from zmqtrain.runtime.planning.learning import density_of
 from zmqtrain.runtime.planning.schedule import (
     BUSIEST,
     HELD,
     Load,
     Schedule,
+    best_option,
     exchange_bytes,
     fit,
+    fitting_delay,
+    fitting_periods,
     held_seconds,
     latency_seconds,
     model_of,
@@ -60,6 +64,47 @@ def test_k_is_the_smallest_that_leaves_every_stage_and_the_training_thread_room(
 
     assert has_room(every)
     assert every == 1 or not has_room((every - 1) * (1 - 2e-6))
+
+
+@settings(max_examples=60)
+@given(loads, st.integers(2, 8))
+def test_in_pieces_both_ways_overlap_and_an_exchange_takes_no_longer(load, pieces):
+    cut = replace(load, pieces=pieces)
+    up, down = (
+        max(stages(load)[f"{whose} port, {way}"] for whose in ("the hub's", "a node's")) for way in ("up", "down")
+    )
+    slowest = max(up, down, load.node_seconds, load.hub_seconds)
+    assert slowest <= latency_seconds(cut) <= latency_seconds(load) * (1 + 1e-9)
+    assert fitting_delay(cut) <= fitting_delay(load)
+
+
+def test_the_option_is_chosen_that_is_best_for_the_time_to_a_loss():
+    codecs = ["float32", "int8", "ternary", "topk:density=0.05+sign", "topk:density=0.005+sign"]
+    model = model_of(25_000_000)
+
+    def chosen(rate, **facts):
+        loads = []
+        for codec in codecs:
+            sizes = exchange_bytes(model, codec, codec, 4)
+            load = replace(LOAD, bytes_up=4 * sizes.up, bytes_down=4 * sizes.down, node_rate=rate, hub_rate=rate)
+            loads.append((codec, codec, replace(load, pieces=4, **facts)))
+        return best_option(loads)
+
+    slow, usual, fast = (chosen(rate) for rate in (1e7, 1e8, 1e12))
+    assert density_of(slow.codec) < density_of(usual.codec) < density_of(fast.codec) == 1
+    assert fast.time == pytest.approx(1, abs=0.02) and fast.time < usual.time < slow.time
+    assert (fast.schedule, fast.outer) == (Schedule(1, 1), "sgd:rate=1")
+    busy = chosen(1e12, hub_seconds=2.0)
+    assert busy.schedule.every >= 40 and busy.prediction.busiest == "the hub's codec"
+    assert busy.outer == "nesterov:rate=0.8,momentum=0.5"
+
+
+def test_of_an_option_what_is_told_is_kept():
+    loads = [("int8", "int8", LOAD)]
+    assert best_option(loads, every=7).schedule.every == 7
+    assert best_option(loads, delay=9).schedule.delay == 9
+    assert best_option(loads).time <= best_option(loads, every=7).time
+    assert all(every >= fit(LOAD).every for every in fitting_periods(LOAD))
 
 
 @settings(max_examples=60)
