@@ -33,6 +33,7 @@ import optax
 
 from zmqtrain import Program, RunSettings, load_program
 from zmqtrain.errors import ZmqTrainError
+from zmqtrain.settings import FIXED
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.sim.program import NodeProgram
 from zmqtrain.train.apart import own_seed
@@ -182,7 +183,8 @@ def run_case(case: Case, seed: int, data: Mapping[str, str]) -> Line:
     program = program_of(case, source, seed)
     steps = case.own_steps(task.steps)
     settings = RunSettings(
-        **{
+        **FIXED
+        | {
             "program": task.name,
             "seed": seed,
             "units": 0 if case.max_seconds else case.nodes * steps // task.batches_per_unit,

@@ -38,7 +38,7 @@ from zmqtrain.runtime.equation.delta import DENSE, encode_snapshot
 from zmqtrain.runtime.equation.moments import encode_moments
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import Buffer, LeafSpec, PeerId
+from zmqtrain.types import Buffer, LeafSpec, PeerId, count_values
 
 from fuzz_inputs import Record, pack_session
 
@@ -65,9 +65,9 @@ class _Says:
 
     def __init__(self, seed: int, incarnation: int = 0) -> None:
         self.incarnation, self.said = incarnation, dict.fromkeys(range(len(PEERS)), 0)
-        self.seed, self.settings = seed, canonical(RunSettings.from_dict(SETTINGS[seed]))
+        self.seed, self.settings = seed, canonical(RunSettings.from_dict(SETTINGS[seed]).at_first)
         self.records: list[Record] = []
-        self.layout = Layout(MODEL, self.settings.fragments, (0, self.settings.masters))
+        self.layout = Layout(MODEL, self.settings.fragments_of(count_values(MODEL)), (0, self.settings.masters))
         self.transfers = 0
 
     def say(self, who: int, message: Message, *frames: Buffer) -> None:

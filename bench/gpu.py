@@ -290,9 +290,10 @@ def _broker(size: Size) -> Iterator[str]:
 
 def _be_broker(size: Size) -> None:
     from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.settings import FIXED, RunSettings
 
     settings = RunSettings(
+        outer=FIXED["outer"],
         every=size.every,
         delay=size.delay,
         codec=size.codec,

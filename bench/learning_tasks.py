@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from zmqtrain import Program, RunSettings, load_program
+from zmqtrain.settings import FIXED
 
 __all__ = ["Task", "Method", "Mode", "METHODS", "RATES", "BEST_RATE", "default_tasks", "quick"]
 
@@ -67,8 +68,8 @@ class Method:
 METHODS = (
     Method(name="one node"),
     Method(name="synchronous", together=True),
-    Method(name="k=2 ternary", settings=RunSettings(every=2, delay=1, outer="sgd:rate=1")),
-    Method(name="k=8 ternary", settings=RunSettings(every=8, delay=4, outer="sgd:rate=1")),
+    Method(name="k=2 ternary", settings=RunSettings(**FIXED | {"every": 2, "delay": 1, "outer": "sgd:rate=1"})),
+    Method(name="k=8 ternary", settings=RunSettings(**FIXED | {"outer": "sgd:rate=1"})),
 )
 
 RATES: dict[tuple[str, str], tuple[float, ...]] = {

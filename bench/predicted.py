@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain import RunSettings
+from zmqtrain.settings import FIXED
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.transport.memory import LinkModel
 
@@ -44,7 +45,7 @@ of 0.2 s closes, and many offers would be put off."""
 
 def measure(bench: Bench, task: Task, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     """Run and simulate once for each seed under one rule; return the row."""
-    method = Method(name=name, settings=RunSettings(every=8, delay=4, outer="sgd:rate=1", release=RULES[name]))
+    method = Method(name=name, settings=RunSettings(**FIXED | {"outer": "sgd:rate=1", "release": RULES[name]}))
     rate = BEST_RATE[task.name, "k=8 ternary"]
     real, simulated = [], []
     real_curves, sim_curves = [], []

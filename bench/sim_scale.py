@@ -34,7 +34,7 @@ from zmqtrain.codecs.payload import payload_size
 from zmqtrain.errors import ConfigError
 from zmqtrain.quantities import parse_count, parse_rate
 from zmqtrain.runtime.planning.planning import Plan, Wish, make_plan
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO_FRAGMENTS, RunSettings
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.train.sync import DelayedSync
@@ -179,7 +179,8 @@ def simulate_plan(plan: Plan, seed: int = 0) -> Simulated:
         delay=plan.schedule.delay,
         codec=plan.codec,
         broadcast_codec=plan.broadcast_codec,
-        fragments=load.fragments,
+        fragments=AUTO_FRAGMENTS if load.pieces else load.fragments,
+        outer=plan.option.outer,
         start_nodes=wish.nodes,
         initial="founder",
         evaluate_seconds=0.0,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO_FRAGMENTS, FIRST, FITTED, FIXED, RunSettings
 from zmqtrain.specs import parse_spec, split_argument
 
 
@@ -52,11 +52,53 @@ def test_a_text_that_cannot_be_read_is_refused_with_the_place_and_the_choices(te
         parse_spec(text, {"all": {}, "b": {"count": 3, "share": 0.5}})
 
 
+def test_auto_gives_way_to_what_is_chosen_and_to_what_holds_at_first_and_what_is_told_stays():
+    run = RunSettings(codec="int8", every=5)
+    first = run.at_first
+    assert run.is_planned and not first.is_planned
+    told = {"codec": "int8", "every": 5, "fragments": AUTO_FRAGMENTS}
+    assert {name: getattr(first, name) for name in FITTED} == FITTED | FIRST | told
+    chosen = run.scheduled(every=9, delay=7, codec="bf16", broadcast_codec="", outer="sgd:rate=1")
+    assert (chosen.every, chosen.delay, chosen.codec, chosen.broadcast_codec) == (5, 7, "int8", "auto")
+    assert chosen.outer == "sgd:rate=1"
+
+
+@pytest.mark.parametrize("settings", [{"mode": "strict", "release": "all"}, {"masters": 2}])
+def test_nothing_is_auto_where_bits_may_not_depend_on_times_or_nobody_sees_the_whole_model(settings):
+    run = RunSettings(codec="int8", **settings)
+    assert {name: getattr(run, name) for name in FITTED} == FIXED | {"codec": "int8"}
+    assert not run.is_planned and not run.carries_all and run.at_first == run
+
+
+@pytest.mark.parametrize(
+    ("release", "values", "fragments"),
+    [
+        ("quorum", 1, 1),
+        ("quorum", 1 << 17, 1),
+        ("quorum", (1 << 17) + 1, 2),
+        ("quorum", 25_000_000, 4),
+        ("quorum:count=2", 100_000_000, 8),
+        ("immediately", 100_000_000, 1),
+        ("all", 100_000_000, 1),
+    ],
+)
+def test_auto_fragments_follow_from_the_size_of_the_model(release, values, fragments):
+    assert RunSettings(release=release).fragments_of(values) == fragments
+    assert RunSettings(release=release, fragments=3).fragments_of(values) == 3
+
+
+def test_of_a_run_that_carries_all_one_more_offer_of_each_fragment_may_be_in_flight():
+    assert RunSettings(every=2, delay=4).offers_in_flight == 3 and RunSettings().offers_in_flight == 1
+    assert RunSettings(every=2, delay=4, fragments=1).offers_in_flight == 2
+    assert RunSettings().at_first.offers_in_flight == 2
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
         ({"every": -1}, 'every must be "auto" or at least 1, got -1'),
         ({"delay": -2}, 'delay must be "auto" or at least 0, got -2'),
+        ({"fragments": -1}, 'fragments must be "auto" or at least 1, got -1'),
         ({"fresh_moments": "no"}, "setting fresh_moments must be true or false, got 'no'"),
         ({"every": 2.0}, "setting every must be a whole number, got 2.0"),
         ({"elastic": "1"}, "setting elastic must be a number, got '1'"),

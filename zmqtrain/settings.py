@@ -12,7 +12,18 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.specs import split_argument
 from zmqtrain.types import LOCAL_UNITS
 
-__all__ = ["AUTO", "AUTO_EVERY", "AUTO_DELAY", "AUTO_FRAGMENTS", "FITTED", "read_steps", "pieces_of", "RunSettings"]
+__all__ = [
+    "AUTO",
+    "AUTO_EVERY",
+    "AUTO_DELAY",
+    "AUTO_FRAGMENTS",
+    "FITTED",
+    "FIXED",
+    "FIRST",
+    "read_steps",
+    "pieces_of",
+    "RunSettings",
+]
 
 AUTO = "auto"
 """What a spec says that the hub fits to what it measures."""
@@ -178,12 +189,6 @@ class RunSettings:
                 if getattr(self, name) == auto:
                     object.__setattr__(self, name, FIXED[name])
 
-        for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if not value >= least:  # NaN neither
-                raise ConfigError(f"{name} must be at least {least:g}, got {value}")
-            if value > most:
-                raise ConfigError(f"{name} must be at most {most:,}, got {value}")
         steps_of = (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0), ("fragments", AUTO_FRAGMENTS, 1))
         for name, auto, least in steps_of:
             steps = getattr(self, name)
@@ -191,6 +196,12 @@ class RunSettings:
                 raise ConfigError(f'{name} must be "auto" or at least {least}, got {steps}')
             if steps > _MOST_STEPS:
                 raise ConfigError(f"{name} must be at most {_MOST_STEPS:,}, got {steps}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not value >= least:  # NaN neither
+                raise ConfigError(f"{name} must be at least {least:g}, got {value}")
+            if value > most:
+                raise ConfigError(f"{name} must be at most {most:,}, got {value}")
         if not 0 < self.elastic <= 1:
             raise ConfigError(f"elastic is a share, in 0 < elastic <= 1, got {self.elastic:g}")
         choices = {

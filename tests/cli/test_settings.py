@@ -18,7 +18,7 @@ from zmqtrain.cli.promote import PromoteConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.status import StatusConfig
 from zmqtrain.errors import ConfigError
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.train.lockstep import Allreduce, Server
 
@@ -43,6 +43,18 @@ def test_a_flag_counts_more_than_the_file_and_the_file_more_than_the_default(tmp
 def test_a_flag_takes_back_what_the_file_says(tmp_path: Path) -> None:
     path = write(tmp_path, 'insecure = true\nbind = "tcp://127.0.0.1:6000"\n')
     assert broker(f"--config={path}", "--no-insecure").insecure is False
+
+
+def test_nothing_told_is_auto_and_what_holds_in_strict_mode_and_with_several_masters_is_fixed(tmp_path: Path) -> None:
+    words = [word for name in FITTED for word in (f"--{name.replace('_', '-')}", "auto")]
+    for usual in (broker("--insecure"), broker("--insecure", *words)):
+        assert usual.is_planned and {name: getattr(usual, name) for name in FITTED} == FITTED
+    file = write(tmp_path, "".join(f'{name} = "auto"\n' for name in FITTED))
+    assert broker("--insecure", "--config", file).to_dict() == RunSettings().to_dict()
+    strict = broker("--insecure", "--mode", "strict", "--release", "all", "--every", "auto")
+    several = broker("--insecure", "--masters", "2", "--delay", "auto")
+    for fixed in (strict, several, broker("--insecure", "--shard", "0/2")):
+        assert not fixed.is_planned and {name: getattr(fixed, name) for name in FITTED} == FIXED
 
 
 def test_every_field_is_a_key_of_the_file(tmp_path: Path) -> None:
@@ -145,7 +157,6 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
     [
         (BrokerConfig, ["--insecure", "--link", "1gigabyte"], "link is written like 1gbit, 100mbit or 12.5MB/s"),
         (BrokerConfig, ["--insecure", "--share", "0"], "0 < share <= 1"),
-        (BrokerConfig, ["--insecure", "--every", "auto", "--release", "all", "--mode", "strict"], "zmqtrain plan"),
         (NodeConfig, [HUB, "--link", "fast"], "link is written like"),
         (NodeConfig, [HUB, "--share", "1.5"], "0 < share <= 1"),
         (BrokerConfig, ["--insecure", "--checkpoint-every", "0"], "checkpoint_every must be at least 1 version"),
@@ -190,7 +201,7 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (NodeConfig, [HUB, "--exchange", "allreduce", "--record", "file"], "leave --record out"),
         (LocalConfig, ["--exchange", "ring"], "choose one of hub, allreduce"),
         (LocalConfig, ["--masters", "0"], "masters must be at least 1"),
-        (LocalConfig, ["--masters", "2", "--every", "auto"], "every and delay are numbers"),
+        (BrokerConfig, ["--insecure", "--codec", "automatic"], "codec = 'automatic'.*ternary"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(kind: type, argv: list[str], words: str) -> None:

@@ -13,8 +13,7 @@ import pytest
 from zmqtrain.cli import main
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor.records import read_records
-from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY
+from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, FIRST, FITTED
 from zmqtrain.sim import SimNode, simulate
 from zmqtrain.sim.replay import replay
 from zmqtrain.train.leaves import host_leaves
@@ -76,6 +75,7 @@ RUNS = {
     },
     "timed steps": {"minibatch": "timed:seconds=0.12,partitions=4", "every": 2, "delay": 1},
     "k and d from what is measured": {"every": AUTO_EVERY, "delay": AUTO_DELAY, "release": "quorum", "units": 90},
+    "nothing told": {**FITTED, "release": "quorum", "units": 90},
     "dynamic local updates": {"local_updates": "dynamic", "release": "immediately", "units": 30},
 }
 
@@ -113,7 +113,7 @@ def test_every_node_comes_to_other_k_and_d_at_the_version_for_which_they_were_an
                 held = (event["every"], event["delay"])
             elif event["kind"] == "offer" and not event["dense"]:
                 of_plan = [plan for plan in plans if plan["from_version"] <= version]
-                wanted = (of_plan[-1]["every"], of_plan[-1]["delay"]) if of_plan else (FIRST_EVERY, FIRST_DELAY)
+                wanted = (of_plan[-1]["every"], of_plan[-1]["delay"]) if of_plan else (FIRST["every"], FIRST["delay"])
                 assert held == wanted, f"{name} at version {version}"
                 seen.add(wanted)
     assert len(seen) > 1

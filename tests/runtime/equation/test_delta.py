@@ -197,7 +197,28 @@ def test_a_snapshot_is_laid_fragment_by_fragment():
         np.testing.assert_array_equal(got, want)
 
 
-def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_takes_its_place():
+@pytest.fixture
+def two_decoded(monkeypatch):
+    """Two updates wait decoded at most, as of a model that is not small."""
+    monkeypatch.setattr("zmqtrain.runtime.node.inbox.MOST_DECODED", 2)
+
+
+def test_small_updates_wait_decoded_for_more_than_one_exchange_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr("zmqtrain.runtime.node.inbox.MOST_DECODED", 4)
+    coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
+    for version in range(1, 8):
+        message, frames = aggregate_of(coder, version, (0,))
+        inbox.arrive(coder, Deliver(message, ()), frames)
+    assert len(inbox) == 4
+    monkeypatch.setattr("zmqtrain.runtime.node.inbox.DECODED_BYTES", 1)  # what several may hold
+    told = []
+    while (update := inbox.take()) is not None:
+        told.append((update.version, len(inbox)))
+        inbox.decode(coder)
+    assert told == [(1, 3), (2, 2), (3, 1), (4, 1), (5, 1), (6, 1), (7, 0)]
+
+
+def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_takes_its_place(two_decoded):
     coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
     for version in (1, 2):
         message, frames = aggregate_of(coder, version, (0,))
@@ -213,7 +234,7 @@ def test_what_was_to_be_dropped_with_a_snapshot_is_dropped_with_the_one_that_tak
 
 
 @pytest.mark.parametrize(("largest", "decoded"), [(1 << 26, 2), (100, 1)])
-def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, largest, decoded):
+def test_of_large_updates_one_at_a_time_waits_decoded(monkeypatch, two_decoded, largest, decoded):
     monkeypatch.setattr("zmqtrain.runtime.node.inbox.LARGE_UPDATE_BYTES", largest)
     coder, inbox = coder_of("float32"), Inbox(lambda: None, pytest.fail)
     for version in (1, 2, 3):
@@ -262,7 +283,7 @@ def test_an_aggregate_that_came_spoiled_is_dropped_with_those_behind_it_until_a_
     assert told == [(1, (1,)), (4, (2, 3, 4)), (5, ())]
 
 
-def test_what_is_behind_an_aggregate_that_is_found_spoiled_late_is_dropped_with_it():
+def test_what_is_behind_an_aggregate_that_is_found_spoiled_late_is_dropped_with_it(two_decoded):
     lost = []
     coder, inbox = coder_of("float32"), Inbox(lambda: None, lost.append)
     for version in range(1, 6):

@@ -111,7 +111,7 @@ class FakeLine:
         return None if self.founder else self.hub.snapshot()
 
     def next_fragments(self):
-        return self.offers.next_fragments(self.settings, self.layout.fragments, self.reached)
+        return self.offers.next_fragments(self.settings, self.settings.fragments, self.reached)
 
     def offer(self, fragment, segments, tally, **facts):
         if not self.next_fragments():
