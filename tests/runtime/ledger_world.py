@@ -19,7 +19,7 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.equation.aggregator import Aggregator
-from zmqtrain.types import LeafSpec
+from zmqtrain.types import LeafSpec, count_values
 
 __all__ = ["MODEL", "World", "live_world"]
 
@@ -34,8 +34,9 @@ def doubles(flats):
 class World:
     """The hub, its codec thread, its checkpoints, and a ledger of all that it did, in float64."""
 
-    def __init__(self, settings, folder=None, model=MODEL, shard=0):
+    def __init__(self, settings, folder=None, model=MODEL, shard=0, planner=None):
         self.settings, self.folder, self.now = settings, folder, 0.0
+        self.fragments, self.planner = settings.fragments_of(count_values(model)), planner
         self.model, self.shard = model, shard
         self.rule = release_rule_from_spec(settings.release)
         self.hub, self.aggregator = self.make_hub("run-1"), Aggregator(settings, shard)
@@ -46,7 +47,7 @@ class World:
         self.crashed = False
 
     def make_hub(self, run):
-        return Hub(self.settings, self.rule, run, self.now, shard=self.shard)
+        return Hub(self.settings, self.rule, run, self.now, planner=self.planner, shard=self.shard)
 
     def add_node(self):
         node = NumpyNode(self, self.made)
@@ -119,6 +120,7 @@ class World:
         self.aggregator.found(frames)
         self.expected = doubles(self.aggregator.parameters)
         self.momentum = [np.zeros(flat.size) for flat in self.expected]
+        self.outer = self.aggregator.outer.name
         self.sums = [np.zeros(flat.size) for flat in self.expected]
         self.crcs[0] = crc(self.aggregator.published)
         self.save()
@@ -144,6 +146,8 @@ class World:
         # a tick that loses two nodes releases between the two
         assert reduce.live >= len(self.hub.live | {peer for peer, _ in reduce.landed}), "a mean over the live nodes"
         outer = self.aggregator.outer.name
+        if outer != self.outer:
+            self.outer, self.momentum = outer, [np.zeros(flat.size) for flat in self.expected]
         for f in reduce.fragments:
             g = self.sums[f] / reduce.live
             self.sums[f] = np.zeros(g.size)
@@ -204,7 +208,7 @@ class World:
             assert np.array_equal(self.aggregator.parameters[f], self.aggregator.published[f])
         self.expected = doubles(self.aggregator.parameters)
         self.sums = [np.zeros(flat.size) for flat in self.expected]
-        arrays = self.aggregator.arrays()
+        arrays, self.outer = self.aggregator.arrays(), self.aggregator.outer.name
         if any(name.startswith("outer.momentum/") for name in arrays):
             leaves = [arrays.get(f"outer.momentum/{leaf.path}", np.zeros(0, np.float32)) for leaf in self.model]
             self.momentum = doubles(self.aggregator.layout.split(leaves))
@@ -216,6 +220,7 @@ class World:
 
     def pass_time(self, seconds):
         self.now += seconds
+        self.hub.news |= self.planner is not None  # as of a report
         self.carry_out(self.hub.tick(self.now))
         for node in self.nodes.values():
             node.carry_out(node.peer.tick(self.now))
@@ -239,7 +244,7 @@ class World:
         """
         nodes = list(self.nodes.values())
         rule = self.settings.release.partition(":")[0]
-        todo = {node.id: deque(range(self.settings.fragments)) for node in nodes}
+        todo = {node.id: deque(range(self.fragments)) for node in nodes}
         dense = {}
         for _ in range(400):
             self.pass_time(0.25)

@@ -59,7 +59,7 @@ class NumpyNode:
         self.anchor = None
         self.version, self.sequence, self.transfer = -1, 0, 0
         self.applied, self.offered, self.outgoing = [], set(), {}
-        self.corrupt_next = False
+        self.corrupt_next, self.codecs = False, None
         self.zero()
         self.carry_out(self.peer.join(world.model, world.now) + self.peer.start(world.now))
 
@@ -83,7 +83,12 @@ class NumpyNode:
 
     def offer(self, fragment, dense=False):
         live = self.peer.state is PeerState.LIVE
-        if self.begin() and live and len(self.offered) < self.world.settings.offers_in_flight:
+        settings = self.peer.timetable.at(self.version) if self.peer.timetable is not None else self.world.settings
+        most = settings.offers_in_flight * (self.world.fragments if settings.carries_all else 1)
+        if self.begin() and live and len(self.offered) < most:
+            if (codecs := (settings.codec, settings.broadcast_codec)) != self.codecs:
+                self.codecs = codecs
+                self.jobs.append(lambda: self.coder.adopt(*codecs))
             segments = cut(self.params[fragment] - self.anchor[fragment], self.layout.counts(fragment))
             offer = Offer(self.sequence, fragment, segments, 8, 2, (), tuple(self.applied), dense)
             self.sequence += 1

@@ -18,8 +18,9 @@ from tests.fixed import fixed_run
 from tests.runtime.ledger_world import live_world
 from tests.runtime.numpy_node import BULK
 from zmqtrain.protocol.messages import Aggregate
+from zmqtrain.protocol.schedules import Plan
 from zmqtrain.runtime.broker.checkpoint import RunFolder
-from zmqtrain.settings import RunSettings
+from zmqtrain.settings import AUTO_FRAGMENTS, RunSettings
 from zmqtrain.types import LeafSpec
 
 WIDE = (LeafSpec("w", (9, 4096), "float32"), LeafSpec("b", (7,), "float32"), LeafSpec("v", (5000,), "float32"))
@@ -32,7 +33,7 @@ def happen(world, event, number):
     lane = number % 2
     if event == "train":
         node.train()
-        node.offer(number % world.settings.fragments)
+        node.offer(number % world.fragments)
     elif event == "poll":
         for _ in range(1 + number % 3):
             node.poll()
@@ -114,6 +115,75 @@ def test_whatever_the_network_does_the_laws_hold(run, nodes, events):
         happen(world, event, number)
     world.drain()
     world.check_the_end()
+
+
+# ---------------------------------------------------------------------- where codecs and outer optimizer are fitted
+
+FITTED_CODECS = ("float32", "int8:block=256", "ternary:block=128", "topk:density=0.05+sign:block=512", "")
+OUTERS = ("sgd:rate=1", "nesterov:rate=0.8,momentum=0.5", "")
+
+
+class Fickle:
+    """A planner that wants something else each time it is asked."""
+
+    def __init__(self, seed):
+        self.random, self.wanted = Random(seed), set()
+
+    def __call__(self, model, members, now):
+        codec, broadcast = self.random.choice(FITTED_CODECS), self.random.choice(FITTED_CODECS)
+        self.wanted.add((codec, broadcast))
+        delay = self.random.choice((1, 2, 5))
+        return Plan(
+            2, delay, "", codec, broadcast, self.random.choice(OUTERS), gain=self.random.choice((1.5, 2.0, 9.0))
+        )
+
+
+@settings(max_examples=80, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+@given(
+    release=st.sampled_from(RELEASES),
+    fragments=st.sampled_from([AUTO_FRAGMENTS, 1, 3]),
+    nodes=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    events=st.lists(st.tuples(st.sampled_from(USUAL + FAULTS), st.integers(0, 11)), min_size=20, max_size=120),
+)
+def test_the_laws_hold_whichever_codecs_follow_each_other_on_both_ways(release, fragments, nodes, seed, events):
+    world = live_world(RunSettings(release=release, fragments=fragments), nodes, planner=Fickle(seed))
+    for event, number in events:
+        happen(world, event, number)
+    world.drain()
+    world.check_the_end()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_laws_hold_over_a_long_run_whose_codecs_change_while_deltas_of_the_former_ones_are_in_flight(
+    release, monkeypatch
+):
+    monkeypatch.setattr("zmqtrain.settings.PIECES", ((1 << 20, 3),))  # so that a small model is cut, too
+    random, planner = Random(release), Fickle(release)
+    world = live_world(RunSettings(release=release), random.randint(2, 4), planner=planner)
+    assert world.fragments == (3 if release.startswith("quorum") else 1)
+    held = set()
+    for _ in range(1200):
+        happen(world, random.choice(FAULTS if random.random() < 0.04 else USUAL), random.randrange(12))
+        held.add((world.aggregator.broadcast_coding.name, world.aggregator.outer.name))
+    assert world.hub.version >= 12 and len(held) > 2, "too little happened for a test"
+    world.drain()
+    world.check_the_end()
+
+
+def test_the_laws_hold_when_a_hub_whose_codecs_have_changed_comes_back_from_its_folder(tmp_path):
+    random = Random("folder")
+    world = live_world(RunSettings(release="immediately"), 3, RunFolder(tmp_path), planner=Fickle("folder"))
+    held = set()
+    for turn in range(8):
+        for _ in range(60):
+            happen(world, random.choice(USUAL), random.randrange(12))
+        held.add(world.aggregator.broadcast_coding.name)
+        happen(world, random.choice(("save", "crash", "cut")) if turn else "crash", turn)
+    assert len(held) > 2
+    world.drain()
+    world.check_the_end()
+    world.folder.close()
 
 
 @pytest.mark.parametrize("masters", [2, 4])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixed import fixed_run
 from zmqtrain.errors import ConfigError
 from zmqtrain.monitor.records import write_records
+from zmqtrain.settings import RunSettings
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
@@ -60,7 +60,7 @@ def read(tmp_path):
 def test_a_whole_scenario(read):
     slow = {"slowness": 4.0, "straggler": ((0.0, 0.1, 1.0), (2.0, 0.5, 0.25))}
     assert read(WHOLE) == Scenario(
-        settings=fixed_run(program="text", program_arguments="width=32,tied=true", every=4, seed=3),
+        settings=RunSettings(program="text", program_arguments="width=32,tied=true", every=4, seed=3),
         nodes=(
             SimNode(name="node-0", step_seconds=0.1),
             SimNode(name="node-1", step_seconds=0.1),

@@ -45,6 +45,13 @@ def test_a_withdrawn_offer_stays_pending():
 
 def test_the_figures_tell_what_happened():
     exchange = ScriptedExchange(every=2, delay=1)
+    offer, take_in = exchange.offer, exchange.clock.sleep
+
+    def offer_slowly(*offered, **facts):
+        take_in(0.25)
+        return offer(*offered, **facts)
+
+    exchange.offer = offer_slowly
     sync = DelayedSync(exchange, tree())
     assert math.isnan(sync.statistics().age_steps)
     params = run(sync, tree(), 2)
@@ -53,9 +60,10 @@ def test_the_figures_tell_what_happened():
     figures = sync.statistics()
     assert (figures.steps, figures.offers, figures.offers_refused, figures.aggregates_applied) == (4, 2, 0, 1)
     assert (figures.age_steps, figures.version, figures.peers) == (1.0, 1, 3)
-    assert (figures.bytes_sent, figures.bytes_received) == (10, 20) and figures.held_seconds > 0
+    assert (figures.bytes_sent, figures.bytes_received) == (10, 20) and figures.held_seconds == 0.5
     last = exchange.reports[-1]
     assert (last["step"], last["samples"], last["age_steps"], last["offers_refused"]) == (4, 4, 1.0, 0)
+    assert last["held_seconds"] == 0.25, "of one exchange"
 
 
 def test_samples_and_the_score_go_with_the_offer():

@@ -220,11 +220,9 @@ class DelayedSync:
         is_apart = self.settings.initial == "own" and self.settings.elastic == 1 and not self.exchange.founded
         if is_apart and self._adoption is None and self.steps % self.settings.apart_steps == 0:
             self._compare(leaves)
-        if self._rhythm.is_due(self.steps):
+        if is_due := self._rhythm.is_due(self.steps):
             leaves = self._offer(leaves)
             self._rhythm.offered(self.steps)
-            self._held.append(self._held_seconds - self._held_before)
-            self._held_before = self._held_seconds
         self.exchange.report(
             step=self.steps,
             samples=self._account.samples,
@@ -237,6 +235,9 @@ class DelayedSync:
         if self._keeping is not None and self._keeping.is_due():
             self.save(result, state)
         self._held_seconds += self._clock.monotonic() - began
+        if is_due:
+            self._held.append(self._held_seconds - self._held_before)
+            self._held_before = self._held_seconds
         return result
 
     def save(self, params: Any, state: Any = (), wait: bool = False) -> None:

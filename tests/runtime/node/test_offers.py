@@ -170,10 +170,10 @@ def test_whatever_lands_in_whatever_order_no_fragment_is_offered_more_often_than
     offers, run, of = Offers(), all_of(1, delay), {}
     took(offers, 0)
     for version, landed in enumerate(landings, 1):
-        following = offers.next_fragments(run, fragments, True)
-        assert list(following) == sorted(set(following))
-        for fragment in following:
-            of[offered(offers, fragment, fragments).sequence] = fragment
+        while following := offers.next_fragments(run, fragments, True):
+            assert list(following) == sorted(set(following))
+            for fragment in following:
+                of[offered(offers, fragment, fragments).sequence] = fragment
         in_flight = [of[sequence] for sequence in offers.in_flight()]
         assert all(in_flight.count(fragment) == run.offers_in_flight for fragment in range(fragments))
         took(offers, version, *landed & set(offers.in_flight()))
