@@ -190,10 +190,10 @@ class RunSettings:
                     object.__setattr__(self, name, FIXED[name])
 
         steps_of = (("every", AUTO_EVERY, 1), ("delay", AUTO_DELAY, 0), ("fragments", AUTO_FRAGMENTS, 1))
-        for name, auto, least in steps_of:
+        for name, auto, fewest in steps_of:
             steps = getattr(self, name)
-            if steps != auto and steps < least:
-                raise ConfigError(f'{name} must be "auto" or at least {least}, got {steps}')
+            if steps != auto and steps < fewest:
+                raise ConfigError(f'{name} must be "auto" or at least {fewest}, got {steps}')
             if steps > _MOST_STEPS:
                 raise ConfigError(f"{name} must be at most {_MOST_STEPS:,}, got {steps}")
         for name, (least, most) in _RANGES.items():
