@@ -330,3 +330,17 @@ def test_a_rate_that_warms_up_while_nodes_cannot_exchange_is_no_divergence():
     assert say(gate, "b", 0, 0.05, 55) == ""
     assert say(gate, "b", 0, 30.0, 5) == "", "750 times the usual, of five steps at the whole rate"
     assert say(gate, "c", 0, 1e6, 60), "but not anything"
+
+
+def test_a_founder_that_has_trained_alone_while_others_fetched_is_no_divergence():
+    """Its rate has warmed up: each of its 60 steps is far larger than the others' first ones."""
+    gate = NormGate(10.0)
+    first = gate.judge("founder", 0, 60.0, 60)
+    others = [gate.judge(peer, 0, 0.02, 1) for peer in "bcd"]
+    for one in (first, *others):
+        assert one.young and not one.why
+        gate.count(one)
+    assert not gate.judge_again(first).why
+    diverging = gate.judge("e", 0, 20.0, 1)
+    gate.count(diverging)
+    assert gate.judge_again(diverging).why, "of one step it is a thousand times too large"

@@ -33,6 +33,8 @@ DEVIATIONS = 3 * 1.4826
 MOST_GROWTH = 1000.0
 """A delta may be so many times as large, at most, for the steps that it stands for, and because its node has made more
 steps in all than the nodes had whose deltas it is compared with: learning rates rise from nearly nothing at first."""
+MOST_WARM_UP = 100.0
+"""Of a first delta, which is judged with those of its round, at most so much is explained by more steps in all."""
 LAG = 2.0
 """Whose own loss is so many times the median of the others' is not believed that its steps make its delta large."""
 PROBATION = 8
@@ -238,7 +240,10 @@ class NormGate:
         rivals = [one.score for one in known.latest.values() if one.peer != judgement.peer]
         if len(others) == 1 and judgement.score < min(rivals, default=nan):
             return judgement
-        level, limit = known.level_of(judgement), median_low(others) + log(self.factor) + judgement.rest
+        rest = [one for one in known.latest.values() if one.peer != judgement.peer]
+        warmer = max(0.0, judgement.made - median(one.made for one in rest))  # as in `_judge`
+        level = known.level_of(judgement)
+        limit = median_low(others) + log(self.factor) + judgement.rest + min(warmer, log(MOST_WARM_UP))
         if level <= limit:
             return judgement
         times = exp(min(level - median_low(others), 500.0))
