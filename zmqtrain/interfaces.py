@@ -32,6 +32,7 @@ __all__ = [
     "Exchange",
     "Keeping",
     "Keeps",
+    "Describes",
     "GradientExchange",
     "Channel",
     "HubChannel",
@@ -214,6 +215,14 @@ class Keeps(Protocol):
     @property
     def checkpoint(self) -> Keeping | None:
         """Where they are kept; None: nowhere."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """An exchange that tells its hub which data a node trains on and evaluates with."""
+
+    def describe_data(self, digests: str) -> None:
+        """Say the digests of this node's data: of those that it trains on, "/", of those that are held out."""
 
 
 class GradientExchange(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.protocol.hubs import WIRE, contribute, live_hub, of, sent
+from tests.protocol.hubs import WIRE, contribute, hub_of, live_hub, of, sent
 from zmqtrain.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Reduce, SendTo
 from zmqtrain.protocol.hub import MemberState
@@ -144,3 +144,28 @@ def test_only_what_the_evaluator_says_of_the_model_is_believed():
     assert hub.scores == {} and not hub.believes("other", report)
     hub.receive("evaluator", replace(report, scores={"loss": 0.4}), 0.0)
     assert hub.scores == {"loss": 0.4} and hub.believes("evaluator", report)
+
+
+def test_the_run_is_evaluated_on_the_held_out_data_of_its_first_evaluation_whoever_leaves():
+    hub = live_hub("first", "shuffled", "silent", "same")
+    report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, data="aa/11")
+    for peer, data in (("first", "aa/11"), ("shuffled", "ab/12"), ("silent", ""), ("same", "ac/11")):
+        hub.receive(peer, replace(report, data=data), 0.0)
+    assert hub.data == "aa/11" and hub.evaluator == "first"
+    hub.receive("first", replace(report, scores={"accuracy": 92.0}, score_version=0), 0.0)
+    hub.gone("first", "", 0.0)
+    assert hub.evaluator == "same"
+    hub.receive("shuffled", replace(report, data="ab/12", scores={"accuracy": 8.8}, score_version=0), 0.0)
+    assert hub.scores == {"accuracy": 92.0}
+    again = hub_of()
+    again.restore(hub.state())
+    assert (again.data, again.evaluated_on) == ("aa/11", "11")
+    hub.gone("same", "", 0.0)
+    assert hub.evaluator is None
+
+
+@pytest.mark.parametrize("data", ["a" * 1000, "a\nb"])
+def test_digests_that_are_none_cost_their_node_its_place(data):
+    hub = live_hub("a")
+    with pytest.raises(RemoteProtocolError):
+        hub.receive("a", Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, data=data), 0.0)

@@ -56,3 +56,16 @@ def test_the_evaluator_scores_the_shared_parameters_not_its_own():
     exchange.is_evaluator = exchange.lands_at_once = True
     TrainingLoop(Line(), exchange).run(np.ones(2, np.float32))
     assert exchange.scores[0] == ({"loss": 10.0}, 0)
+
+
+def test_an_exchange_that_can_is_told_which_data_a_program_has():
+    class Describing(ScriptedExchange):
+        def describe_data(self, digests):
+            self.described = digests
+
+    exchange = Describing(every=4, fragments=1, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+    exchange.lands_at_once = True
+    program = Line()
+    program.data_digests = "aa/11"
+    TrainingLoop(program, exchange).run(np.ones(4, np.float32))
+    assert exchange.described == "aa/11"

@@ -13,6 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from zmqtrain.errors import DataError
 
-__all__ = ["Images", "Text", "read_idx", "load_image_folder", "load_digits", "load_text"]
+__all__ = ["Images", "Text", "digest", "read_idx", "load_image_folder", "load_digits", "load_text"]
 
 IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_IDX_BYTES = 1 << 32
@@ -123,6 +124,15 @@ def load_image_folder(path: str | Path) -> Images:
         count = len(images) - len(images) // HELD_OUT_FRACTION
         training, held_out = (images[:count], labels[:count]), (images[count:], labels[count:])
     return _check_images(training, held_out, str(folder))
+
+
+def digest(*arrays: npt.NDArray[Any]) -> str:
+    """Return a digest of arrays, of their values, shapes and types: 16 hexadecimal digits."""
+    hashed = blake2b(digest_size=8)
+    for array in map(np.ascontiguousarray, arrays):
+        hashed.update(f"{array.dtype.str}{array.shape}".encode())
+        hashed.update(array.tobytes())
+    return hashed.hexdigest()
 
 
 def load_digits() -> Images:

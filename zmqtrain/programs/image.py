@@ -22,7 +22,7 @@ import optax
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_trainable
-from zmqtrain.programs.datasets import load_digits, load_image_folder
+from zmqtrain.programs.datasets import digest, load_digits, load_image_folder
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
 __all__ = ["ImageProgram", "DIGITS", "class_logits"]
@@ -92,6 +92,13 @@ class ImageProgram:
             if spared
             else None
         )
+
+    @property
+    def data_digests(self) -> str:
+        """Digests of the images and labels that are trained on, "/", of those held out."""
+        images = self._images
+        held_out = digest(images.held_out_images, images.held_out_labels)
+        return f"{digest(images.training_images, images.training_labels)}/{held_out}"
 
     def init(self, seed: int) -> Params:
         """Return parameters: weights normal with deviation sqrt(2 / fan in) (He et al. 2015), biases zero."""

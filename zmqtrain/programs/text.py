@@ -23,7 +23,7 @@ import optax
 
 from zmqtrain.errors import ConfigError, DataError
 from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_choice, require_trainable
-from zmqtrain.programs.datasets import load_text
+from zmqtrain.programs.datasets import digest, load_text
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
 __all__ = ["TextProgram", "STANDARD_LIBRARY", "next_byte_logits"]
@@ -111,6 +111,11 @@ class TextProgram:
         self._spared_windows = (
             _spread_windows(self._text.training[-spared:], self.context, SCORE_TOKENS) if spared else None
         )
+
+    @property
+    def data_digests(self) -> str:
+        """Digests of the text that is trained on, "/", of that held out."""
+        return f"{digest(self._text.training)}/{digest(self._text.held_out)}"
 
     def init(self, seed: int) -> Params:
         """Return parameters: matrices normal with deviation 1/sqrt(fan in), those that end a branch by 1/sqrt(2 layers)

@@ -66,6 +66,8 @@ class HubBook:
         self.samples = self.contributions = self.refused = 0
         self.scores: dict[str, float] = {}
         self.score_version = -1
+        self.evaluated_on = self.data = ""
+        """Digests of the held-out data of the run's first evaluation, and of all data of the first node with any."""
         self.timetable = Timetable(settings)
         self.masters = Masters(settings.masters)
         self.members: dict[PeerId, Member] = {}
@@ -151,8 +153,10 @@ class HubBook:
 
     @property
     def evaluator(self) -> PeerId | None:
-        """The node that scores the shared model: the one that has been live longest."""
-        return next((peer for peer, member in self.members.items() if member.state is MemberState.LIVE), None)
+        """The node that scores the shared model: the one that has been live longest, among those whose held-out data
+        are those that the run is evaluated on."""
+        live = (member for member in self.members.values() if member.state is MemberState.LIVE)
+        return next((one.peer for one in live if not self.evaluated_on or one.held_out == self.evaluated_on), None)
 
     @property
     def standby(self) -> Member | None:
@@ -219,6 +223,7 @@ class HubBook:
             "ledger": self.ledger.state(),
             "scores": self.scores,
             "score_version": self.score_version,
+            "data": [self.data, self.evaluated_on],
             "schedules": [list(one) for one in self.timetable.since(self.version)],
             "quarantines": self.quarantines.state(),
         }
@@ -250,6 +255,7 @@ class HubBook:
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
+            self.data, self.evaluated_on = map(str, state.get("data", ("", "")))
             self.records.restore(state["records"], self.latest_incarnation)
             for schedule in state.get("schedules", ()):
                 self.timetable.add(schedule_from_plain(schedule))

@@ -307,11 +307,14 @@ class Hub(HubBook):
 
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         names = report.scores or {}
-        long = len(report.waiting) > MAX_WORDS or len(names) > MAX_SCORES
+        long = max(len(report.waiting), len(report.data)) > MAX_WORDS or len(names) > MAX_SCORES
+        long |= not report.data.isprintable()
         if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
         member.report, self.news = report, True
+        self.data = self.data or report.data
         if self.believes(member.peer, report):
+            self.evaluated_on = self.evaluated_on or member.held_out
             self.scores, self.score_version = dict(report.scores or {}), report.score_version
         return []
 

@@ -143,6 +143,11 @@ class Member:
         return f"{self.name}#{self.number}"
 
     @property
+    def held_out(self) -> str:
+        """The digest of the data that it evaluates on, as it last said; "": not known."""
+        return "" if self.report is None else self.report.data.partition("/")[2]
+
+    @property
     def is_node(self) -> bool:
         """Whether this is a node of the run, which trains or will."""
         return self.state in _NODES

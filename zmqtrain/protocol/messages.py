@@ -176,6 +176,7 @@ class Goodbye:
 class Report:
     """Node to hub: how training goes. scores: of the shared model at score_version, when this node evaluated it.
 
+    data: digests of its program's data, "training/held out" ("": not known).
     exchange_seconds: CPU of the codec for one offer and what comes of it, encode and decode (0: none yet).
     held_seconds: how long the training thread is held for one exchange, of all it offers at once (0: not known).
     """
@@ -193,6 +194,7 @@ class Report:
     score_version: int = -1
     exchange_seconds: float = 0.0
     held_seconds: float = 0.0
+    data: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class CorruptedProgram:
         self.program, self.kind, self.seed = program, kind, seed
         self.name, self.sample_word = program.name, program.sample_word
         self.samples_per_batch, self.units_per_epoch = program.samples_per_batch, program.units_per_epoch
+        training, _, held_out = str(getattr(program, "data_digests", "")).partition("/")
+        self.data_digests = f"{training} {kind}/{held_out}" if training else ""
         self._mean_loss: Callable[[Params], jax.Array] | None = None
 
     def init(self, seed: int) -> Params:

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from zmqtrain.interfaces import Exchange
+from zmqtrain.interfaces import Describes, Exchange
 from zmqtrain.train.apart import begin, follow, pack_moments
 from zmqtrain.train.minibatch import minibatch_from_spec
-from zmqtrain.train.program import Program
+from zmqtrain.train.program import Program, data_of
 from zmqtrain.train.step import MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 
@@ -81,6 +81,8 @@ class TrainingLoop:
             before_step=self.before_step,
             before_part=self.before_part,
         )
+        if isinstance(self.exchange, Describes) and (digests := data_of(program)):
+            self.exchange.describe_data(digests)
         sync, state = begin(program, self.exchange, local, self.stop, self.make_sync)
         if settings.mode == "strict" and not sync.resumed:
             sync.save(state.params, state.opt_state, wait=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import jax
     import optax
 
-__all__ = ["Params", "Batch", "Program", "missing_members", "score_of"]
+__all__ = ["Params", "Batch", "Program", "data_of", "missing_members", "score_of"]
 
 Params = Any
 """A pytree of float32 jax arrays: what is trained, and what the nodes average."""
@@ -34,6 +34,9 @@ class Program(Protocol):
     part of the training data that no unit holds (None: it has too little data to set any aside). By it nodes are
     compared while a run goes on; never by `evaluate`, or the validation split would choose what it is to judge. It is
     called often: compiled once, and about as cheap as a few steps. Read it with `score_of`.
+
+    And another, `data_digests: str`: of its training data, "/", of those that are held out. By it the hub names nodes
+    that train on other data, and has the run evaluated on the same held-out data, whoever does it.
     """
 
     @property
@@ -89,6 +92,11 @@ def missing_members(candidate: object) -> tuple[str, ...]:
     `isinstance(candidate, Program)` says whether; this says what, for an error that a user can act upon.
     """
     return tuple(member for member in MEMBERS if not hasattr(candidate, member))
+
+
+def data_of(program: Program) -> str:
+    """Return the digests of a program's data, "" if it says none."""
+    return str(getattr(program, "data_digests", ""))
 
 
 def score_of(program: Program, params: Params) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests.runtime.broker.wires import LEAVES, lived
-from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Welcome
+from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Refused, Report, Welcome
 
 
 def test_who_comes_in_with_one_key_is_one_voter():
@@ -48,3 +50,17 @@ def test_what_a_node_contributed_before_it_was_found_to_diverge_is_taken_back():
         assert (last.codec, last.landed) == ("float32", ())
 
     lived(story, codec="float32", broadcast_codec="float32", start_nodes=3, initial="founder", norm_gate="10")
+
+
+def test_a_node_of_other_data_is_named_once(caplog):
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, data="aa/11")
+        for _ in range(3):
+            peers.wire.say("a#1", report)
+            peers.wire.say("b#1", replace(report, data="ab/12"))
+        await peers.until(lambda: peers.broker.hub.members["b#1"].held_out == "12" and peers.wire.heard.empty())
+
+    lived(story, start_nodes=2, initial="founder")
+    named = [line for line in caplog.messages if "has other data than the run's first node" in line]
+    assert len(named) == 1 and named[0].startswith("b has other data") and "ab/12, not aa/11" in named[0]

@@ -127,6 +127,8 @@ class Receiver:
                 if (member := self._hub.members.get(peer)) is not None:
                     member.voter = f"key {name}" if (name := self._key_name(peer)) else ""
                 self._hub.records.own(peer, self._key_name(peer))
+            if isinstance(message, Report):
+                self._telling.reported(peer, message)
             if isinstance(message, Report) and self._hub.believes(peer, message):
                 self._telling.evaluated(message)
 

@@ -22,6 +22,7 @@ __all__ = ["Telling"]
 
 logger = logging.getLogger(__name__)
 
+OTHERS_NAMED = 1024
 LOGGED_CHARACTERS = 500
 """Of why a peer is sent away: it may quote what that wrote."""
 
@@ -32,6 +33,7 @@ class Telling:
     def __init__(self, hub: Hub, events: BrokerEvents | None) -> None:
         self._hub, self._events = hub, events
         self._log = SparingLogger(logger)
+        self._of_other_data: dict[PeerId, None] = {}
 
     # ------------------------------------------------------------------ the run
 
@@ -85,6 +87,20 @@ class Telling:
         """A node has scored the shared model."""
         if report.scores and self._events is not None:
             self._events.evaluated(report.score_version, self._hub.samples, report.scores)
+
+    def reported(self, peer: PeerId, report: Report) -> None:
+        """A node has said which data it has: others than the run's are named, once."""
+        if not report.data or report.data == self._hub.data or peer in self._of_other_data:
+            return
+        self._of_other_data[peer] = None
+        while len(self._of_other_data) > OTHERS_NAMED:
+            del self._of_other_data[next(iter(self._of_other_data))]
+        theirs, ours = (words(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
+        text = (
+            "%s has other data than the run's first node: %s, not %s (digests of training/held-out data). If that is "
+            "not meant, start it with the same data; only nodes with the same held-out data evaluate the run"
+        )
+        self._log.warning(text, _name(peer), theirs, ours)
 
     def going_back(self, version: Version) -> None:
         """All nodes are back after a restart, in strict mode: whether the run goes back to a version that all have."""

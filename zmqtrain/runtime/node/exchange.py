@@ -308,6 +308,10 @@ class PeerExchange(ABC):
             self._events.paced(own, rates)
         return own, rates
 
+    def describe_data(self, digests: str) -> None:
+        """See Describes."""
+        self._progress.data = digests
+
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
     ) -> None:

@@ -55,6 +55,9 @@ class Line(Exchange, Protocol):
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the master's Welcome."""
 
+    def describe_data(self, digests: str) -> None:
+        """See Describes."""
+
     def begin_join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
     ) -> None:

@@ -116,6 +116,10 @@ class MastersNode:
     def compare(self, score: float, *, declined: bool = False) -> None:
         """See Exchange: nobody compares."""
 
+    def describe_data(self, digests: str) -> None:
+        """See Describes."""
+        self._first.describe_data(digests)
+
     def vote(self, score: float) -> Update | None:
         """See Exchange: no mean is made of shards."""
         return None

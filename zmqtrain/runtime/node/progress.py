@@ -40,6 +40,7 @@ class Progress:
         self.held_seconds = 0.0
         self.scores: dict[str, float] | None = None
         self.score_version: Version = -1
+        self.data = ""
         self._loss_known, self._loss_read_at = math.nan, -math.inf
         self._counted: tuple[int, int, float] = (0, 0, math.nan)  # samples, those of the last step, when it ended
         self._measured: tuple[int, float, float] = (0, math.nan, 0.0)  # samples, when, and the pace until then
@@ -88,6 +89,7 @@ class Progress:
             scores=self.scores,
             score_version=self.score_version,
             exchange_seconds=exchange_seconds,
+            data=self.data,
             held_seconds=self.held_seconds,
         )
 
