@@ -9,7 +9,8 @@ import pytest
 from zmqtrain.errors import LocalProtocolError, RemoteProtocolError
 from zmqtrain.protocol.effects import Average, Disconnect, Expect, Found, Lend, SendTo, Serve
 from zmqtrain.protocol.hub import Hub, MemberState
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Preempt, Refused, Snapshot, model_to_wire
+from zmqtrain.protocol.leaving import FOUNDER_SECONDS
+from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Preempt, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec
@@ -358,3 +359,55 @@ def test_a_live_node_can_be_preempted_and_no_other():
     assert hub.preempt("a", "slow") == [SendTo("a", Preempt("slow"))]
     with pytest.raises(LocalProtocolError, match="not here"):
         hub.preempt("b", "slow")
+
+
+def pass_time(hub, seconds):
+    """Let time pass in which all peers send heartbeats; return what came of it."""
+    effects = []
+    for _ in range(round(seconds / 0.25)):
+        hub.now = getattr(hub, "now", 0.0) + 0.25
+        for peer in list(hub.members):
+            hub.receive(peer, Heartbeat(), hub.now)
+        effects += hub.tick(hub.now)
+    return effects
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_founder_that_says_nothing_but_heartbeats_gives_way_to_the_next(announced):
+    hub = hub_of(initial="founder")
+    assert asked(join(hub, "silent")) == ["silent"]
+    if announced:
+        hub.receive("silent", PARAMETERS, 0.0)
+    assert asked(join(hub, "honest")) == []
+    assert asked(pass_time(hub, FOUNDER_SECONDS - 1.0)) == []
+    effects = pass_time(hub, 2.0)
+    assert asked(effects) == ["honest"] and "silent" not in hub.members
+    assert [(peer, refused.reason) for peer, refused in sent(effects, Refused)] == [("silent", "unknown")]
+    assert asked(join(hub, "silent")) == []
+    assert of(Found, give(hub, "honest"))
+
+
+@pytest.mark.parametrize(("initial", "state"), [("best", "FOUNDING"), ("mean", "FOUNDING"), ("own", "LENDING")])
+def test_however_a_run_begins_a_silent_node_does_not_keep_it_from_being_founded(initial, state):
+    hub = hub_of(initial=initial, start_nodes=2)
+    join(hub, "silent", 0.1), join(hub, "honest", 0.2)
+    if initial == "own":
+        hub.members["honest"].lineage = "silent"
+        tell(hub, "honest", 0.2)
+    assert hub.members["silent"].state.name == state
+    if hub.members["honest"].state.name == "FOUNDING":
+        give(hub, "honest")
+    effects = pass_time(hub, FOUNDER_SECONDS + 1.0)
+    assert "silent" not in hub.members
+    assert asked(effects) == ["honest"] or of(Average, effects)
+
+
+def test_a_founder_has_all_the_time_it_needs_while_nobody_waits_for_it_or_it_sends_much():
+    hub = hub_of(initial="founder")
+    join(hub, "slow")
+    assert not of(Disconnect, pass_time(hub, 10 * FOUNDER_SECONDS))
+    hub = hub_of(initial="founder")
+    join(hub, "slow"), join(hub, "other")
+    hub.receive("slow", Snapshot(1, 0, (1 << 22,) * 12), 0.0)
+    assert not of(Disconnect, pass_time(hub, 3 * FOUNDER_SECONDS))
+    assert of(Found, hub.received("slow", 1, hub.now))

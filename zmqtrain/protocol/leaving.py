@@ -13,13 +13,19 @@ from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.members import Member, MemberState
+from zmqtrain.protocol.messages import Refused
 from zmqtrain.protocol.publishing import release, restart
 from zmqtrain.protocol.quarantine import OVER
+from zmqtrain.types import count_values
 
-__all__ = ["LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
+__all__ = ["FOUNDER_SECONDS", "LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
 
 LAST_WORDS_SECONDS = 0.1
 """For so long a peer whose connection is gone is heard: it may have said goodbye."""
+
+FOUNDER_SECONDS, FOUNDER_BYTES_PER_SECOND = 30.0, 2.5e5
+"""A node that was asked for its parameters, while others wait for them, announces them within this time, and sends them
+at this rate at least; else the next is asked."""
 
 OVERDUE_SECONDS = 0.1
 """A node whose heartbeat is late by so much is sent something, to learn whether its connection is gone."""
@@ -46,6 +52,10 @@ def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
         elif member.unreachable_since is not None:
             if now - member.unreachable_since >= LAST_WORDS_SECONDS:
                 effects += lose(book, member, "its connection is gone", now)
+        elif _keeps_others_waiting(book, member, late, now):
+            text = "it was asked for its parameters, others wait for them, and they have not come in time"
+            effects.append(SendTo(member.peer, Refused("unknown", text)))
+            effects += lose(book, member, text, now)
         elif member.is_node and now - max(member.last_seen, member.asked_at) > overdue:
             member.asked_at = now  # if its connection is gone, sending says so
             effects.append(SendTo(member.peer, book.roster(now)))
@@ -55,6 +65,23 @@ def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
             # what it has made of the shared parameters meanwhile is what it was out for, many times over
             effects.append(restart(member, OVER))
     return effects
+
+
+def _keeps_others_waiting(book: HubBook, member: Member, late: float, now: float) -> bool:
+    """Return whether a node that was asked for its parameters holds up others who wait, for longer than a sound one.
+
+    At the first of several masters it announces them when it has brought the others theirs.
+    """
+    if member.state not in (MemberState.FOUNDING, MemberState.LENDING) or book.shard:
+        member.founds_since = None
+        return False
+    member.founds_since = now if member.founds_since is None else min(now, member.founds_since + late)
+    size = sum(sum(one.sizes) for one in member.open.values())
+    if book.settings.masters > 1:
+        size += 4 * count_values(book.model)
+    in_time = now - member.founds_since <= FOUNDER_SECONDS + size / FOUNDER_BYTES_PER_SECOND
+    waiting = (MemberState.WAITING, MemberState.APART)
+    return not in_time and any(other.state in waiting for other in book.members.values())
 
 
 def lose(book: HubBook, member: Member, text: str, now: float, reason: str = "lost") -> list[HubEffect]:

@@ -91,7 +91,8 @@ class Member:
     quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.
     restarts: it was told to begin again from the shared parameters, and has not fetched them yet.  digest, held: as in
     its last Fetch.
-    asked_at: when it was last sent something because nothing was heard of it.
+    asked_at: when it was last sent something because nothing was heard of it.  founds_since: when it was asked for its
+    parameters, None: it is not.
     unreachable_since: when its connection was first found gone; None: it was not.
     """
 
@@ -128,6 +129,7 @@ class Member:
     digest: str = ""
     held: int = 0
     asked_at: float = 0.0
+    founds_since: float | None = None
     unreachable_since: float | None = None
     number: int = 0
     open: dict[int, Announcement] = field(default_factory=dict)
