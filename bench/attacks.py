@@ -13,14 +13,31 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 
+import msgpack
 import zmq
 
-from zmqtrain.protocol.framing import decode_message, encode_message
+from zmqtrain.errors import FramingError
+from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message, encode_message
 from zmqtrain.protocol.group_messages import JoinGroup
-from zmqtrain.protocol.messages import Chunk, Fetch, Hello, Publish, Roster, Snapshot
+from zmqtrain.protocol.messages import (
+    MESSAGES,
+    Aggregate,
+    Chunk,
+    Credit,
+    Fetch,
+    Heartbeat,
+    Hello,
+    Message,
+    Publish,
+    Refused,
+    Roster,
+    Snapshot,
+    Welcome,
+    WireLeaf,
+)
 from zmqtrain.types import MAX_FRAME_BYTES
 
 from fuzz_inputs import mutate_session, read_session
@@ -237,6 +254,91 @@ def announce_lies(place: Place, stop: threading.Event, random: Random) -> None:
                 )
 
 
+def largest_heads(random: Random, size: int = (1 << 20) - 4096) -> Iterator[bytes]:
+    """Give heads of `size` bytes of every kind: each field as long as it can be, nested, and named again and again."""
+    for kind in random.sample(MESSAGES, len(MESSAGES)):
+        name = msgpack.packb(kind.__name__)
+        beginning = b"\x95" + b"".join(msgpack.packb(part) for part in (PROTOCOL_VERSION, 0, 0)) + name
+        names = [field.name for field in fields(kind)] or ["x"]
+        for filling in (b"\x80", b"\x90", b"\x01", b"\x92\x90\x80", b"\xc0", b"\xa1x"):  # maps, lists, numbers, ...
+            for long in names:
+                pairs = [(one, b"\x01") for one in names if one != long]
+                count = size // len(filling)
+                value = b"\xdd" + struct.pack(">I", count) + filling * count
+                yield beginning + _map([*pairs, (long, value)])
+        yield beginning + _map([(names[0], b"\x91" * 400 + b"\x90")] * (size // 430))
+        yield beginning + _map([(one, msgpack.packb("x" * 50)) for one in names] * (size // (60 * len(names))))
+
+
+def _map(pairs: Sequence[tuple[str, bytes]]) -> bytes:
+    return b"\xdf" + struct.pack(">I", len(pairs)) + b"".join(msgpack.packb(name) + value for name, value in pairs)
+
+
+def send_largest_heads(place: Place, stop: threading.Event, random: Random, connections: int = 1) -> None:
+    """Say every message at its largest, from so many connections in turn, as members of every kind and as none."""
+    with contextlib.ExitStack() as stack:
+        dealers = [stack.enter_context(_dealer(place, _ids(random)[0])) for _ in range(connections)]
+        heads = largest_heads(random)
+        while not stop.is_set():
+            for dealer in dealers:
+                with contextlib.suppress(zmq.Again):
+                    if random.random() < 0.5:
+                        dealer.send(encode_message(Hello("mallory", random.choice(("node", "process", "observer")))))
+                    dealer.send(next(heads))
+
+
+def send_largest_heads_from_ten(place: Place, stop: threading.Event, random: Random) -> None:
+    """The same from ten connections at once."""
+    send_largest_heads(place, stop, random, 10)
+
+
+def join_and_be_silent(place: Place, stop: threading.Event, random: Random, members: int = 60) -> None:
+    """Join with sixty nodes that send heartbeats and never publish; stay until told to stop."""
+    _be_members(place, stop, random, members, again=False)
+
+
+def fetch_again_and_again(place: Place, stop: threading.Event, random: Random) -> None:
+    """Join with ten nodes that fetch the parameters, all at once, again and again."""
+    _be_members(place, stop, random, 10, again=True)
+
+
+def _be_members(place: Place, stop: threading.Event, random: Random, members: int, again: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        pairs = []
+        for _ in range(members):
+            control, bulk = _ids(random)
+            pairs.append([stack.enter_context(_dealer(place, one)) for one in (control, bulk)])
+            pairs[-1][1].send(b"")
+        model: dict[int, tuple[WireLeaf, ...]] = {}
+        beat = 0
+        for heads, _ in pairs:
+            heads.send(encode_message(Hello("mallory")))
+        while not stop.wait(0.05):
+            beat += 1
+            for number, (heads, chunks) in enumerate(pairs):
+                with contextlib.suppress(zmq.Again):
+                    for message in _heard(heads):
+                        if isinstance(message, Welcome):
+                            model[number] = message.model
+                            heads.send(encode_message(Fetch(-1, message.model)))
+                        elif isinstance(message, Refused) and message.reason == "unknown":
+                            heads.send(encode_message(Hello("mallory")))
+                    for message in _heard(chunks):
+                        if isinstance(message, Snapshot | Aggregate | Chunk):
+                            heads.send(encode_message(Credit(message.transfer, 1)))
+                    if again and number in model:
+                        heads.send(encode_message(Fetch(-1, model[number])))
+                    if beat % 10 == 0:
+                        heads.send(encode_message(Heartbeat(float(beat))))
+
+
+def _heard(dealer: zmq.SyncSocket) -> Iterator[Message]:
+    """Give what has come."""
+    while dealer.poll(0):
+        with contextlib.suppress(FramingError):
+            yield decode_message(dealer.recv_multipart()[0])
+
+
 def steal(place: Place, stop: threading.Event, random: Random) -> None:
     """Look on, learn who is here, and come in under the ids of others."""
     with _dealer(place, _ids(random)[0]) as dealer:
@@ -263,4 +365,8 @@ ATTACKS: dict[str, Attack] = {
     "replay": replay,
     "announce_lies": announce_lies,
     "steal": steal,
+    "send_largest_heads": send_largest_heads,
+    "send_largest_heads_from_ten": send_largest_heads_from_ten,
+    "join_and_be_silent": join_and_be_silent,
+    "fetch_again_and_again": fetch_again_and_again,
 }

@@ -1,6 +1,7 @@
 """Measure what honest nodes lose while others attack their broker: greetings, floods, giants, drips, replays and lies.
 
     python bench/hostile.py --minutes 60              python bench/hostile.py --minutes 5 (the nightly form)
+    python bench/hostile.py --rows --block-seconds 10 (one attack after the other: before it, during it, 5 s after it)
 
 Rule 1: nodes, broker and attackers are processes in namespaces of their own; the attackers' port has a rate of its own
 (--attack-rate), and their process yields to all others: what is measured is the broker, not a share of these cores.
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -38,11 +39,14 @@ from report import format_rate, parse_rate, print_table, write_json
 from star import Star
 from vitals import vitals_of
 
-__all__ = ["BAR", "HELD_BYTES", "Case", "measure", "judge", "main"]
+__all__ = ["BAR", "HELD_BYTES", "Case", "measure", "judge", "measure_rows", "judge_rows", "main"]
 
 BAR = 0.95
 HELD_BYTES = 256 << 20
 """What strangers may make a broker hold: one frame of each half-open connection of one address."""
+AFTER_SECONDS = 5.0
+"""Each block of a row of one attack begins so long after what it follows: by then honest nodes are back."""
+PACES = ("steps", "aggregates")
 PORT = 5555
 OPEN_TO_ALL = tuple(name for name in ATTACKS if name != "steal")
 """Without keys anybody may come in, also under another's name: see docs/operations.md."""
@@ -79,6 +83,47 @@ class Case:
 
 def measure(case: Case) -> dict[str, Any]:
     """Build a star, run the case on it and return its row. Raises RuntimeError if a process fails or hangs."""
+    with _alive(case) as (broker, nodes, attackers):
+        return _conduct(case, broker, nodes, attackers)
+
+
+def measure_rows(case: Case) -> list[dict[str, Any]]:
+    """Do one attack after the other at one broker; return a row for each: before it, during it, and 5 s after it.
+
+    Raises RuntimeError if a process fails or hangs.
+    """
+    with _alive(case) as (broker, nodes, attackers):
+        rows = []
+        for name in case.attacks:
+            blocks = {}
+            for when in ("before", "during", "after"):
+                ask_all([attackers], "attack" if when == "during" else "rest", *([name] if when == "during" else []))
+                time.sleep(min(AFTER_SECONDS, case.block_seconds))
+                started = _figures(broker, nodes)
+                time.sleep(case.block_seconds)
+                blocks[when] = difference(started, _figures(broker, nodes))
+            row: dict[str, Any] = {"attack": name, "keys": case.keys}
+            for figure in ("steps", "aggregates", "cpu_seconds"):
+                row |= {f"{figure}_s_{when}": block[figure] / block["seconds"] for when, block in blocks.items()}
+            for when in ("during", "after"):
+                row[f"ratio_{when}"] = min(row[f"{one}_s_{when}"] / row[f"{one}_s_before"] for one in PACES)
+            rows.append(row)
+        return rows
+
+
+def judge_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what is wrong in the rows of single attacks: honest nodes keep BAR of their pace during each and after it."""
+    return [
+        f"{row['attack']}: {row[f'ratio_{when}']:.3f} of the pace of before {when} it"
+        for row in rows
+        for when in ("during", "after")
+        if not row[f"ratio_{when}"] >= BAR
+    ]
+
+
+@contextlib.contextmanager
+def _alive(case: Case) -> Iterator[tuple[Child, list[Child], Child]]:
+    """Give a star of a broker, its nodes, which train, and attackers."""
     with Star(case.nodes + 1, case.rate) as star, contextlib.ExitStack() as stack:
         star.set_rate(case.nodes, case.attack_rate)
         said = json.dumps(asdict(case))
@@ -96,7 +141,7 @@ def measure(case: Case) -> dict[str, Any]:
             node.answer()
         attackers = start(case.nodes, "attackers", star.hub_address, key)
         attackers.answer()
-        return _conduct(case, broker, nodes, attackers)
+        yield broker, nodes, attackers
 
 
 def judge(row: dict[str, Any]) -> list[str]:
@@ -122,6 +167,7 @@ def main() -> None:
     parser.add_argument("--attack-rate", type=parse_rate, default="20mbit", help="of attackers (default %(default)s)")
     parser.add_argument("--block-seconds", type=float, default=default.block_seconds, help="(default %(default)g)")
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=[], help="which (default: see below)")
+    parser.add_argument("--rows", action="store_true", help="one attack after the other, a row for each")
     parser.add_argument("--keys", action="store_true", help="nodes are known by their CURVE keys, attackers are not")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default %(default)s)")
     parser.add_argument("--learning", action="store_true", help="bench/hostile_learning.py instead: nodes that diverge")
@@ -142,6 +188,8 @@ def main() -> None:
         keys=options.keys,
         seed=options.seed,
     )
+    if options.rows:
+        return _print_rows(case, options.json)
     try:
         row = measure(case)
     except RuntimeError as error:
@@ -153,6 +201,21 @@ def main() -> None:
     if options.json:
         write_json(options.json, [row])
     if wrong := judge(row):
+        raise SystemExit("hostile: " + "\n         ".join(wrong))
+
+
+def _print_rows(case: Case, file: str | None) -> None:
+    try:
+        rows = measure_rows(case)
+    except RuntimeError as error:
+        raise SystemExit(f"hostile: {error}") from error
+    title = (
+        f"{case.nodes} nodes, one attack at a time at {format_rate(case.attack_rate)}, {case.block_seconds:g} s blocks"
+    )
+    print_table(rows, title)
+    if file:
+        write_json(file, rows)
+    if wrong := judge_rows(rows):
         raise SystemExit("hostile: " + "\n         ".join(wrong))
 
 
@@ -290,7 +353,7 @@ def _be_attackers(case: Case, host: str, key: str) -> None:
     say({"ready": True})
     stop, threads, turn = threading.Event(), list[threading.Thread](), 0
     while True:
-        what = told.get()[0]
+        what, *names = told.get()
         stop.set()
         for thread in threads:
             thread.join()
@@ -298,7 +361,7 @@ def _be_attackers(case: Case, host: str, key: str) -> None:
         if what == "attack":
             threads = [
                 threading.Thread(target=attack, args=(name, place, stop, Random(f"{case.seed} {name} {turn}")))
-                for name in case.attacks
+                for name in names or case.attacks
             ]
             for thread in threads:
                 thread.daemon = True
