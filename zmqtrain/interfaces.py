@@ -329,6 +329,10 @@ class HubChannel(Protocol):
     async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
         """Return the next message of any peer. Raise ChannelClosed."""
 
+    def dismiss(self, peer: PeerId) -> None:
+        """Drop what is queued of a peer, and end its connections once it can have read what it was sent; it may connect
+        again."""
+
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Send what is queued for at most `linger_seconds`, then close."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 from random import Random
 
-from attacks import ATTACKS, largest_heads
-from hostile import judge_rows
-
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, open_head
 from zmqtrain.protocol.messages import MESSAGES
+
+from attacks import ATTACKS, largest_heads
+from hostile import judge_rows
 
 ROW = {"attack": "join_and_be_silent", "ratio_during": 0.97, "ratio_after": 1.01}
 

@@ -319,6 +319,40 @@ def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks(
     run(main)
 
 
+def test_a_peer_that_is_dismissed_reads_why_is_cut_with_all_it_has_queued_and_may_connect_again() -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        bad, good = (DealerChannel.connect(hub.address, peer=peer) for peer in (A, B))
+        await meet(hub, bad)
+        await meet(hub, good)
+        before = {number for _, _, number in hub_connections(hub)}
+        hub.send(A, Lane.CONTROL, [b"why"])
+        hub.dismiss(A)
+        for _ in range(50):
+            await bad.send(Lane.CONTROL, [b"flood"])
+        await good.send(Lane.CONTROL, [b"honest"])
+        assert await hub.receive() == (B, Lane.CONTROL, [b"honest"])
+        assert await bad.receive() == (Lane.CONTROL, [b"why"])
+        heard = b""
+        while heard != b"again":  # on a new connection, once the old one has ended
+            await bad.send(Lane.CONTROL, [b"again"])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    peer, _, (heard,) = await hub.receive()
+                    assert peer == A
+        assert hub.refusals["dismissed"] > 0
+        assert len({number for _, _, number in hub_connections(hub)} - before) >= 1
+        await end(bad, good, hub)
+
+    run(main)
+
+
+def hub_connections(hub: RouterChannel) -> list[tuple[str, int, int]]:
+    """Return the address, port and number of each connection."""
+    hub._doorway.look()
+    return [(one.address, one.port, one.number) for one in hub._doorway.connections.of("127.0.0.1")]
+
+
 def test_who_is_slow_to_say_who_it_is_is_cut_when_a_handshake_may_last_no_longer() -> None:
     async def main() -> None:
         hub = RouterChannel.bind(HERE, keys=HUB, limits=ConnectionLimits(handshake_seconds=0.3))

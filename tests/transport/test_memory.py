@@ -319,3 +319,20 @@ def test_a_virtual_loop_says_that_it_would_hang() -> None:
                 with pytest.raises(asyncio.CancelledError):
                     loop.run_until_complete(task)
             loop.close()
+
+
+def test_of_a_peer_that_is_dismissed_nothing_is_received_that_had_come_and_it_may_speak_again() -> None:
+    async def main() -> None:
+        hub = memory_hub(queue_messages=2)
+        bad, good = hub.connect(A), hub.connect(B)
+        for _ in range(2):
+            await bad.send(Lane.CONTROL, [b"flood"])
+        await good.send(Lane.CONTROL, [b"honest"])
+        hub.dismiss(A)
+        await bad.send(Lane.CONTROL, [b"again"])
+        assert [await hub.receive() for _ in range(2)] == [
+            (B, Lane.CONTROL, [b"honest"]),
+            (A, Lane.CONTROL, [b"again"]),
+        ]
+
+    run(main())

@@ -28,6 +28,7 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.fencing import GAP, SUPERSEDED, UNKNOWN, Stamp, Verdict
 from zmqtrain.protocol.founding import Preemption
 from zmqtrain.protocol.groups import LATE_SECONDS
+from zmqtrain.protocol.head_sizes import TAKEN_BY_HUBS, HeadSizes
 from zmqtrain.protocol.joining import join
 from zmqtrain.protocol.leaving import look_over, lose
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
@@ -90,7 +91,7 @@ class Hub(HubBook):
     ) -> None:
         super().__init__(settings, rule, run, now, preemption, shard, first)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
-        self._probes = ProbeBudget()
+        self._probes, self._head_sizes = ProbeBudget(), HeadSizes()
         self._rostered = self._ticked = now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
@@ -108,6 +109,26 @@ class Hub(HubBook):
         }
 
     # ------------------------------------------------------------------ what comes in
+
+    def screen(self, sender: PeerId, stamp: Stamp, kind: type[Message], size: int) -> list[HubEffect] | None:
+        """Return None for a head of `size` bytes that is to be read; else what is to be done instead.
+
+        Raises RemoteProtocolError for a kind that no hub takes, and for a head that is larger than a sound one.
+        """
+        member = self.members.get(sender)
+        state = "joining" if member is None else member.state.value
+        if kind not in TAKEN_BY_HUBS:
+            raise RemoteProtocolError(sender, state, f"{kind.__name__}, which no hub takes,")
+        if member is None and kind is not Hello:
+            if kind in (Goodbye, Chunk, Credit):
+                return []
+            return [
+                SendTo(sender, Refused("unknown", UNKNOWN), Stamp(stamp.incarnation) if stamp.incarnation else None)
+            ]
+        most = self._head_sizes.most_bytes(kind, self.model, self.version >= 0)
+        if size > most:
+            raise RemoteProtocolError(sender, state, f"{kind.__name__} of {size} bytes, of which {most} are read,")
+        return None
 
     def judge(
         self, sender: PeerId, stamp: Stamp, message: Message, now: float, counted: bool = True

@@ -344,6 +344,16 @@ class MemoryHub:
             await self._incoming.wait()
         raise ChannelClosed("the hub is closed")
 
+    def dismiss(self, peer: PeerId) -> None:
+        """Drop what has arrived of a peer and was not received."""
+        kept: deque[tuple[_Stream, PeerId, Lane, list[Buffer]]] = deque()
+        for one in self._inbox:
+            if one[1] == peer:
+                one[0].taken()
+            else:
+                kept.append(one)
+        self._inbox = kept
+
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Wake who waits here, send what is queued for at most `linger_seconds`, then close; twice is once.
 

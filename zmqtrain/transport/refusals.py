@@ -22,6 +22,7 @@ REASONS = {
     "revoked": "messages of a key that was revoked",
     "name": "messages under the name of a peer that came with another key",
     "life": "messages of a peer's former life",
+    "dismissed": "messages of peers that were shown out, and of others' ids",
     "half-open": "connections that had not said who they are, to make room",
     "address": "connections from an address that has too many",
     "full": "connections, as there are too many in all",

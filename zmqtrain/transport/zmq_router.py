@@ -302,6 +302,11 @@ class RouterChannel:
                 return False
             name = known
         descriptor, speaker = int(frame.get(_SOURCE)), (peer, life, key, lane)
+        if descriptor in self._dismissed:
+            self._doorway.look()  # that connection may have ended, and this be another
+            if descriptor in self._dismissed:
+                self._refusals.count("dismissed", name or _name_in_a_log(peer))
+                return False
         if self._speakers.get(descriptor) == speaker and self._seats.get(peer) is not None:
             return True
         self._doorway.look()  # so that the number is this connection's
@@ -330,6 +335,12 @@ class RouterChannel:
         if (seat := self._seats.get(peer)) is not None and seat.spoke:
             self._doorway.connections.spoke(descriptor)
         return True
+
+    def dismiss(self, peer: PeerId) -> None:
+        """End the connections of a peer in a while; nothing that comes over them is received until then."""
+        if (seat := self._seats.get(peer)) is not None:
+            for descriptor in list(seat.descriptors):
+                self._end_soon(descriptor)
 
     def _end_soon(self, descriptor: int) -> bool:
         """Cut this connection in a while; what was said to it can be read until then. False if that is on its way."""

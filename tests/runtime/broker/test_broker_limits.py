@@ -6,11 +6,16 @@ import threading
 import time
 from math import nan
 
+import msgpack
 import numpy as np
 
+from tests.protocol.said import EXAMPLES
 from tests.runtime.broker.wires import MODEL, lived
 from zmqtrain.protocol import rates
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES
 from zmqtrain.protocol.messages import (
+    KEY_REQUESTS,
     Fetch,
     Heartbeat,
     Hello,
@@ -21,8 +26,10 @@ from zmqtrain.protocol.messages import (
     Welcome,
     model_to_wire,
 )
+from zmqtrain.runtime.broker import receiver
 from zmqtrain.runtime.equation.delta import DENSE
 from zmqtrain.strategies.noise import gains
+from zmqtrain.types import Lane
 
 
 def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
@@ -45,6 +52,54 @@ def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
 
     lived(story)
     assert caplog.text.count("sending b away: it says more than") == 1
+
+
+def inflated(message, size=1 << 20):
+    """Return a head of this message with one field more, so that it has `size` bytes."""
+    *beginning, fields = msgpack.unpackb(encode_message(message))
+    fields["more"] = "x" * (size - 100 - len(encode_message(message)))
+    return msgpack.packb([*beginning, fields])
+
+
+def test_heads_of_a_megabyte_of_every_kind_are_not_read_and_cost_nobody_else(monkeypatch):
+    read, whole = [], receiver.read_fields
+    monkeypatch.setattr(receiver, "read_fields", lambda head: read.append(len(head.fields)) or whole(head))
+    monkeypatch.setattr(rates, "LOOP_SECONDS", 1e9)
+
+    async def story(peers):
+        await peers.join("a#1")
+        for message in EXAMPLES:
+            for peer in ("stranger#1", "b#1"):
+                if peer == "b#1":
+                    peers.wire.say(peer, Hello("b", "process" if type(message) in KEY_REQUESTS else "node"))
+                peers.wire.heard.put_nowait((peer, Lane.CONTROL, [inflated(message)]))
+        await peers.until(peers.wire.heard.empty)
+        assert "a#1" in peers.broker.hub.members and not peers.told("a#1", Refused)
+        peers.publish("a#1", 0, transfer=7)
+        await peers.until(lambda: peers.broker.aggregator.version == 1)
+
+    lived(story)
+    assert max(read) <= LONG_HEAD_BYTES
+
+
+def test_a_peer_whose_messages_take_the_loops_time_is_shown_out_and_nothing_more_of_it_is_read(monkeypatch, caplog):
+    seconds = iter(range(10**9))
+    monkeypatch.setattr(receiver.time, "thread_time", lambda: 0.02 * next(seconds))
+
+    async def story(peers):
+        await peers.join("b#1")
+        receive, heard = peers.broker.hub.receive, []
+        peers.broker.hub.receive = lambda *said: heard.append(said) or receive(*said)
+        for number in range(100):
+            peers.wire.say("b#1", Heartbeat(float(number)))
+        await peers.until(lambda: peers.wire.dismissed)
+        await peers.until(peers.wire.heard.empty)
+        assert {*peers.wire.dismissed} == {"b#1"} and len(heard) < 40
+        assert [refused.reason for refused in peers.told("b#1", Refused)] == ["unknown"]
+        assert "b#1" not in peers.broker.hub.members
+
+    lived(story)
+    assert caplog.text.count("sending b away: its messages take more than 2%") == 1
 
 
 def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard():

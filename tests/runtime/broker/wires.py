@@ -31,6 +31,7 @@ class Wire:
 
     def __init__(self):
         self.heard, self.sent, self.bulk, self.closed = asyncio.Queue(), [], [], False
+        self.dismissed = []
         self.news = Gate()
 
     def send(self, peer, lane, frames):
@@ -45,6 +46,9 @@ class Wire:
     async def receive(self):
         self.news.open()  # all that follows from what came before has been done
         return await self.heard.get()
+
+    def dismiss(self, peer):
+        self.dismissed.append(peer)
 
     async def close(self, linger_seconds=1.0):
         self.closed = True

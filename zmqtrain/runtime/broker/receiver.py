@@ -1,7 +1,8 @@
 """Take what peers say: heads to the hub, chunks to where their transfers are put together.
 
 Rule 1: whatever a peer says wrong costs that peer its place, and nobody else anything.  Rule 2: a peer that says too
-many messages is not read, before any is decoded.  Rule 3: in the broker's loop alone; what a message makes of the run
+many messages, or whose messages take too much of this loop's time, is shown out: nothing of it is read, before any is
+decoded, and its connections end.  Rule 3: in the broker's loop alone; what a message makes of the run
 is the hub's to say, and others' to do.
 """
 
@@ -14,12 +15,20 @@ from zmqtrain.errors import ChannelClosed, FramingError, RemoteProtocolError, Zm
 from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import HubEffect
 from zmqtrain.protocol.fencing import Verdict
-from zmqtrain.protocol.framing import ProtocolVersionError, decode_head
+from zmqtrain.protocol.framing import ProtocolVersionError, open_head, read_fields
 from zmqtrain.protocol.group_messages import Fold, Relay, Relayed
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.messages import Chunk, Credit, Hello, Probe, Refused, Report
-from zmqtrain.protocol.rates import MESSAGES_PER_SECOND, Hearing, MessageRates
+from zmqtrain.protocol.rates import (
+    FAULT_SECONDS,
+    LOOP_SHARE,
+    MESSAGES_PER_SECOND,
+    Hearing,
+    LoopBudgets,
+    MessageRates,
+    cost_of,
+)
 from zmqtrain.runtime.broker.arrivals import Arrivals
 from zmqtrain.runtime.broker.loads import Loads
 from zmqtrain.runtime.broker.telling import Telling
@@ -42,8 +51,8 @@ class Receiver:
     carry_out: does what the hub wishes.  send_away: tells a peer, with an error and a code, that it cannot stay.
     has_our_keys: whether a peer came in with this hub's own pair.  key_name: of the key it came in with, "" where none
     are asked for.  The rest: of the broker.
-    rates: of each peer's messages.  bytes_received: payload and heads.  behind: the frames behind the head that is
-    being taken.
+    rates, budgets: of each peer's messages, and of the time that they take.  bytes_received: payload and heads.
+    behind: the frames behind the head that is being taken.
     """
 
     def __init__(
@@ -65,7 +74,7 @@ class Receiver:
         self._parameters, self._relays, self._loads, self._telling = parameters, relays, loads, telling
         self._carry_out, self._send_away, self._has_our_keys = carry_out, send_away, has_our_keys
         self._key_name = key_name
-        self.rates = MessageRates()
+        self.rates, self.budgets = MessageRates(), LoopBudgets()
         self.bytes_received = 0
         self.behind: Sequence[Buffer] = ()
 
@@ -77,29 +86,49 @@ class Receiver:
             except ChannelClosed:
                 return
             self.bytes_received += sum(len(frame) for frame in frames)
-            if lane is Lane.CONTROL and not self._is_heard(peer):
+            if not self._is_heard(peer, lane):
                 continue
+            began, fault = time.thread_time(), 0.0
             try:
                 self._take(peer, lane, frames)
             except ProtocolVersionError as error:
                 self._traffic.send(peer, Refused("protocol", str(error)))
             except (FramingError, RemoteProtocolError) as error:
+                fault = FAULT_SECONDS
                 self._send_away(peer, error, "protocol")
             except Exception as error:  # a message that we did not think of costs its sender, not the run
+                fault = FAULT_SECONDS
                 self._telling.unthought_of(peer)
                 self._send_away(peer, error, "protocol")
+            self._count_time(peer, cost_of(time.thread_time() - began, len(frames[0])) + fault)
 
-    def _is_heard(self, peer: PeerId) -> bool:
-        """Return whether a message is read; who says too many is sent away, and may come back."""
-        hearing = self.rates.take(peer, time.monotonic())
+    def _is_heard(self, peer: PeerId, lane: Lane) -> bool:
+        """Return whether a message is read; a peer that says too many is shown out, and may come back."""
+        now = time.monotonic()
+        if not self.budgets.is_heard(peer, now):
+            self._channel.dismiss(peer)  # again, on a new connection
+            return False
+        hearing = Hearing.HEARD if lane is Lane.BULK else self.rates.take(peer, now)
         if hearing is Hearing.TOO_MANY:
-            text = f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long"
-            self._send_away(peer, ZmqTrainError(text), "unknown")
+            self._show_out(peer, f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long")
         return hearing is Hearing.HEARD
 
+    def _count_time(self, peer: PeerId, seconds: float) -> None:
+        """Count the time that a message of this peer took; a peer that takes too much is shown out likewise."""
+        if self.budgets.take(peer, seconds, time.monotonic()):
+            self._show_out(peer, f"its messages take more than {LOOP_SHARE:.0%} of the broker's time, for long")
+
+    def _show_out(self, peer: PeerId, text: str) -> None:
+        """Send a peer away and end its connections; what is queued there is not heard."""
+        self._send_away(peer, ZmqTrainError(text), "unknown")
+        self._channel.dismiss(peer)
+
     def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
-        now = time.monotonic()
-        stamp, message = decode_head(frames[0])
+        now, head = time.monotonic(), open_head(frames[0])
+        stamp = head.stamp
+        if (instead := self._hub.screen(peer, stamp, head.kind, len(frames[0]))) is not None:
+            return self._carry_out(instead)
+        message = read_fields(head)
         if (instead := self._hub.judge(peer, stamp, message, now, lane is Lane.CONTROL)) is not None:
             return self._carry_out(instead)
         if isinstance(message, Chunk):

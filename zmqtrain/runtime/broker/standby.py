@@ -21,6 +21,7 @@ from zmqtrain.interfaces import HubChannel
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
+from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Hello, Message, Snapshot
 from zmqtrain.protocol.peer import PeerState
@@ -214,6 +215,8 @@ class Standby(Onlooker):
                 peer, _, frames = await self._channel.receive()
             except ChannelClosed:
                 return
+            if len(frames[0]) > LONG_HEAD_BYTES:  # no Hello, Promote, Heartbeat or Goodbye is so large
+                continue
             with contextlib.suppress(FramingError, PeerLost, ZmqTrainError):
                 self._take(peer, *decode_head(frames[0]))
 

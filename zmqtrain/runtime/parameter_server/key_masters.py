@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from zmqtrain.errors import ConfigError, HubUnreachable, PeerLost, ZmqTrainError
 from zmqtrain.parameter_server.directory import ASKS, Placement
 from zmqtrain.parameter_server.shards import Piece
 from zmqtrain.parameter_server.store import cut_frames, join_frames
+from zmqtrain.protocol.head_sizes import KEYS_HEAD_BYTES
 from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
 from zmqtrain.runtime.parameter_server.master_line import MasterLine
 from zmqtrain.transport.address import say_unreachable
@@ -36,6 +37,8 @@ Vector = NDArray[Any]
 
 DECLARED_AT_ONCE = 500
 """Keys in one Declare: its head, and that of the answer, have a bound."""
+BYTES_BESIDE_A_KEY, BYTES_OF_A_DIMENSION = 32, 9
+"""Of a key in a head, beside its name, at most."""
 
 
 class KeyMasters:
@@ -141,8 +144,8 @@ class KeyMasters:
 
         What this client must bring it brings while it waits for what others bring, who may wait for it.
         """
-        for start in range(0, len(leaves), DECLARED_AT_ONCE):
-            await self._declare_some(leaves[start : start + DECLARED_AT_ONCE], settle)
+        for some in _in_heads(leaves):
+            await self._declare_some(some, settle)
 
     async def _declare_some(
         self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None
@@ -294,3 +297,18 @@ class KeyMasters:
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Begin all of it, in order; return the results, or raise what is raised first."""
     return await asyncio.gather(*[asyncio.ensure_future(one) for one in work])
+
+
+def _in_heads(leaves: Sequence[LeafSpec]) -> Iterator[list[LeafSpec]]:
+    """Divide keys among as few messages as a master reads."""
+    some: list[LeafSpec] = []
+    size = 0
+    for leaf in leaves:
+        more = len(leaf.path.encode()) + BYTES_OF_A_DIMENSION * len(leaf.shape) + len(leaf.dtype) + BYTES_BESIDE_A_KEY
+        if some and (len(some) == DECLARED_AT_ONCE or size + more > KEYS_HEAD_BYTES // 2):
+            yield some
+            some, size = [], 0
+        some.append(leaf)
+        size += more
+    if some:
+        yield some
