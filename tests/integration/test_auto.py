@@ -1,4 +1,4 @@
-"""k and d that follow from what is measured (auto), over real sockets: the same at every node, version by version."""
+"""What follows from what is measured (auto), over real sockets: the same at every node, version by version."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from runs import Trainer, batches, broker, loss, parameters
 from zmqtrain.codecs import fast
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
-from zmqtrain.protocol.schedules import FIRST_DELAY, FIRST_EVERY
 from zmqtrain.runtime.broker.loads import Loads
 from zmqtrain.runtime.node.codec_jobs import CodecJobs
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.planning import auto
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.settings import FIRST as FIRST_SETTINGS
+from zmqtrain.settings import RunSettings
 
-AUTO = RunSettings(every=AUTO_EVERY, delay=AUTO_DELAY, local_updates="fixed", release="all", evaluate_seconds=0.0)
-FIRST = (FIRST_EVERY, FIRST_DELAY)
+AUTO = RunSettings(local_updates="fixed", release="all", evaluate_seconds=0.0)
+FIRST = (FIRST_SETTINGS["every"], FIRST_SETTINGS["delay"])
 SLOW_PORT = auto.link_share("2mbit", 0.8)
 """Of the hub: an exchange of the tiny model takes it several steps of a millisecond."""
 

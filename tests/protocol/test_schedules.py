@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from math import inf, nan
 
 import pytest
@@ -441,3 +442,16 @@ def test_a_roster_of_a_given_run_says_its_k_and_d_to_observers_too() -> None:
     effects = hub.receive(PeerId("w"), Hello("w", "observer"), 0.0)
     (roster,) = [one.message for one in effects if isinstance(one, SendTo) and isinstance(one.message, Roster)]
     assert (roster.every, roster.delay) == BEGIN
+
+
+def test_a_standby_that_takes_over_goes_on_with_what_holds_and_with_what_was_announced() -> None:
+    wanted = Wanted(12, 5)
+    hub = founded(wanted, "a")
+    before = hub.state()
+    wanted.plan = Plan(12, 5, codec=INT8, broadcast_codec=INT8)
+    announced(hub)
+    standby = Hub(AUTO, release_rule_from_spec("immediately"), "other")
+    standby.restore(before | {"schedules": json.loads(hub.books(0.0))["schedules"]})
+    for version in (0, LEAD_VERSIONS - 1, LEAD_VERSIONS, 100):
+        assert standby.timetable.at(version) == hub.timetable.at(version)
+    assert standby.timetable.takes(INT8) and standby.timetable.takes(FIRST["codec"])

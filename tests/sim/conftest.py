@@ -20,6 +20,7 @@ class Line:
     rate: float = 0.05
     batches_per_unit: int = 4
     seed: int = 0
+    width: int = 22
 
     name = "line"
     sample_word = "points"
@@ -27,12 +28,12 @@ class Line:
     samples_per_batch = 8
 
     def __post_init__(self):
-        self.true = np.random.default_rng(7).normal(size=(22,)).astype(np.float32)
+        self.true = np.random.default_rng(7).normal(size=(self.width,)).astype(np.float32)
 
     def init(self, seed):
         return {
             "bias": jnp.zeros((2,)),
-            "weights": jnp.asarray(np.random.default_rng(seed).normal(size=22), jnp.float32),
+            "weights": jnp.asarray(np.random.default_rng(seed).normal(size=self.width), jnp.float32),
         }
 
     def loss(self, params, batch):
@@ -45,7 +46,7 @@ class Line:
     def batches(self, unit):
         random = np.random.default_rng((self.seed, unit))
         for _ in range(self.batches_per_unit):
-            x = random.normal(size=(8, 22)).astype(np.float32)
+            x = (random.normal(size=(8, self.width)) * (22 / self.width) ** 0.5).astype(np.float32)
             yield {"x": x, "label": (x @ self.true + 0.1 * random.normal(size=8)).astype(np.float32)}
 
     def evaluate(self, params):

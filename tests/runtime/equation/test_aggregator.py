@@ -11,6 +11,7 @@ from tests.runtime.equation.aggregators import (
     add,
     announced,
     codecs_of,
+    come,
     equal,
     founded,
     moved,
@@ -24,6 +25,7 @@ from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import cut, decode_snapshot, encode_snapshot
+from zmqtrain.settings import FIRST, RunSettings
 from zmqtrain.types import LeafSpec
 
 
@@ -341,3 +343,83 @@ def test_the_mean_of_huge_parameters_is_their_mean():
     mean, why = aggregator.average({"a#1": frames, "b#2": frames, "c#3": frames, "d#4": frames})
     assert why == ""
     np.testing.assert_allclose(decode_snapshot(aggregator.layout, mean)[0], huge[0], rtol=1e-6)
+
+
+# ---------------------------------------------------------------------- codec and outer optimizer that are fitted
+
+
+def fitted(**settings):
+    aggregator = Aggregator(RunSettings(fragments=2, **settings))
+    aggregator.plan(MODEL)
+    aggregator.found(encode_snapshot(aggregator.layout, random_flats(0)))
+    return aggregator
+
+
+def release_by(aggregator, codec, outer, live=1):
+    contributions = tuple(come(aggregator))
+    come(aggregator).clear()
+    reduce = Reduce(aggregator.version + 1, (0, 1), contributions, live, False, codec=codec, outer=outer)
+    return aggregator.release(reduce)
+
+
+def test_an_aggregate_is_coded_as_its_release_says_and_what_the_codec_before_left_out_is_published_later():
+    aggregator = fitted()
+    for seed, codec in enumerate(("ternary:block=128", "topk:density=0.05+sign:block=512", "", "float32")):
+        landed = [add(aggregator, fragment, seed, codec or "int8:block=256") for fragment in (0, 1)]
+        before = [flat.copy() for flat in aggregator.parameters]
+        published = [flat.copy() for flat in aggregator.published]
+        released = release_by(aggregator, codec, "sgd:rate=1")
+        assert released.codec == (codec or "topk:density=0.05+sign:block=512")
+        for fragment, u in enumerate(landed):
+            np.testing.assert_allclose(aggregator.parameters[fragment] - before[fragment], u, atol=1e-5)
+            assert equal(
+                [aggregator.published[fragment] - published[fragment]],
+                [(published[fragment] + step_of(aggregator, released, fragment)) - published[fragment]],
+            )
+    for parameters, published in zip(aggregator.parameters, aggregator.published, strict=True):
+        np.testing.assert_allclose(parameters, published, atol=1e-5, err_msg="the last one was exact")
+
+
+def test_a_momentum_begins_anew_where_the_outer_optimizer_changes_and_lasts_where_it_does_not():
+    aggregator, nesterov = fitted(), "nesterov:rate=0.8,momentum=0.5"
+    for seed, outer in enumerate((nesterov, "", nesterov)):
+        add(aggregator, 0, seed), add(aggregator, 1, seed)
+        release_by(aggregator, "float32", outer)
+    lasting = aggregator.arrays()["outer.momentum/layer/b"].copy()
+    assert np.any(lasting)
+    release_by(aggregator, "float32", "sgd:rate=1")
+    assert not any(name.startswith("outer.momentum") for name in aggregator.arrays())
+    release_by(aggregator, "float32", nesterov)
+    assert not np.any(aggregator.arrays()["outer.momentum/layer/b"])
+
+
+@pytest.mark.parametrize("codec", ["topk:density=0.05+sign:block=512", "int8:block=256", "lowrank:rank=2"])
+def test_a_hub_whose_codec_has_changed_is_restored_with_it_and_goes_on_with_the_same_bits(codec):
+    def go_on(aggregator):
+        for seed in range(3, 6):
+            add(aggregator, 0, seed), add(aggregator, 1, seed)
+            yield release_by(aggregator, "", "").frames
+
+    aggregator = fitted()
+    add(aggregator, 0, 1), add(aggregator, 1, 2)
+    release_by(aggregator, codec, "nesterov:rate=0.8,momentum=0.5")
+    again = Aggregator(aggregator.settings)
+    again.plan(MODEL)
+    again.restore(aggregator.version, aggregator.arrays())
+    assert (again.broadcast_coding.name, again.outer.name) == (aggregator.broadcast_coding.name, aggregator.outer.name)
+    for ours, theirs in zip(go_on(aggregator), go_on(again), strict=True):
+        assert [[bytes(frame) for frame in frames] for frames in ours] == [
+            [bytes(frame) for frame in frames] for frames in theirs
+        ]
+    assert equal(aggregator.parameters, again.parameters)
+
+
+@pytest.mark.parametrize("specs", [b"tern\nsgd:rate=1", b"ternary", b"\xff\n", b"ternary\nsgd:rate=1\nmore"])
+def test_codecs_of_a_checkpoint_that_cannot_be_read_are_refused_and_those_of_version_0_1_are_the_settings(specs):
+    aggregator = fitted()
+    arrays = aggregator.arrays()
+    with pytest.raises(CheckpointError, match="codec and outer optimizer"):
+        aggregator.restore(0, arrays | {"specs": np.frombuffer(specs, np.uint8)})
+    del arrays["specs"]
+    aggregator.restore(0, arrays)
+    assert (aggregator.broadcast_coding.name, aggregator.outer.name) == (FIRST["broadcast_codec"], FIRST["outer"])

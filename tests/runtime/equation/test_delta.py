@@ -17,6 +17,7 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.runtime.equation.delta import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
 from zmqtrain.runtime.node.inbox import Inbox
+from zmqtrain.settings import RunSettings
 from zmqtrain.types import LeafSpec, Offer
 
 MODEL = (LeafSpec("layer/w", (3, 4096), "float32"), LeafSpec("layer/b", (10,), "float32"))
@@ -374,3 +375,36 @@ def test_what_is_not_finite_on_a_device_is_named_by_its_leaf_too(bad):
     with pytest.raises(NonFiniteDelta, match=r"the delta of layer/b holds 2 values that are not finite \(of 10\)"):
         coder.encode(offer_of(coder, 0, 0, pending))
     assert coder.unacked == {}
+
+
+# ---------------------------------------------------------------------- codecs that are fitted
+
+
+def test_what_was_sent_by_the_former_codec_is_subtracted_before_the_next_one_codes_and_what_it_left_out_is_coded():
+    coder = DeltaCoder(MODEL, RunSettings(fragments=2))
+    pending = pending_of(coder, 0)
+    first = coder.encode(offer_of(coder, 0, 0, pending))
+    coder.adopt("topk:density=0.05+sign:block=512", "int8:block=256")
+    second = coder.encode(offer_of(coder, 1, 0, pending))
+    coder.adopt("float32", "float32")
+    third = coder.encode(offer_of(coder, 2, 0, pending))
+    assert [u.codec for u in (first, second, third)] == [
+        "ternary:block=128", "topk:density=0.05+sign:block=512", "float32"
+    ]  # fmt: skip
+    sent = sum(decoded(coder, u).astype(np.float64) for u in (first, second, third))
+    np.testing.assert_allclose(sent, pending, atol=1e-5)
+
+
+def test_a_checkpoint_of_a_node_holds_its_codecs_of_then_and_what_is_in_flight_of_the_former_ones():
+    coder = DeltaCoder(MODEL, RunSettings(fragments=2))
+    coder.encode(offer_of(coder, 0, 0, pending_of(coder, 0)))
+    coder.adopt("int8:block=256", "float32")
+    coder.encode(offer_of(coder, 1, 1, pending_of(coder, 1)))
+    facts, arrays = coder.kept([0, 1])
+    again = DeltaCoder(MODEL, RunSettings(fragments=2))
+    again.restore(facts, arrays)
+    assert (again.coding.name, again.broadcast_coding.name) == ("int8:block=256", "float32")
+    assert {sequence: u.codec for sequence, u in again.unacked.items()} == {0: "ternary:block=128", 1: "int8:block=256"}
+    given = DeltaCoder(MODEL, fixed_run(codec="bf16", fragments=2))
+    given.restore(facts, arrays)
+    assert given.coding.name == "bf16", "what is told stays"
