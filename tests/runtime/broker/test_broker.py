@@ -77,7 +77,7 @@ def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(t
         def close_and_let_go(seconds):
             threading.Thread(target=go_on.set).start()
             peers.broker._jobs._worker._jobs.close()
-            close(seconds)
+            return close(seconds)
 
         peers.broker._jobs._worker.close = close_and_let_go
         peers.publish("a#1", 0, transfer=7)
