@@ -44,6 +44,7 @@ __all__ = ["PEERS", "HubWorld"]
 
 WIRE = model_to_wire((LeafSpec("w", (8,), "float32"),))
 PEERS = [f"{name}#1" for name in "abcde"]
+NO_NODES = (MemberState.WELCOMED, MemberState.OBSERVER, MemberState.PROCESS)
 ASKABLE = {MemberState.WELCOMED, MemberState.WAITING, MemberState.APART, MemberState.LENDING}
 """Who can be asked for its parameters: a welcomed one by the Fetch that makes it wait, a lender once it has lent."""
 
@@ -304,8 +305,8 @@ class HubWorld:
 
     def pass_time(self, seconds, alive=True):
         self.now += seconds
-        if alive:
-            for peer in list(self.hub.members):
+        for peer in list(self.hub.members):
+            if alive is True or (alive and peer in alive):
                 self.hub.saw(peer, self.now)
         self.quarantined = {peer for peer in self.quarantined if self.until[peer] > self.now}
         before = self.states()
@@ -354,11 +355,11 @@ class HubWorld:
         """Once there are enough nodes, and all do what they are asked, whoever waits is served and all data are done;
         when they have left, all that has come has landed."""
         for peer in PEERS[: self.settings.start_nodes]:
-            if self.states().get(peer) in (None, MemberState.WELCOMED, MemberState.OBSERVER):
+            if self.states().get(peer) in (None, *NO_NODES):
                 self.join(peer, 0.5 + PEERS.index(peer))
         self.settle()
         states = self.states()
-        nodes = [s for s in states.values() if s not in (MemberState.OBSERVER, MemberState.WELCOMED)]
+        nodes = [s for s in states.values() if s not in NO_NODES]
         if len(nodes) < self.settings.start_nodes:  # one was sent away
             return
         assert set(nodes) == {MemberState.LIVE}, states

@@ -60,7 +60,7 @@ class HubMachine(RuleBasedStateMachine):
     def fetch(self, peer, score):
         self.world.tell(peer, Fetch(-1, WIRE, score))
 
-    @rule(peer=st.sampled_from(PEERS), role=st.sampled_from(["node", "node", "observer"]))
+    @rule(peer=st.sampled_from(PEERS), role=st.sampled_from(["node", "node", "observer", "process"]))
     def hello(self, peer, role):
         known = self.world.version if peer in self.world.served else -1
         self.world.tell(peer, Hello(peer, role, "run-1", known))
@@ -95,6 +95,11 @@ class HubMachine(RuleBasedStateMachine):
             self.world.tell(peer, Goodbye())
         else:
             self.world.crash(peer)
+
+    @rule(cut=st.sets(st.sampled_from(PEERS), min_size=1), seconds=st.sampled_from([0.6, 4.0]))
+    def partition(self, cut, seconds):
+        """Some peers do not reach the hub for a while: what they say meanwhile is lost, and they may be lost too."""
+        self.world.pass_time(seconds, alive=set(PEERS) - cut)
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 4.0]), alive=st.sampled_from([True, True, False]))
     def time_passes(self, seconds, alive):
