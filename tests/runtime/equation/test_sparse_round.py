@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.errors import NonFiniteDelta
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.runtime.equation import slab_threads, sparse_round
@@ -219,3 +220,19 @@ def test_a_large_fragment_is_shared_with_idle_cores_and_a_small_one_with_none(mo
     for load, threads in [(0.3, 4), (1.2, 4), (6.0, 3), (7.4, 2), (8.0, 1), (30.0, 1)]:
         monkeypatch.setattr(slab_threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert [SlabThreads().count(values) for values in (LEAST_VALUES - 1, LEAST_VALUES)] == [1, threads]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_of_a_release_that_cannot_be_coded_nothing_is_published(monkeypatch, threads):
+    monkeypatch.setattr(sparse_round, "PART_VALUES", 1)
+    pair = Pair("topk:density=0.1+sign;leaf5=int8", threads=threads)
+    pair.add("topk:density=0.1+sign")
+    before = pair.sparse.published[0].copy()
+    for aggregator in (pair.sparse, pair.dense):
+        aggregator.parameters[0][-1] = np.inf  # what no delta can do
+        with pytest.raises(NonFiniteDelta, match="segment 6 of 7"):
+            aggregator.release(Reduce(1, (0,), tuple(pair.come), 1, False))
+    assert np.array_equal(pair.sparse.published[0], before)
+    assert np.array_equal(pair.dense.published[0], before)
+    assert np.array_equal(pair.sparse.parameters[0], pair.dense.parameters[0])
+    assert not pair.sparse.sparse.holds(0)

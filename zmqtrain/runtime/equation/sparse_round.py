@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import Codec, State
 from zmqtrain.codecs.norm import payload_norm
-from zmqtrain.codecs.payload import Part, Slab, SlabEncoder, SlabReader, plan_parts
+from zmqtrain.codecs.payload import Part, SlabEncoder, SlabReader, plan_parts
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.errors import CodecError
 from zmqtrain.protocol.messages import Publish
@@ -42,7 +42,6 @@ NORM_MARGIN = 2.0
 """A publish's norm, as it goes by scales, bounds its largest value but for rounding."""
 
 Vector = NDArray[np.float32]
-Undo = tuple[Vector, slice | NDArray[np.int32], Vector]
 
 
 class _Scratch(threading.local):
@@ -85,6 +84,8 @@ class SparseRound:
         self._bytes = [0] * fragments
         self._counts: list[Sequence[int]] = [()] * fragments
         self._in_memory = [False] * fragments  # the sum of this round lies in memory
+        # by slab: what was published at the places that the last release changed; kept, because fresh memory costs more
+        self._known: list[dict[int, Vector]] = [{} for _ in range(fragments)]
 
     def hold(
         self,
@@ -155,7 +156,7 @@ class SparseRound:
         sources = [SlabReader(one.codecs, one.frames, counts) for one in held]
         sampled = self._meter.places(fragment, size)
         samples = np.empty((2, len(held), sampled.size), np.float32)  # of the sum, before and after each
-        undo: list[Undo] = []
+        known, added = self._known[fragment], list[int]()
         self.close(fragment)
 
         def step(part: Part) -> None:
@@ -177,30 +178,35 @@ class SparseRound:
                 slab = encoder.plan.slabs[number]
                 inside = slice(slab.start - part.start, slab.end - part.start)
                 encoder.encode(number, rest[inside])
-                undo.append(_publish(slab, encoder.sections(number), theirs[inside]))
+                if slab.codec.sparse is None:
+                    continue
+                places, values = slab.codec.sparse(encoder.sections(number), slab.values)
+                before = known.get(number)
+                if before is None or before.size != places.size:
+                    before = known[number] = np.empty(places.size, np.float32)
+                theirs[inside].take(places, out=before, mode="clip")
+                put_at(places, values, theirs[inside], True)
+                added.append(number)
+
+        def publish(number: int) -> None:
+            slab = encoder.plan.slabs[number]
+            slab.codec.decode_into(encoder.sections(number), published[slab.start : slab.end], True)
 
         try:
             self._threads.each(step, parts, size)
-        except CodecError:
-            for target, places, before in undo:
-                target[places] = before
+        except CodecError:  # nothing of it is sent
+            for number in added:
+                slab = encoder.plan.slabs[number]
+                assert slab.codec.sparse is not None
+                places, _ = slab.codec.sparse(encoder.sections(number), slab.values)
+                published[slab.start : slab.end][places] = known[number]
             raise
+        dense = [number for number, slab in enumerate(encoder.plan.slabs) if slab.codec.sparse is None]
+        self._threads.each(publish, dense, size)
         for order, one in enumerate(held):
             if not one.publish.dense:
                 self._meter.add_sample(one.peer, fragment, samples[0, order], samples[1, order], size)
         return encoder.finish()
-
-
-def _publish(slab: Slab, sections: Sequence[Buffer], target: Vector) -> Undo:
-    """Add an encoded slab to what is published of it, and return what was there before: a later part may fail."""
-    if slab.codec.sparse is None:
-        before = target.copy()
-        slab.codec.decode_into(sections, target, True)
-        return target, slice(None), before
-    places, values = slab.codec.sparse(sections, slab.values)
-    before = target.take(places)
-    put_at(places, values, target, True)
-    return target, places, before
 
 
 def _is_sparse(codecs: Sequence[Codec], counts: Sequence[int]) -> bool:

@@ -59,10 +59,10 @@ class SparseCosts:
 SPARSE_COSTS: dict[str, SparseCosts] = {
     "topk": SparseCosts(
         base=CodecCosts(
-            encode_ns=0.5, subtract_ns=0.38, decode_ns=0.6, accumulate_ns=0.12, release_ns=1.28, held_ns=0.1
+            encode_ns=0.45, subtract_ns=0.36, decode_ns=0.63, accumulate_ns=0.11, release_ns=1.16, held_ns=0.11
         ),
         kept=CodecCosts(
-            encode_ns=6.43, subtract_ns=3.12, decode_ns=13.89, accumulate_ns=2.34, release_ns=10.13, held_ns=3.84
+            encode_ns=6.75, subtract_ns=4.61, decode_ns=8.67, accumulate_ns=2.66, release_ns=16.31, held_ns=3.79
         ),
     ),
 }
