@@ -53,21 +53,11 @@ BATCH = 2
 RATES = {"together": 0.004, "alone": 0.002, "ideal": 0.002}
 """The best of .001, .002, .004 and .008 for each run (three nodes, in virtual time): a mean of AdamW's deltas takes a
 higher rate than one batch as large as those of all nodes."""
-PLANNED: dict[str, Any] = {
-    "every": 1,
-    "delay": 1,
-    "fragments": 1,
-    "codec": "ternary",
-    "broadcast_codec": "ternary",
-    "outer": "sgd:rate=1",
-}
-"""What the nodes share deltas with."""
 SHARED = RunSettings(
     program="text",
     initial="founder",  # as the run of one node begins
-    **PLANNED,
 )
-ALONE = replace(SHARED, every=1, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+ALONE = replace(SHARED, every=1, delay=1, fragments=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
 """With these, the run of a single node is the training it would do without a broker, step for step."""
 SCORES = 32
 """How often a run is scored, evenly: the node that scores trains meanwhile nothing, a small share of every run."""
