@@ -23,7 +23,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.interfaces import Clock
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
-from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, PeerId, Update, Version
@@ -133,9 +133,16 @@ class BrokerRecorder(Recorder):
         """See BrokerEvents."""
         self.write(records.plan(self.seconds, schedule, text))
 
-    def released(self, reduce: Reduce, nodes: int, codec: str, frames: Sequence[Sequence[Buffer]]) -> None:
+    def released(
+        self,
+        reduce: Reduce,
+        nodes: int,
+        codec: str,
+        frames: Sequence[Sequence[Buffer]],
+        left_out: Sequence[Contribution] = (),
+    ) -> None:
         """See BrokerEvents."""
-        self.write(records.release(self.seconds, reduce, nodes, codec, frames))
+        self.write(records.release(self.seconds, reduce, nodes, codec, frames, left_out))
 
     def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
         """See BrokerEvents."""

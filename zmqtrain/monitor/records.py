@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 from zmqtrain.types import Array, Buffer, PeerId, Version
 
@@ -109,13 +109,19 @@ def plan(seconds: float, schedule: Schedule, text: str) -> Record:
 
 
 def release(
-    seconds: float, reduce: Reduce, live_nodes: int, codec: str = "", frames: Sequence[Sequence[Buffer]] = ()
+    seconds: float,
+    reduce: Reduce,
+    live_nodes: int,
+    codec: str = "",
+    frames: Sequence[Sequence[Buffer]] = (),
+    left_out: Sequence[Contribution] = (),
 ) -> Record:
     """An aggregate was released. live: nodes that the mean is over; nodes: nodes that were live.
 
     contributions: in the order in which they were accumulated.  codec, frames: how the aggregate was coded, if that is
-    to be told: "crc" is of the frames, per fragment.
+    to be told: "crc" is of the frames, per fragment.  left_out: contributions that the norm gate left out of the sum.
     """
+    out = {(one.peer, one.sequence) for one in left_out}
     record: Record = {
         "kind": "release",
         "seconds": seconds,
@@ -138,6 +144,7 @@ def release(
                 "score": one.score,
                 "staleness": one.staleness,
                 "too_stale": one.too_stale,
+                "left_out": (one.peer, one.sequence) in out,
             }
             for one in reduce.contributions
         ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import Array, Buffer, PeerId, Update, Version
@@ -37,8 +37,16 @@ class BrokerEvents(Protocol):
     def founded(self, peer: PeerId) -> None:
         """The run has its first parameters."""
 
-    def released(self, reduce: Reduce, nodes: int, codec: str, frames: Sequence[Sequence[Buffer]]) -> None:
-        """An aggregate is made. nodes: that were live; frames: of its fragments, as every node is sent them."""
+    def released(
+        self,
+        reduce: Reduce,
+        nodes: int,
+        codec: str,
+        frames: Sequence[Sequence[Buffer]],
+        left_out: Sequence[Contribution] = (),
+    ) -> None:
+        """An aggregate is made. nodes: that were live; frames: of its fragments, as every node is sent them; left_out:
+        the contributions that the norm gate left out of the sum."""
 
     def evaluated(self, version: Version, samples: int, scores: Mapping[str, float]) -> None:
         """A node has scored the shared model. samples: in the shared model by now."""

@@ -405,7 +405,8 @@ class SimHub:
     def _release(self, reduce: Reduce) -> None:
         released = self.aggregator.release(reduce)
         if self._events is not None:
-            self._events.released(reduce, len(self.hub.live), released.codec, released.frames)
+            left_out = [one for one, _ in released.left_out]
+            self._events.released(reduce, len(self.hub.live), released.codec, released.frames, left_out)
         self._moments = ()
         self._released_hook(reduce)
         for one, judgement in released.left_out:

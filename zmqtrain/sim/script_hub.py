@@ -104,12 +104,16 @@ class ScriptedHub:
             self._release(release)
 
     def _release(self, release: Record) -> None:
-        contributions = tuple(_contribution(one) for one in release["contributions"])
-        for one in contributions:
-            self.aggregator.accumulate(one.peer, *self._offers.pop((one.peer, one.sequence)))
+        everybody = [(_contribution(one), one.get("left_out", False)) for one in release["contributions"]]
+        contributions = tuple(one for one, left_out in everybody if not left_out)
+        gone = {one.peer for one, left_out in everybody if left_out}.difference(one.peer for one in contributions)
+        for one, left_out in everybody:
+            offer = self._offers.pop((one.peer, one.sequence))
+            if not left_out:
+                self.aggregator.accumulate(one.peer, *offer)
         fragments, version = tuple(release["fragments"]), self.aggregator.version + 1
         codec, outer = release.get("broadcast_codec", ""), release.get("outer", "")
-        live, dense = release["live"], release["dense"]
+        live, dense = max(1, release["live"] - len(gone)), release["dense"]
         reduce = Reduce(version, fragments, contributions, live, dense, codec=codec, outer=outer)
         made = self.aggregator.release(reduce)
         if self.differs_at is None and crc_of_frames(made.frames) != release.get("crc"):

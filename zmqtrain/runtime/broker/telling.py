@@ -76,7 +76,8 @@ class Telling:
     def released(self, reduce: Reduce, nodes: int, released: Released) -> None:
         """A version is made, and in the journal (codec thread). nodes: that were live."""
         if self._events is not None:
-            self._events.released(reduce, nodes, released.codec, released.frames)
+            left_out = [one for one, _ in released.left_out]
+            self._events.released(reduce, nodes, released.codec, released.frames, left_out)
 
     def overflowed(self, version: Version, reduce: Reduce) -> None:
         """A version's sum was not finite."""

@@ -264,10 +264,17 @@ class Aggregator:
         judgement = self._judged.get((peer, publish.sequence))
         if self.holds:
             self._round.hold(peer, publish, frames)
-        elif judgement is not None and judgement.young:
+        elif self._waits(publish, judgement):
             self._young[peer, publish.sequence] = (publish, frames)
         else:
             self._add(peer, publish, frames)
+
+    def _waits(self, publish: Publish, judgement: Judgement | None) -> bool:
+        """Whether a publish is added when its round closes: if it is judged with the others then, or one before it is,
+        because the sum of floats depends on the order."""
+        if judgement is not None and judgement.young:
+            return True
+        return any(one.fragment == publish.fragment for one, _ in self._young.values())
 
     def _add(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
         """Add a publish to the sum of its fragment, or hold it with others that are sparse."""
