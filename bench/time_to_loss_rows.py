@@ -31,8 +31,7 @@ from zmqtrain.errors import ConfigError
 from zmqtrain.monitor.records import read_records
 from zmqtrain.programs import parse_arguments
 from zmqtrain.quantities import parse_count
-from zmqtrain.runtime.equation.slab_threads import MOST_THREADS
-from zmqtrain.runtime.planning.costs import exchange_costs
+from zmqtrain.runtime.planning.costs import exchange_costs, hub_threads
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import read_steps
 from zmqtrain.sim import Scenario, SimNode, simulate
@@ -435,7 +434,7 @@ def _simulate(job: Job, target: float) -> Line:
         max_seconds=job.max_steps * seconds,
         codec_scale=place.scale,
         codec_on=place.codec_on,
-        hub_threads=max(1.0, min(place.hub_cores, MOST_THREADS)),
+        hub_threads=hub_threads(place.hub_cores),
     )
     program = _Seeded(_base(job.program, job.data, job.rate), job.make())
     with tempfile.TemporaryDirectory() as folder:

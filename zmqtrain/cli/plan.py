@@ -83,6 +83,8 @@ class PlanConfig:
     """Where deltas are compressed; auto: where the step is computed."""
     cores: float = 4.0
     """Cores of a node's processor."""
+    hub_cores: float = 4.0
+    """Idle cores of the hub's processor: up to four of them share a release of sparse deltas."""
     node_ns: float = NOT_KNOWN
     """CPU time of a node's codec per exchange and parameter, in ns, as you measured it (bench/efficiency.py)."""
     hub_ns: float = NOT_KNOWN
@@ -172,6 +174,7 @@ def wish_of(config: PlanConfig) -> Wish:
         step_on=config.step_on,
         codec_on=_codec_on(config),
         cores=config.cores,
+        hub_cores=config.hub_cores,
         node_ns=given(config.node_ns),
         hub_ns=given(config.hub_ns),
         held_seconds=None if held_ms is None else held_ms / 1000,

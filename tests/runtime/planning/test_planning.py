@@ -78,7 +78,7 @@ def test_where_a_step_keeps_all_cores_busy_a_nicer_codec_takes_longer_than_its_c
     assert nicer_slowdown(8, 7) == 1 and nicer_slowdown(1, 1) > nicer_slowdown(8, 8) > 3
 
 
-def test_variants_have_one_two_and_four_masters_and_faster_hubs_and_are_hardly_slower():
+def test_variants_have_one_two_and_four_masters_and_faster_hubs_which_are_no_slower():
     plans = list(variants(WISH))
     assert [(plan.wish.masters, plan.wish.hub_bits) for plan in plans] == [
         (1, 1e9),
@@ -87,7 +87,7 @@ def test_variants_have_one_two_and_four_masters_and_faster_hubs_and_are_hardly_s
         (1, 2.5e9),
         (1, 10e9),
     ]
-    assert all(plan.speedup >= 0.95 * plans[0].speedup for plan in plans)
+    assert all(plan.speedup >= plans[0].speedup for plan in plans[3:])
 
 
 def test_more_masters_on_nodes_than_nodes_are_no_variant():

@@ -10,9 +10,19 @@ import re
 from dataclasses import dataclass, fields
 
 from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.runtime.equation.slab_threads import MOST_THREADS
 from zmqtrain.runtime.planning.memory import Place
 
-__all__ = ["COSTS", "SPARSE_COSTS", "CodecCosts", "ExchangeCosts", "SparseCosts", "costs_of", "exchange_costs"]
+__all__ = [
+    "COSTS",
+    "SPARSE_COSTS",
+    "CodecCosts",
+    "ExchangeCosts",
+    "SparseCosts",
+    "costs_of",
+    "exchange_costs",
+    "hub_threads",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +95,17 @@ moved, at 200 GB/s."""
 
 CARD_FRAME_NS = 1.0
 """CPU time per byte of a codec on a card: the bytes fetched, cut into frames, and their checksum."""
+
+
+LOCKED = 0.25
+"""That part of a release at the hub holds the interpreter's lock: counted from a profile, an estimate until it is
+measured on a machine with idle cores."""
+
+
+def hub_threads(cores: float) -> float:
+    """Return by how much a hub with so many idle cores divides the time of a release. Source: Amdahl's law."""
+    threads = min(max(cores, 1.0), MOST_THREADS)
+    return 1 / (LOCKED + (1 - LOCKED) / threads)
 
 
 @dataclass(frozen=True)

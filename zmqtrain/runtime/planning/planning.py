@@ -12,7 +12,7 @@ from math import inf
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES
 from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.planning.costs import exchange_costs
+from zmqtrain.runtime.planning.costs import exchange_costs, hub_threads
 from zmqtrain.runtime.planning.learning import CODECS, NODE_BATCHES, ideal_speedup
 from zmqtrain.runtime.planning.memory import Place
 from zmqtrain.runtime.planning.schedule import (
@@ -52,7 +52,7 @@ class Wish:
     of them that training may take.  codec, broadcast_codec: "": chosen, and as the way up.  fragments: 0: an exchange
     carries the whole model (with several masters: chosen).  every, delay: 0: chosen.  node_batches: the critical batch
     size, in batches of one node.
-    step_on: a card ("device") or the processor trains.  cores: of a node's machine.
+    step_on: a card ("device") or the processor trains.  cores: of a node's machine.  hub_cores: of the hub's, idle.
     node_ns, hub_ns, held_seconds: as for `exchange_costs`; None: the table's.
     """
 
@@ -73,6 +73,7 @@ class Wish:
     step_on: Place = "device"
     codec_on: Place = "device"
     cores: float = 4.0
+    hub_cores: float = 4.0
     node_ns: float | None = None
     hub_ns: float | None = None
     held_seconds: float | None = None
@@ -86,8 +87,9 @@ class Wish:
             raise ConfigError(f"a run has 1 to {MOST_MASTERS} masters, not {self.masters}")
         if not LEAST_STEP_SECONDS <= self.step_seconds < inf:
             raise ConfigError(f"a step takes at least {1e3 * LEAST_STEP_SECONDS:g} ms, not {1e3 * self.step_seconds:g}")
-        if not 0 < self.cores < inf:
-            raise ConfigError(f"a machine has some cores, not {self.cores:g}")
+        for cores in (self.cores, self.hub_cores):
+            if not 0 < cores < inf:
+                raise ConfigError(f"a machine has some cores, not {cores:g}")
         if self.fragments < 0 or self.every < 0 or self.delay < 0:
             raise ConfigError("fragments, every and delay are at least 1, or 0: chosen")
         if not 0 < self.node_batches < inf:
@@ -162,6 +164,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
         on_the_way=in_flight,
         node_ns=wish.node_ns,
         hub_ns=wish.hub_ns,
+        hub_threads=hub_threads(wish.hub_cores),
         held_seconds=0.0,
     )
     at_once = fragments if wish.carries_all else 1

@@ -54,6 +54,8 @@ BUSIEST = 0.8
 """No stage may be busy for a larger share of the time: one that is nearly full makes a queue of every
 hesitation (in the simulator, runs of 64 nodes at 0.9 fell behind their plans: bench/sim_scale.py)."""
 
+ROUNDING = 1e-6
+
 LATE = 1.25
 """What an exchange may take of its usual time before it comes too late for d."""
 
@@ -129,6 +131,10 @@ class Schedule:
 
     every: int
     delay: int
+
+    def in_flight(self, load: Load) -> int:
+        """Return how many offers of a node may be in flight: one more than d asks for where an exchange carries all."""
+        return max(1, -(-self.delay // self.every)) + (load.pieces > 0)
 
     def on_the_way(self, fragments: int) -> int:
         """Return how many earlier deltas of a fragment are on their way when a node offers the next one of it."""
@@ -341,6 +347,9 @@ def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedul
     prediction = predict(load, schedule)
     turn = prediction.model_period_steps
     age = max(float(schedule.delay), prediction.latency_seconds / load.step_seconds + 0.5)
+    busy = stages(load)[prediction.busiest] / (prediction.period_steps * load.step_seconds)
+    if busy > BUSIEST + ROUNDING:  # offers wait for each other: as many as may be in flight, by Little's law
+        age = max(age, schedule.in_flight(load) * prediction.period_steps)
     slow = slowdown(
         Learning(nodes=load.nodes, turn_steps=turn, age_steps=age, codec=codec, broadcast_codec=broadcast_codec)
     )
@@ -376,7 +385,7 @@ def predict(load: Load, schedule: Schedule) -> Prediction:
     An exchange that does not fit makes the period longer, not the steps: offers are put off, a whole k each time.
     """
     seconds, latency = stages(load), latency_seconds(load)
-    in_flight = max(1, -(-schedule.delay // schedule.every)) + (load.pieces > 0)
+    in_flight = schedule.in_flight(load)
     turns = max(1, _up(latency / (schedule.every * load.step_seconds)))
     busiest = max(seconds, key=lambda stage: seconds[stage])
     period = max(schedule.every * max(1.0, turns / in_flight), seconds[busiest] / load.step_seconds)
