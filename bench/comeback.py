@@ -161,7 +161,7 @@ def _be_broker(folder: str, first: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die, daemon=True).start()
-    settings = None if first else RunSettings(initial="founder")
+    settings = None if first else RunSettings(initial="founder", fragments=1)  # a node here offers a whole leaf
     place = StandbyPlace(first=first, takeover_seconds=TAKEOVER_SECONDS) if first else None
     began = time.monotonic()
     serve(

@@ -11,14 +11,14 @@ from zmqtrain.errors import LocalProtocolError
 from zmqtrain.protocol import effects
 from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
-from zmqtrain.sim.hub import SimHub
+from zmqtrain.sim.hub import CodecTimes, SimHub
 
 NOT_MODELLED = {"Replicate", "Hear", "Rewind", "Answer", "Forward", "Consult", "Combine", "Discard"}
 
 
 @pytest.fixture
 def hub():
-    return SimHub(Scheduler(), RunSettings(), 0.0, lambda reduce: None)
+    return SimHub(Scheduler(), RunSettings(), CodecTimes(), lambda reduce: None)
 
 
 def an(effect):

@@ -18,7 +18,7 @@ def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() ->
         assert receiver.behind == [b"behind"]
         raise RuntimeError("nobody thought of this")
 
-    hub = SimpleNamespace(judge=lambda *facts: None, receive=receive)
+    hub = SimpleNamespace(screen=lambda *facts: None, judge=lambda *facts: None, receive=receive)
     traffic = SimpleNamespace(intake=SimpleNamespace(pay=lambda size: None))
     rest: Any = SimpleNamespace()
     receiver = Receiver(
