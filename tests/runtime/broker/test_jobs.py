@@ -63,3 +63,16 @@ def test_a_codec_thread_that_ends_in_time_is_no_failure() -> None:
         assert await jobs.close() and jobs.failure is None
 
     asyncio.run(main())
+
+
+def test_a_job_that_comes_while_the_thread_ends_is_dropped_and_is_no_failure() -> None:
+    """As where another thread's copy is done just then, and what follows from it is for this one."""
+
+    async def main() -> Jobs:
+        jobs = Jobs("test-jobs", lambda: None)
+        jobs.start()
+        await jobs.close()
+        jobs.do(lambda: None)
+        return jobs
+
+    assert asyncio.run(main()).failure is None

@@ -60,7 +60,7 @@ class Jobs:
             if then is not None:
                 self._call(lambda: self._finish(then, result, facts))
 
-        if not self._worker.submit(job):
+        if not self._worker.submit(job) and not self._closing:  # a copy that ends then gives the other thread no job
             self.fail(ZmqTrainError(f"the codec thread cannot keep up: {MOST_JOBS} jobs wait"))
 
     def do_once(self, name: str, work: Callable[[], object]) -> None:
