@@ -162,6 +162,8 @@ def test_while_the_channel_connects_anew_nothing_is_sent_and_a_limit_told_later_
 
 
 def test_a_heartbeat_goes_while_a_chunk_waits_for_room_on_its_lane() -> None:
+    blocked = asyncio.Event()
+
     class Full:
         """A channel whose lane of payloads has no room."""
 
@@ -169,6 +171,7 @@ def test_a_heartbeat_goes_while_a_chunk_waits_for_room_on_its_lane() -> None:
 
         async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
             if lane is Lane.BULK:
+                blocked.set()
                 await asyncio.Event().wait()
             self.sent.append(frames)
 
@@ -176,7 +179,7 @@ def test_a_heartbeat_goes_while_a_chunk_waits_for_room_on_its_lane() -> None:
         sender = Sender()
         sending = asyncio.create_task(sender.run(Full()))  # type: ignore[arg-type]
         sender.give(Use.DELTA, CHUNK)
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(blocked.wait(), 60.0)
         sender.say(b"heartbeat")
         await asyncio.wait_for(sender.sent_control(), 1.0)
         assert Full.sent == [[b"heartbeat"]]
