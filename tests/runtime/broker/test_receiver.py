@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat
+from zmqtrain.runtime.broker import receiver as receiver_room
 from zmqtrain.runtime.broker.receiver import Receiver
 from zmqtrain.types import Lane, PeerId
 
@@ -38,3 +40,18 @@ def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() ->
     with pytest.raises(RuntimeError):
         receiver._take(PeerId("a#1"), Lane.BULK, [encode_message(Heartbeat()), b"behind"])
     assert receiver.behind == ()
+
+
+def test_the_time_of_the_garbage_collector_is_no_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(receiver_room, "time", SimpleNamespace(thread_time=lambda: now[0]))
+    collecting = receiver_room._Collecting()
+    for phase, at in (("start", 1.0), ("stop", 4.0)):
+        now[0] = at
+        collecting.note(phase, {})
+    assert collecting.seconds == 3.0
+    elsewhere = threading.Thread(target=lambda: [collecting.note(phase, {}) for phase in ("start", "stop")])
+    now[0] = 9.0
+    elsewhere.start()
+    elsewhere.join()
+    assert collecting.seconds == 3.0, "in another thread it took nothing of this one's"

@@ -37,6 +37,9 @@ class Wire:
     async def receive(self):
         return await self.heard.get()
 
+    def dismiss(self, peer):
+        raise AssertionError(f"{peer} is shown out")
+
     async def close(self, linger_seconds=1.0):
         pass
 

@@ -8,6 +8,8 @@ is the hub's to say, and others' to do.
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -45,6 +47,23 @@ OTHER_KEYS = (
 )
 
 
+class _Collecting:
+    """CPU seconds that the garbage collector has taken in the thread that made this."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+        self._thread = threading.get_ident()
+
+    def note(self, phase: str, facts: object) -> None:
+        """See gc.callbacks."""
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._began = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._began
+
+
 class Receiver:
     """The way of what peers say to one broker.
 
@@ -75,11 +94,19 @@ class Receiver:
         self._carry_out, self._send_away, self._has_our_keys = carry_out, send_away, has_our_keys
         self._key_name = key_name
         self.rates, self.budgets = MessageRates(), LoopBudgets()
+        self._collecting = _Collecting()
         self.bytes_received = 0
         self.behind: Sequence[Buffer] = ()
 
     async def receive_forever(self) -> None:
         """Take what comes until the channel is closed."""
+        gc.callbacks.append(self._collecting.note)
+        try:
+            await self._receive()
+        finally:
+            gc.callbacks.remove(self._collecting.note)
+
+    async def _receive(self) -> None:
         while True:
             try:
                 peer, lane, frames = await self._channel.receive()
@@ -88,7 +115,7 @@ class Receiver:
             self.bytes_received += sum(len(frame) for frame in frames)
             if not self._is_heard(peer, lane):
                 continue
-            began, fault = time.thread_time(), 0.0
+            began, fault = self._own_time(), 0.0
             try:
                 self._take(peer, lane, frames)
             except ProtocolVersionError as error:
@@ -100,7 +127,11 @@ class Receiver:
                 fault = FAULT_SECONDS
                 self._telling.unthought_of(peer)
                 self._send_away(peer, error, "protocol")
-            self._count_time(peer, cost_of(time.thread_time() - began, len(frames[0])) + fault)
+            self._count_time(peer, cost_of(self._own_time() - began, len(frames[0])) + fault)
+
+    def _own_time(self) -> float:
+        """The CPU seconds of this thread, but for those of Python's garbage collector, which are no peer's fault."""
+        return time.thread_time() - self._collecting.seconds
 
     def _is_heard(self, peer: PeerId, lane: Lane) -> bool:
         """Return whether a message is read; a peer that says too many is shown out, and may come back."""
