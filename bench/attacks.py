@@ -333,7 +333,7 @@ def _be_members(place: Place, stop: threading.Event, random: Random, members: in
 
 
 def _heard(dealer: zmq.SyncSocket) -> Iterator[Message]:
-    """Give what has come."""
+    """Yield the messages that have arrived."""
     while dealer.poll(0):
         with contextlib.suppress(FramingError):
             yield decode_message(dealer.recv_multipart()[0])

@@ -204,7 +204,7 @@ def keep_compiled(folder: Path) -> None:
 
 
 class _Seeded:
-    """A program with the data of a seed, whose step is another program's: all seeds share what is compiled."""
+    """The data of one seed with the step of a shared program, so that all seeds use one compiled step."""
 
     def __init__(self, base: Program, of_seed: Program) -> None:
         self.name, self.sample_word = base.name, base.sample_word
