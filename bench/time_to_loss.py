@@ -26,8 +26,8 @@ Rule 5: ours are real (processes on the star, `time_to_loss_star.py`) or, with `
 Rule 6: `--as 25M` is the same run where all that a network and a codec do takes the time of a model of 25M values at
 1 Gb/s and 50 ms a step (100M: 180 ms): slower ports, codec times times the ratio of the models, and the training thread
 held for a while by each offer. In virtual time alone.
-Rule 7: a finished run is a line of JSON in the file of `--json`; a run whose line is there is not made again, so that
-runs can be cut and resumed, and made by several processes (`--part 0/2`). `--table` makes none.
+Rule 7: `--json` keeps one line of JSON for each finished run and skips the runs that it has, so an interrupted bench
+can be resumed, and several processes can share it (`--part 0/2`). `--table` only prints.
 
 Columns: seconds, speed-up, share: mean and deviation over the seeds.  steps: of one node at full speed, to the end of
 the run.  k: steps between exchanges of the whole model as they came out.  age: steps from an offer to its application,
