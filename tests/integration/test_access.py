@@ -22,7 +22,7 @@ from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.limits import MAX_WIRE_FRAME_BYTES
-from zmqtrain.transport.zmq_access import descriptor_room
+from zmqtrain.transport.zmq_access import LEAST_CONNECTIONS, descriptor_room
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
@@ -301,17 +301,17 @@ def test_a_flood_of_half_open_connections_is_cut_and_keeps_no_node_out() -> None
 
 def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks() -> None:
     async def main() -> None:
-        limits = ConnectionLimits(total=8, half_open_per_address=8, half_open=8)
-        hub = RouterChannel.bind(HERE, limits=limits)
+        places = LEAST_CONNECTIONS
+        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(places, half_open_per_address=places, half_open=places))
         hub._doorway.clock = itertools.count(0.0, 100.0).__next__  # every look is long after the one before
-        raw = [connect_raw(hub, f"127.0.0.{2 + index % 4}") for index in range(8)]
+        raw = [connect_raw(hub, f"127.0.0.{2 + index % 4}") for index in range(places)]
         for index, connection in enumerate(raw):
             connection.sendall(null_handshake(f"Csilent#{index}".encode()))
-        while hub.connections < 8:
+        while hub.connections < places:
             await hub.changed()
         known = DealerChannel.connect(hub.address, peer=A)
         await meet(hub, known)
-        assert hub.connections == 8 and hub.refusals["half-open"] == 2 and not hub.refusals["full"]
+        assert hub.connections == places and hub.refusals["half-open"] == 2 and not hub.refusals["full"]
         for connection in raw:
             connection.close()
         await end(known, hub)
