@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange, run, tree, value
-from zmqtrain.errors import ModelMismatch
+from zmqtrain.errors import ConfigError, ModelMismatch
 from zmqtrain.train.sync import DelayedSync
 
 
@@ -28,10 +29,49 @@ def test_a_leaf_of_whole_numbers_is_refused_by_name():
     assert caught.value.leaf == "count"
 
 
-def test_a_step_with_another_tree_is_refused():
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (lambda: jax.random.key(0), "model/odd is a random key"),
+        (lambda: "relu", r"model/odd is no array, but of type str \('relu'\)"),
+        (lambda: jax.nn.relu, r"model/odd is a function .*eqx\.partition\(model, eqx\.is_inexact_array\)"),
+        (lambda: object(), "of type object"),
+        (lambda: np.array(["a"]), "of type ndarray"),
+    ],
+    ids=["key", "text", "function", "object", "texts"],
+)
+def test_a_leaf_that_is_no_array_is_refused_by_name(leaf, words):
+    with pytest.raises(ModelMismatch, match=words) as caught:
+        DelayedSync(ScriptedExchange(), {"model": {"w": jnp.ones(3), "odd": leaf()}})
+    assert caught.value.leaf == "model/odd"
+
+
+def test_parameters_without_an_array_are_refused():
+    with pytest.raises(ModelMismatch, match="hold no array"):
+        DelayedSync(ScriptedExchange(), {})
+
+
+def test_what_is_no_node_is_refused_with_an_example():
+    with pytest.raises(ConfigError, match=r"takes the node that `connect` returns.*got a str"):
+        DelayedSync("tcp://127.0.0.1:5555", tree())
+
+
+@pytest.mark.parametrize("call", ["step", "finish"])
+@pytest.mark.parametrize(
+    ("given", "words", "leaf"),
+    [
+        (lambda: [jnp.ones(3)], "without the leaf", ""),
+        (lambda: tree() | {"more": jnp.ones(2)}, r"with a further leaf more float32\[2\]", "more"),
+        (lambda: {name: leaf[:1] for name, leaf in tree().items()}, r"whose leaf .* is .*\[1\] now", ""),
+        (lambda: tree() | {"b": "text"}, "the leaf b is no array", "b"),
+    ],
+    ids=["another tree", "a leaf more", "another shape", "a text"],
+)
+def test_a_call_with_another_tree_or_shape_is_refused_by_the_leafs_name(call, given, words, leaf):
     sync = DelayedSync(ScriptedExchange(), tree())
-    with pytest.raises(ModelMismatch, match="the tree given to step"):
-        sync.step([jnp.ones(3)])
+    with pytest.raises(ModelMismatch, match=words) as caught:
+        getattr(sync, call)(given())
+    assert caught.value.leaf == leaf or not leaf
 
 
 def test_parameters_that_were_not_given_away_are_still_there():

@@ -10,6 +10,7 @@ Rule 3: a step is one update of the optimizer, of whatever many gradients it is 
 
 from __future__ import annotations
 
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -22,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import ConfigError, ModelMismatch
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.train.blocks import ahead, moved
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
@@ -48,13 +49,37 @@ Segments = Mapping[int, Sequence[jax.Array]]
 
 
 def describe_model(params: Any) -> ModelSpec:
-    """Return path, shape and dtype of every leaf of a pytree, in its flattening order."""
+    """Return path, shape and dtype of every leaf of a pytree, in its flattening order.
+
+    Raises ModelMismatch, naming the leaf, for one that is no array of numbers: it cannot be exchanged.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return tuple(
-        LeafSpec(
-            jax.tree_util.keystr(path, simple=True, separator="/"), tuple(jnp.shape(leaf)), jnp.result_type(leaf).name
+    return tuple(_describe_leaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves)
+
+
+def _describe_leaf(path: str, leaf: Any) -> LeafSpec:
+    named = f"the leaf {path}" if path else "what was given as parameters"
+    try:
+        if not callable(leaf) and not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return LeafSpec(path, tuple(jnp.shape(leaf)), jnp.result_type(leaf).name)
+    except (TypeError, ValueError):  # jax knows no dtype or shape of it
+        raise ModelMismatch(
+            f"{named} is no array, but of type {type(leaf).__name__} ({reprlib.repr(leaf)}), and cannot be exchanged: "
+            "keep it out of the tree of parameters",
+            path,
+        ) from None
+    if not callable(leaf):
+        raise ModelMismatch(
+            f"{named} is a random key, and cannot be exchanged: every node draws its own numbers. Keep it out of the "
+            "tree of parameters (give it as a part of state=, and it is in the checkpoints)",
+            path,
         )
-        for path, leaf in leaves
+    name = getattr(leaf, "__name__", type(leaf).__name__)
+    raise ModelMismatch(
+        f"{named} is a function or a module ({name}), no array, and cannot be exchanged: give the model's "
+        "arrays alone. Of an equinox model: params, static = eqx.partition(model, eqx.is_inexact_array), and "
+        "eqx.combine(params, static) in the loss; of a flax one: its params, or nnx.split(model, nnx.Param, ...)",
+        path,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from zmqtrain.errors import AggregateTimeout, ModelMismatch
+from zmqtrain.errors import AggregateTimeout, ConfigError, ModelMismatch
 from zmqtrain.interfaces import Exchange, Keeps
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
@@ -27,7 +28,7 @@ from zmqtrain.train.keeping import pack_loop, unpack_loop
 from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.step import describe_model
-from zmqtrain.types import Array, Update, Version, number_of
+from zmqtrain.types import Array, ModelSpec, Update, Version, number_of
 
 __all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 
@@ -104,20 +105,20 @@ class DelayedSync:
         state: Any = (),
         judge: Callable[[Any], float] | None = None,
     ) -> None:
+        if not callable(getattr(exchange, "next_fragments", None)):
+            raise ConfigError(
+                f"DelayedSync takes the node that `connect` returns, and then the parameters: got a "
+                f'{type(exchange).__name__} first. For example: sync = DelayedSync(connect("tcp://192.168.1.10:5555"), '
+                "params)"
+            )
         self.state = state
         """As it was given, or as the checkpoint had it that this node goes on from."""
         self._keeping = exchange.checkpoint if isinstance(exchange, Keeps) else None
         self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
         self._tree: Any
         leaves, self._tree = jax.tree.flatten(params)
-        model = describe_model(params)
-        for spec in model:
-            if not jax.numpy.issubdtype(np.dtype(jax.numpy.dtype(spec.dtype)), jax.numpy.floating):
-                raise ModelMismatch(
-                    f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is "
-                    "given to DelayedSync (counters and keys belong to the node)",
-                    spec.path,
-                )
+        model = _describe_floats(params)
+        self._shapes = [spec.shape for spec in model]
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
         self._model, elastic, self._judge = model, self.settings.elastic, judge
         self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
@@ -313,8 +314,10 @@ class DelayedSync:
 
     def _flatten(self, params: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(params)
-        if tree != self._tree:
-            raise ModelMismatch(f"the tree given to step is {tree}, the one that joined the run is {self._tree}")
+        if tree != self._tree or any(
+            getattr(leaf, "shape", ()) != shape for leaf, shape in zip(leaves, self._shapes, strict=True)
+        ):
+            raise _changed_model(self._model, _describe_floats(params))
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
@@ -451,6 +454,36 @@ class DelayedSync:
 
 def _is_deleted(score: Any) -> bool:
     return isinstance(score, jax.Array) and score.is_deleted()
+
+
+def _describe_floats(params: Any) -> ModelSpec:
+    """Return what the leaves of a tree of parameters are. Raises ModelMismatch for one that cannot be exchanged, and
+    where there is none."""
+    model = describe_model(params)
+    if not model:
+        raise ModelMismatch(f"the parameters given to DelayedSync hold no array (they are {reprlib.repr(params)})")
+    for spec in model:
+        if not jax.numpy.issubdtype(np.dtype(jax.numpy.dtype(spec.dtype)), jax.numpy.floating):
+            raise ModelMismatch(
+                f"the leaf {spec} is not a float array and cannot be exchanged; keep it out of the tree that is "
+                "given to DelayedSync (counters and keys belong to the node)",
+                spec.path,
+            )
+    return model
+
+
+def _changed_model(joined: ModelSpec, given: ModelSpec) -> ModelMismatch:
+    """Return the error for parameters of another form than those with which this node joined the run."""
+    before, now = ({leaf.path: leaf for leaf in model} for model in (joined, given))
+    changed = [(path, one, now.get(path)) for path, one in before.items() if now.get(path) != one]
+    added = [leaf for path, leaf in now.items() if path not in before]
+    advice = "give `step` and `finish` the tree with which DelayedSync was made: the same leaves, each in its shape"
+    if changed:
+        path, one, other = changed[0]
+        what = f"without the leaf {one}" if other is None else f"whose leaf {one} is {other} now"
+    else:
+        path, what = (added[0].path, f"with a further leaf {added[0]}") if added else ("", "in other containers")
+    return ModelMismatch(f"the parameters that the loop gave came {what}: {advice}", path)
 
 
 def _to_host(leaves: Sequence[Any]) -> list[Any]:
