@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker.broker import Broker
     from zmqtrain.runtime.groups.communicator import Communicator
+    from zmqtrain.runtime.models import load_model, save_model
     from zmqtrain.runtime.node.connect import connect
     from zmqtrain.runtime.node.node import Node
     from zmqtrain.runtime.parameter_server.parameter_client import ParameterClient
@@ -35,6 +36,8 @@ __all__ = [
     "GradientLoop",
     "Program",
     "load_program",
+    "load_model",
+    "save_model",
     "ParameterClient",
     "Broker",
     "Communicator",
@@ -61,6 +64,8 @@ _HOMES = {
     "wait_all": "zmqtrain.collectives.requests",
     "wait_any": "zmqtrain.collectives.requests",
     "Engine": "zmqtrain.engine.executor",
+    "load_model": "zmqtrain.runtime.models",
+    "save_model": "zmqtrain.runtime.models",
     "ParameterClient": "zmqtrain.runtime.parameter_server.parameter_client",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",

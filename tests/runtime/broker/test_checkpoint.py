@@ -8,8 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.runtime.broker.checkpoint import RunFolder, export_model
+from zmqtrain.runtime.broker.checkpoint import RunFolder, model_arrays
 from zmqtrain.runtime.equation.aggregator import Released
+from zmqtrain.runtime.model_files import ModelFacts, write_model
 
 
 def arrays_of(version):
@@ -92,8 +93,8 @@ def test_without_a_journal_nothing_is_written(folder):
     assert not folder.folder.exists()
 
 
-def test_the_model_alone_is_exported_by_leaf(tmp_path):
-    export_model(tmp_path / "deep" / "model.safetensors", arrays_of(3))
+def test_the_model_alone_is_written_by_leaf(tmp_path):
+    write_model(tmp_path / "deep" / "model.safetensors", model_arrays(arrays_of(3)), ModelFacts())
     model = load_file(tmp_path / "deep" / "model.safetensors")
     assert model.keys() == {"w", "scalar", "none"}
     np.testing.assert_array_equal(model["w"], np.full((2, 3), 3, np.float32))

@@ -24,6 +24,7 @@ from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.equation import aggregator as aggregator_module
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.equation.delta import encode_snapshot
+from zmqtrain.runtime.model_files import read_model
 from zmqtrain.types import LeafSpec
 
 SETTINGS = fixed_run(release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
@@ -330,9 +331,9 @@ def of_losses(folder, losses, evaluates_last=True):
         run.release()
         at = version - 2
         if at > 0 and run.keeper.is_best(at, seen[at]):
-            run.keeper.keep_best(at, seen[at], run.aggregator)
+            run.keeper.keep_best(at, {"loss": seen[at]}, 10 * at, run.aggregator)
     if evaluates_last and run.keeper.is_best(version, losses[-1]):
-        run.keeper.keep_best(version, losses[-1], run.aggregator)
+        run.keeper.keep_best(version, {"loss": losses[-1]}, 10 * version, run.aggregator)
     run.keeper.close(run.hub.state(), run.aggregator)
     return {path.name: load_file(path)["w"][0] for path in folder.glob("model*.safetensors")}
 
@@ -342,6 +343,20 @@ def test_the_model_is_the_best_version_where_the_last_one_scores_worse_and_the_l
     assert files == {"model.safetensors": 3.0, "model-last.safetensors": 5.0}
     assert "model.safetensors holds version 3 (loss 0.14)" in caplog.text and "5 (loss 206)" in caplog.text
     assert Run(tmp_path).hub.version == 5, "the run itself goes on from the last"
+    best = read_model(tmp_path / "model.safetensors")[1]
+    assert (best.run, best.version, best.newest, best.samples, best.leaves) == ("run-1", 3, 5, 30, MODEL)
+    assert (best.evaluation, best.evaluation_version) == ({"loss": 0.14}, 3)
+
+
+def test_the_model_says_of_which_run_it_is_and_how_it_scores(tmp_path):
+    run = Run(tmp_path)
+    run.found()
+    run.release()
+    run.hub.scores, run.hub.score_version, run.hub.samples = {"loss": 0.5, "accuracy": 0.9}, 1, 8
+    run.keeper.close(run.hub.state(), run.aggregator)
+    facts = read_model(tmp_path / "model.safetensors")[1]
+    assert (facts.run, facts.version, facts.newest, facts.samples, facts.leaves) == ("run-1", 1, 1, 8, MODEL)
+    assert (facts.evaluation, facts.evaluation_version) == ({"loss": 0.5, "accuracy": 0.9}, 1)
 
 
 def test_the_model_is_the_last_version_where_that_is_the_best_or_not_evaluated(tmp_path, caplog):

@@ -16,6 +16,7 @@ from zmqtrain.runtime.broker.parts import export_part, merge_parts, part_file
 from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.runtime.equation.aggregator import Aggregator
 from zmqtrain.runtime.equation.delta import encode_snapshot
+from zmqtrain.runtime.model_files import ModelFacts, read_model
 from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("w", (3, 5000), "float32"), LeafSpec("scalar", (), "float32"), LeafSpec("none", (0, 4), "float32"))
@@ -32,7 +33,8 @@ def aggregator_of(shard, masters, model=MODEL, leaves=LEAVES, **settings):
 def export(folder, shard, masters=3, run="run-1", **facts):
     made = aggregator_of(shard, masters, **facts)
     folder.mkdir(parents=True, exist_ok=True)
-    return export_part(folder, made.arrays(), made.layout, run, 5)
+    facts = ModelFacts(run=run, version=5, newest=5, program="text", leaves=made.layout.spec)
+    return export_part(folder, made.arrays(), made.layout, facts)
 
 
 @pytest.fixture
@@ -51,6 +53,8 @@ def test_all_parts_in_any_order_are_the_model(folders, tmp_path):
     for leaf, array in zip(MODEL, LEAVES, strict=True):
         assert model[leaf.path].shape == leaf.shape
         np.testing.assert_array_equal(model[leaf.path], array)
+    facts = read_model(tmp_path / "model.safetensors")[1]
+    assert (facts.run, facts.version, facts.program, facts.leaves) == ("run-1", 5, "text", MODEL)
 
 
 def test_the_folder_of_all_masters_is_enough_and_the_versions_are_said(tmp_path, caplog):

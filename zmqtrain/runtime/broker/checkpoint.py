@@ -7,26 +7,19 @@ node.  Rule 2: a journal's records are msgpack; nothing is ever unpickled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.aggregator import Released
 
-__all__ = ["JournalRecord", "RunFolder", "export_model", "model_arrays"]
+__all__ = ["JournalRecord", "RunFolder", "model_arrays"]
 
 JournalRecord = tuple[Released, tuple[tuple[str, int], ...], int]
 """A release, the publishes that landed in it as (peer, sequence), and the samples they stand for."""
-
-
-def export_model(path: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:
-    """Write the shared parameters as one safetensors file with the leaf paths as names, atomically."""
-    write_arrays(path, model_arrays(arrays), {})
 
 
 def model_arrays(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:

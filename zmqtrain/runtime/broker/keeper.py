@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.runtime.broker.checkpoint import RunFolder, export_model
+from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.broker.parts import BEST_FILE, LAST_FILE, export_part
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.checkpoints.files import describe_difference
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
+from zmqtrain.runtime.model_files import ModelFacts, facts_from_state, write_model
 from zmqtrain.types import Buffer, Version
 
 __all__ = ["FREE_SETTINGS", "AGAIN_SECONDS", "Keeper"]
@@ -43,11 +44,17 @@ AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Best:
-    """The version that scored best on held-out data. arrays: what was published then, by name, as in a checkpoint."""
+    """The version that scored best on held-out data. arrays: what was published then, by leaf path."""
 
     version: Version
-    loss: float
+    scores: Mapping[str, float]
+    samples: int
     arrays: dict[str, NDArray[Any]]
+
+    @property
+    def loss(self) -> float:
+        """Lower is better."""
+        return self.scores["loss"]
 
 
 class Keeper:
@@ -311,9 +318,10 @@ class Keeper:
                 arrays = self._arrays(aggregator)
                 path = self._folder.save(aggregator.version, state, arrays)
                 layout, version = aggregator.layout, aggregator.version
-                model = export_part(self._folder.folder, arrays, layout, state["run"], version)
+                facts = facts_from_state(state)
+                model = export_part(self._folder.folder, arrays, layout, facts)
                 logger.info("saved %s, and the model alone as %s", path, model)
-                self._choose(model, version)
+                self._choose(model, version, facts)
         finally:
             self._folder.close()
 
@@ -324,18 +332,24 @@ class Keeper:
         self._last_loss = (version, loss)
         return self._folder is not None and (self._best is None or loss < self._best.loss)
 
-    def keep_best(self, version: Version, loss: float, aggregator: Aggregator) -> None:
-        """Keep what was published at this version, if it is still known: in memory, until the broker ends."""
+    def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> None:
+        """Keep what was published at this version, if it is still known: in memory, until the broker ends.
+
+        scores: that it has, with a "loss".  samples: that the run had trained on.
+        """
         if (flats := aggregator.published_at(version)) is not None:
             leaves = zip(aggregator.layout.spec, aggregator.layout.join(flats), strict=True)
-            self._best = _Best(version, loss, {f"parameters/{leaf.path}": values for leaf, values in leaves})
+            self._best = _Best(version, dict(scores), samples, {leaf.path: values for leaf, values in leaves})
 
     def forget_best(self) -> None:
         """The run is founded anew: what was the best is another's."""
         self._best, self._last_loss = None, (-1, nan)
 
-    def _choose(self, model: Path, version: Version) -> None:
-        """Have the model's file hold the better of the last version and the best one, and another file the other."""
+    def _choose(self, model: Path, version: Version, facts: ModelFacts) -> None:
+        """Have the model's file hold the better of the last version and the best one, and another file the other.
+
+        facts: of the last version.
+        """
         assert self._folder is not None
         folder, best = self._folder.folder, self._best
         for stale in (BEST_FILE, LAST_FILE):
@@ -343,15 +357,18 @@ class Keeper:
         if best is None or best.version == version:
             return
         evaluated, loss = self._last_loss
+        facts = replace(
+            facts, version=best.version, evaluation_version=best.version, samples=best.samples, evaluation=best.scores
+        )
         if evaluated == version and best.loss < loss:
             model.replace(folder / LAST_FILE)
-            export_model(model, best.arrays)
+            write_model(model, best.arrays, facts)
             text = (
                 "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
             )
             logger.warning(text, model.name, best.version, best.loss, version, loss, LAST_FILE)
             return
-        export_model(folder / BEST_FILE, best.arrays)
+        write_model(folder / BEST_FILE, best.arrays, facts)
         how = f"loss {loss:.6g}" if evaluated == version else "not evaluated"
         text = "%s holds the last version, %d (%s); the best one before it, %d (loss %.6g), is in %s"
         logger.info(text, model.name, version, how, best.version, best.loss, BEST_FILE)

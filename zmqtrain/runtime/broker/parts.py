@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from safetensors import safe_open
 
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.errors import CheckpointError
-from zmqtrain.runtime.broker.checkpoint import export_model, model_arrays
+from zmqtrain.runtime.broker.checkpoint import model_arrays
 from zmqtrain.runtime.checkpoints.files import write_arrays
+from zmqtrain.runtime.model_files import ModelFacts, facts_from_metadata, facts_to_metadata, write_model
 from zmqtrain.types import Version
 
 __all__ = ["MODEL_FILE", "BEST_FILE", "LAST_FILE", "part_file", "export_part", "merge_parts"]
@@ -43,24 +44,22 @@ def part_file(shard: int, masters: int) -> str:
     return f"model-{shard}-of-{masters}.safetensors"
 
 
-def export_part(
-    folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout: Layout, run: str, version: Version
-) -> Path:
+def export_part(folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout: Layout, facts: ModelFacts) -> Path:
     """Write the shared parameters to the folder, whole or a shard's; return the file's path. Raises CheckpointError.
 
     arrays: as `Aggregator.arrays` returns them.
     """
     shard, masters = layout.shard
     if masters == 1:
-        export_model(folder / MODEL_FILE, arrays)
+        write_model(folder / MODEL_FILE, model_arrays(arrays), facts)
         return folder / MODEL_FILE
     path = folder / part_file(shard, masters)
     leaves = [
         [leaf.path, list(leaf.shape), layout.part(index).start, layout.part(index).stop]
         for index, leaf in enumerate(layout.spec)
     ]
-    facts = {"run": run, "version": version, "shard": shard, "masters": masters, "leaves": leaves}
-    write_arrays(path, model_arrays(arrays), {"format": _FORMAT, "part": json.dumps(facts)})
+    part = {"run": facts.run, "version": facts.version, "shard": shard, "masters": masters, "leaves": leaves}
+    write_arrays(path, model_arrays(arrays), facts_to_metadata(facts) | {"format": _FORMAT, "part": json.dumps(part)})
     return path
 
 
@@ -73,6 +72,7 @@ class _Part:
     version: Version
     leaves: list[tuple[str, tuple[int, ...], int, int]]
     arrays: dict[str, NDArray[np.float32]]
+    facts: ModelFacts
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -104,7 +104,7 @@ def _read(path: Path) -> _Part:
                 )
             if array.size != stop - start or array.dtype != np.float32:
                 raise ValueError(f"it does not hold the values {start} to {stop} of {name} in float32")
-        return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays)
+        return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays, facts_from_metadata(metadata))
     except CheckpointError:
         raise
     except Exception as error:  # whatever its bytes make of the reader, it is no part
@@ -161,7 +161,7 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
     versions = ", ".join(f"{part.version} (shard {part.shard})" for part in parts)
     logger.info("the parts are of the versions %s", versions)
     model = _join(parts)
-    write_arrays(out, model, {})
+    write_model(out, model, replace(first.facts, version=min(part.version for part in parts)))
     return sum(array.size for array in model.values())
 
 

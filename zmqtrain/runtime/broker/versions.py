@@ -122,7 +122,8 @@ class Versions:
             return
         self._looked_at_score = version
         if self._keeper.is_best(version, loss):
-            self._jobs.do(partial(self._keeper.keep_best, version, loss, self._aggregator))
+            scores, samples = dict(self._hub.scores), self._hub.samples
+            self._jobs.do(partial(self._keeper.keep_best, version, scores, samples, self._aggregator))
 
     # ------------------------------------------------------------------ version 0
 
