@@ -238,6 +238,11 @@ class Outbox:
         """Whether there is nothing to send and nothing to be acknowledged."""
         return not self._transfers
 
+    @property
+    def holds_undroppable(self) -> bool:
+        """Whether there is a transfer, not taken whole yet, that may not be dropped."""
+        return any(not queued.droppable for queued in self._transfers.values())
+
     def push(self, transfer: int, chunks: Sequence[Sequence[Buffer]], droppable: bool) -> bool:
         """Queue a transfer whole; return False if it does not fit in `limit_bytes`, and then nothing is queued.
 

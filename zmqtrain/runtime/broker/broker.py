@@ -174,6 +174,9 @@ class Broker:
             self._telling.joined,
             self._send_to_come_again,
             lambda version, action: self._replicas.announce(version, action, time.monotonic()),
+            lambda peer: self.hub.records.landed(peer),
+            self._model_bytes,
+            self._loads.port_rate,
         )
         self.versions = Versions(
             self.hub,
@@ -261,7 +264,7 @@ class Broker:
         self._relays.pump_all()
         self.traffic.look_again()
         self.parameters.tick(now)
-        self.serving.shelf.forget_old(now)
+        self.serving.tick(now)
         for peer in list(self.traffic.intake.idle_holders()):
             # a stall is no crime
             self._send_to_come_again(peer, "granted chunks, and none came for longer than they take on a slow link")
@@ -367,7 +370,10 @@ class Broker:
 
     def _queue_bytes(self) -> int:
         models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
-        return models * 4 * sum(leaf.values for leaf in self.hub.model)
+        return models * self._model_bytes()
+
+    def _model_bytes(self) -> int:
+        return 4 * sum(leaf.values for leaf in self.hub.model)
 
     def _lost(self, peer: PeerId, why: str) -> None:
         self._carry_out(self.hub.gone(peer, why, time.monotonic()))

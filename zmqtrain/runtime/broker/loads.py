@@ -8,7 +8,8 @@ from __future__ import annotations
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.runtime.broker.jobs import Jobs
 from zmqtrain.runtime.broker.traffic import Traffic
-from zmqtrain.runtime.planning.auto import typical_rate
+from zmqtrain.runtime.planning.auto import ASSUMED_BITS, typical_rate
+from zmqtrain.runtime.planning.schedule import payload_rate
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.types import PeerId
 
@@ -45,6 +46,12 @@ class Loads:
         """Keep to what this peer gives of its link."""
         if (member := self._hub.members.get(peer)) is not None:
             self._traffic.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
+
+    def port_rate(self) -> float:
+        """Return what this machine's port is taken to carry, in bytes per second: its rate, or a typical one of the
+        nodes that have contributed."""
+        known = typical_rate(member for member in self._hub.members.values() if member.contributions)
+        return self._share.usable(known or payload_rate(ASSUMED_BITS))
 
     def contribution_seconds(self) -> float:
         """The CPU of the codec thread for one contribution, all its work; 0 as long as too few were seen."""

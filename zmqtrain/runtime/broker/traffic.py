@@ -182,6 +182,10 @@ class Traffic:
         self._pump(peer)
         return True
 
+    def holds_snapshot(self, peer: PeerId) -> bool:
+        """Return whether a peer has not taken all of a snapshot that it was sent."""
+        return peer in self._lines and self._lines[peer].outbox.holds_undroppable
+
     def has_room_to(self, peer: PeerId, size: int) -> bool:
         """Return whether `size` bytes may queue for a peer now; however many they are, they may alone."""
         outbox = self._line(peer).outbox

@@ -95,7 +95,7 @@ class Versions:
                 self._jobs.do(partial(self._aggregator.version_before, peer), self._found_before, peer)
             case Reduce():
                 if effect.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
-                    self._serving.begin_anew()
+                    self._serving.begin_anew(())
                     self._arrivals.clear()
                 self._jobs.do(partial(self._release, effect, len(self._hub.live)), self._released, effect)
                 if self._hub.version == effect.version:
@@ -132,7 +132,7 @@ class Versions:
         self._telling.founding(peer, found.model)
         whole, self._mean = self._mean, None
         frames, self.moments = split_snapshot(announcement, whole or self._arrivals.take(peer, announcement))
-        self._serving.begin_anew()
+        self._serving.begin_anew(self.moments)
         self._keeper.forget_best()
         self._looked_at_score = -1
         self._arrivals.clear()  # what was pending in a run that is founded anew
@@ -222,7 +222,7 @@ class Versions:
     def _rewound(self, result: tuple[dict[str, Any], Frames] | CodecError) -> None:
         assert not isinstance(result, CodecError)
         state, self.moments = result
-        self._serving.begin_anew()
+        self._serving.begin_anew(self.moments)
         self._telling.going_back(state["version"])
         self._replicas.go_back(int(state["version"]))
         self._carry_out(self._hub.rewound(state))
