@@ -47,7 +47,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from math import inf, isfinite, isnan
+from math import ceil, inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,11 @@ SWEEP_CODECS = (*(f"topk:density={density}+sign" for density in (0.01, 0.02, 0.0
 SWEEP_SHAPES = ((1, 1, 1), (1, 2, 1), (1, 2, 0), (1, 4, 4), (2, 2, 1), (2, 2, 0), (4, 4, 1))
 """k, d, fragments; 0: each exchange carries the whole model, in pieces."""
 SWEEP_STEPS = 800
-"""A run of a sweep ends after so many steps, which one node needs for the first loss."""
+"""Auto's run in a sweep ends after so many steps, which one node needs for the first loss."""
+SWEEP_STEPS_OVER_AUTO = 1.25
+"""A hand-set run of a sweep ends after so many times auto's steps: it is not the best one then."""
+SWEEP_BAR, SWEEP_LEAST = 1.03, 24
+"""Auto's seconds over those of the best of at least so many settings by hand."""
 COST = ("exchange", "steps", "k", "age", "refused", "MB up", "MB down", "busy", "chosen")
 BARS = {2: 0.92, 4: 0.92, 8: 0.85}
 
@@ -364,6 +368,11 @@ class Table:
                 (f"slow: times as fast as a barrier to {last}", 1.5, self.ratios(barrier, slow, last), above)
             )
             figures.append((f"slow: seconds over auto's to {last}", 1.12, self.ratios(slow, auto, last), below))
+        by_hand = [row.name for row in self.rows if row.job.kind == "simulated" and row.job.settings != "{}"]
+        if len(by_hand) >= SWEEP_LEAST and auto in self.seconds:
+            best = max(by_hand, key=lambda name: statistics.fmean(self.ratios(auto, name, last) or [0.0]))
+            what = f"auto: seconds over the best of {len(by_hand)} settings by hand ({best}) to {last}"
+            figures.append((what, SWEEP_BAR, self.ratios(auto, best, last), below))
         return [
             {
                 "N": nodes,
@@ -579,8 +588,27 @@ def _tune(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
+def _bounded(bench: Bench, rows: Sequence[Row], seeds: int, made: bool) -> list[Row]:
+    """Return a sweep's rows, those set by hand with at most SWEEP_STEPS_OVER_AUTO times auto's steps.
+
+    made: make auto's runs first, where they are missing.
+    """
+    jobs = [replace(row.job, seed=seed) for row in rows if row.name == "auto" for seed in range(seeds)]
+    if made:
+        bench.make(jobs)
+    steps = [line["steps"] for job in jobs if (line := bench.line(job)) is not None]
+    most = ceil(SWEEP_STEPS_OVER_AUTO * max(steps, default=SWEEP_STEPS))
+    by_hand = [row.job.kind == "simulated" and row.job.settings != "{}" for row in rows]
+    return [
+        replace(row, job=replace(row.job, max_steps=min(row.job.max_steps, most))) if bounded else row
+        for row, bounded in zip(rows, by_hand, strict=True)
+    ]
+
+
 def _tables(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
     by_nodes = {nodes: _rows(options, nodes) for nodes in options.nodes}
+    if options.sweep:
+        by_nodes = {nodes: _bounded(bench, rows, options.seeds, not options.table) for nodes, rows in by_nodes.items()}
     if not options.table:
         wanted = [row for rows in by_nodes.values() for row in rows if row.name.startswith(tuple(options.only))]
         jobs = list(dict.fromkeys(replace(row.job, seed=seed) for seed in range(options.seeds) for row in wanted))

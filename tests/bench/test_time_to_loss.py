@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +215,17 @@ def test_the_best_rate_is_the_one_that_reached_the_last_loss_first_or_came_neare
         for rate, loss in ((1e-3, 2.1), (2e-3, 2.05))
     ]
     assert best_rates(table, [2.1, 2.0]) == {("ideal", 4): 3e-3, ("auto", 4): 2e-3}
+
+
+def test_a_sweeps_settings_by_hand_end_soon_after_auto(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time_to_loss, "SWEEP_CODECS", ("ternary",))
+    monkeypatch.setattr(time_to_loss, "SWEEP_SHAPES", ((1, 1, 1), (4, 4, 1)))
+    monkeypatch.setattr(time_to_loss, "SWEEP_LEAST", 2)
+    time_to_loss.main([*arguments, "--sweep", "--sweep-target", "5.0", "--only", "auto", "ternary"])
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    auto, *by_hand = lines
+    assert auto["settings"] == "{}" and len(by_hand) == 2
+    assert {line["max_steps"] for line in by_hand} == {min(160, ceil(1.25 * auto["steps"]))}
+    assert "of 2 settings by hand" in " ".join(capsys.readouterr().out.split())
