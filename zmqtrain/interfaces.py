@@ -32,6 +32,7 @@ __all__ = [
     "Exchange",
     "Keeping",
     "Keeps",
+    "Closes",
     "Describes",
     "GradientExchange",
     "Channel",
@@ -215,6 +216,14 @@ class Keeps(Protocol):
     @property
     def checkpoint(self) -> Keeping | None:
         """Where they are kept; None: nowhere."""
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An exchange that can leave its run."""
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye, and end what it has begun; twice is once."""
 
 
 @runtime_checkable

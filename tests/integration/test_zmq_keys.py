@@ -9,6 +9,7 @@ import pytest
 from channels import HERE, A, B, meet, run
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.transport.found_keys import Access
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 from zmqtrain.transport.zmq_router import RouterChannel
@@ -64,5 +65,43 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
             DealerChannel.connect("tcp://127.0.0.1:1", peer=A, server_key=b"short")
         with pytest.raises(ConfigError):
             DealerChannel.connect("tcp://127.0.0.1:1", peer=A, keys=CurveKeys.generate())
+
+    run(main)
+
+
+def test_a_key_that_was_found_is_left_out_at_a_hub_that_uses_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        pair = CurveKeys.generate(CurveKeys.generate().public)
+        access = Access((pair.server, pair), tmp_path / "lab.key_secret")
+        node = DealerChannel.connect(hub.address, peer=A, access=access)
+        while not access.declined:
+            await node._incoming.wait()
+        await meet(hub, node)
+        given = DealerChannel.connect(hub.address, peer=B, keys=pair, server_key=pair.server)
+        while not given.refused:
+            await given.changed()
+        assert "--keys" in given.obstacle, "one that was given is not"
+        for channel in (node, given, hub):
+            await channel.close(linger_seconds=0)
+
+    run(main)
+
+
+def test_where_keys_are_wanted_and_none_is_found_it_is_said_where_was_looked(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE, keys=CurveKeys.generate())
+        node = DealerChannel.connect(hub.address, peer=A, access=Access(looked="looked for lab.key_secret in /home/me"))
+        pair = CurveKeys.generate(CurveKeys.generate().public)
+        other = DealerChannel.connect(
+            hub.address, peer=B, access=Access((pair.server, pair), tmp_path / "lab.key_secret")
+        )
+        for channel in (node, other):
+            while not channel.refused:
+                await channel.changed()
+        assert "looked for lab.key_secret in /home/me" in node.obstacle
+        assert str(tmp_path / "lab.key_secret") in other.obstacle
+        for channel in (node, other, hub):
+            await channel.close(linger_seconds=0)
 
     run(main)

@@ -31,6 +31,7 @@ from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.connections import ConnectionLimits
+from zmqtrain.transport.found_keys import EVERY_PC
 from zmqtrain.transport.key_folder import KeyFolder, default_key_folder
 from zmqtrain.transport.zmq_access import descriptor_room
 
@@ -51,8 +52,6 @@ __all__ = [
 
 PROGRAM = "zmqtrain-broker"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-EVERY_PC = "lab"
-"""The name of the one key for all PCs that a broker makes where nobody is authorised yet."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.address import parse_address
-from zmqtrain.transport.zmq_keys import read_credentials
+from zmqtrain.transport.found_keys import find_access
 
 __all__ = ["DoctorConfig", "Finding", "main", "judge_way", "judge_link", "judge_machine"]
 
@@ -55,7 +55,8 @@ class DoctorConfig:
     hub: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
     """The broker's address, for example tcp://192.168.1.10:5555."""
     keys: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret); not given: that in
+    the working folder, the home folder or ~/.config/zmqtrain/keys."""
     server_key: str = ""
     """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
     wait_seconds: float = 5.0
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: DoctorConfig) -> int:
     log_to_stderr(False)
-    credentials = read_credentials(config.server_key, config.keys)
+    access = find_access(config.hub, config.server_key, config.keys)
     findings: list[Finding] = []
     console = Terminal()
 
@@ -105,7 +106,7 @@ def _run(config: DoctorConfig) -> int:
     try:
         way = find_way(config.hub, config.wait_seconds)
         add(judge_way(config.hub, way))
-        link = measure_link(config.hub, *credentials, config.wait_seconds)
+        link = measure_link(config.hub, None, access, config.wait_seconds)
         add(judge_link(link, way))
     except (HubUnreachable, JoinRefused) as error:
         add(iter([_unreached(error, way is not None)]))

@@ -43,7 +43,7 @@ from zmqtrain.runtime.node.node import Node
 from zmqtrain.settings import RunSettings
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce
-from zmqtrain.transport.zmq_keys import Credentials, read_credentials
+from zmqtrain.transport.found_keys import Access, find_access
 
 if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
@@ -71,7 +71,7 @@ def _run(config: NodeConfig) -> int:
     interruption.install()
     if config.checkpoint is None or not any(config.checkpoint.glob("checkpoint-*")):  # which may know another place
         check_host(config.hub)
-    credentials = read_credentials(config.server_key, config.keys)
+    access = find_access(config.hub, config.server_key, config.keys)
     facts = {"zmqtrain": __version__, "began": time.time(), "data": config.data}
     recorder = None if config.record is None else NodeRecorder(config.record, facts)
     if recorder is not None:
@@ -80,7 +80,7 @@ def _run(config: NodeConfig) -> int:
         with connect(
             config.hub,
             config.name or None,
-            *credentials,
+            keys=access,
             timeout_seconds=config.wait_seconds,
             codec_on=config.codec_on,
             events=recorder,
@@ -103,7 +103,7 @@ def _run(config: NodeConfig) -> int:
             display = Display(lambda: node.roster, f"{node.name}: training {program.name} at {node.address}{slowed}")
             interruption.display = display
             with display:
-                result = _train(node, program, interruption, config, induced, credentials)
+                result = _train(node, program, interruption, config, induced, access)
             if recorder is not None:
                 _record_end(recorder, result)
     except BaseException:
@@ -123,7 +123,7 @@ def _train(
     interruption: Interruption,
     config: NodeConfig,
     induced: Induced,
-    credentials: Credentials,
+    access: Access,
 ) -> TrainingResult:
     from zmqtrain.train.loop import TrainingLoop  # imports jax: not before the hub has answered
     from zmqtrain.train.sync import DelayedSync
@@ -145,7 +145,7 @@ def _train(
 
         if isinstance(lockstep, Allreduce):
             options |= {"overlap": lockstep.overlap, "check_steps": lockstep.check_steps}
-        gradients = partial(open_gradients, lockstep, node, credentials)
+        gradients = partial(open_gradients, lockstep, node, access.credentials)
         return GradientLoop(program, node, gradients, bucket_bytes=lockstep.bucket_bytes, **options).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(

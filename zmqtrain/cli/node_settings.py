@@ -37,7 +37,8 @@ class NodeConfig:
     data: str = ""
     """Where the program's data lies on this PC; empty: where the broker's program_arguments say."""
     keys: File = None
-    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret)."""
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret); not given: that in
+    the working folder, the home folder or ~/.config/zmqtrain/keys."""
     server_key: str = ""
     """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
     wait_seconds: float = 30.0

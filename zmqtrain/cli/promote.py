@@ -32,7 +32,8 @@ class PromoteConfig:
     hub: Hub
     """The standby's address, for example tcp://192.168.1.11:5555."""
     keys: File = None
-    """The hub's own pair, where the brokers have keys: hub.key_secret, from their keys folder."""
+    """The hub's own pair, where the brokers have keys: hub.key_secret, from their keys folder; not given: that in
+    ~/.config/zmqtrain/keys, if it is there."""
     server_key: str = ""
     """The brokers' public key (40 characters), or the file that holds it (NAME.key); empty: as the pair of --keys
     says."""

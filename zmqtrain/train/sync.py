@@ -14,13 +14,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from zmqtrain.errors import AggregateTimeout, ConfigError, ModelMismatch
-from zmqtrain.interfaces import Exchange, Keeps
+from zmqtrain.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch
+from zmqtrain.interfaces import Closes, Exchange, Keeps
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.drain import Drain
@@ -73,10 +74,22 @@ class Adoption(NamedTuple):
 class DelayedSync:
     """Keep a training loop's parameters in step with the run: offer every k steps, apply d steps later.
 
-        sync = DelayedSync(node, params)
-        for batch in batches:
-            params, opt_state, loss = train_step(params, opt_state, batch)
-            params = sync.step(params, score=loss)
+        with zt.DelayedSync(node, params) as sync:
+            for batch in node.batches(batches_of):
+                params, opt_state, loss = train_step(params, opt_state, batch)
+                params = sync.step(params, score=loss, samples=len(batch))
+            params = sync.finish(params)
+
+    `step` after each step of the loop: without it the node trains alone. `score`: without it the node reports no loss,
+    and nodes that begin apart cannot be compared. `samples`: without it each step counts as one sample, and samples per
+    second, weighted means and the noise scale are wrong. `finish` after the loop: without it the progress since the
+    last aggregate that contains this node's delta (up to k + d steps) is lost, and the returned parameters are this
+    node's, not the run's.
+
+    At the end of a `with` block that no exception ends, `finish` is called with what the last `step` returned, unless
+    the loop has called it; `params` of this object are the run's parameters then. In both cases the node is closed. An
+    exception (Ctrl-C is one) closes the node without `finish`: what it had not sent is lost, and the others do not wait
+    for it. `step` after `finish` or `close` raises LocalProtocolError.
 
     params: any pytree of float arrays, on one device or, by any sharding, on several of this PC: each keeps its own
     part, and what `step` returns lies as what it was given. The first node's founds the run; at any other node the
@@ -137,6 +150,9 @@ class DelayedSync:
         self._score_before: Any = None
         self._recent: deque[Any] = deque(maxlen=self.settings.apart_steps)
         self._resumed = self._untaken = False
+        self._ended = ""  # by which call this node's part in the run is over
+        self._keeps_last = False
+        self._last: Any = None  # inside a `with` block: what the last step returned
         if self._keeping is not None and (saved := self._keeping.take()) is not None:
             self._go_on_from(leaves, *saved)
         elif self._keeping is not None and self.settings.mode == "strict":
@@ -197,8 +213,11 @@ class DelayedSync:
         device would apply everything a hundred steps late.
         samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
         state: what else a checkpoint holds, should one be due; it is copied.
-        Raises NonFiniteDelta when training diverges here again and again, AggregateTimeout in strict mode.
+        Raises NonFiniteDelta when training diverges here again and again, AggregateTimeout in strict mode,
+        LocalProtocolError after `finish` or `close`.
         """
+        self._check_open("step")
+        self._last = None  # before more memory is needed
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
             self._score_before.block_until_ready()
         self._score_before = score
@@ -239,6 +258,8 @@ class DelayedSync:
         if is_due:
             self._held.append(self._held_seconds - self._held_before)
             self._held_before = self._held_seconds
+        if self._keeps_last:
+            self._last = result
         return result
 
     def save(self, params: Any, state: Any = (), wait: bool = False) -> None:
@@ -273,7 +294,11 @@ class DelayedSync:
         What is refused or lost is sent again. Gives up, without error, after the time, or when the run cannot be
         reached for `lost_seconds`: what has not landed by then stays in the returned parameters alone.
         moved: without a step of this node its parameters have come to be others', and not by this exchange.
+        Raises LocalProtocolError after `close`.
         """
+        if self._ended == "close":
+            self._check_open("finish")
+        self._ended, self._last = "finish", None
         until = self._clock.monotonic() + timeout_seconds
         leaves = self._flatten(params)
         # who never made a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
@@ -287,6 +312,45 @@ class DelayedSync:
         leaves = self._take_all(leaves, set())
         result: Params = jax.tree.unflatten(self._tree, leaves)
         return result
+
+    def close(self) -> None:
+        """Leave the run without `finish`: close the node. What it had not sent is lost. Safe to call twice."""
+        if self._ended != "close":
+            self._ended, self._last = "close", None
+            if isinstance(self.exchange, Closes):
+                self.exchange.close()
+
+    def __enter__(self) -> DelayedSync:
+        self._keeps_last = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and not self._ended and self.steps:
+                self._finish_last()
+        finally:
+            self.close()
+
+    def _finish_last(self) -> None:
+        """Call `finish` with what the last step returned."""
+        if any(_is_deleted(leaf) for leaf in jax.tree.leaves(self._last)):
+            text = (
+                "%s leaves without `finish`: the parameters that the last `step` returned were donated to another "
+                "computation. Call `sync.finish(params)` after the loop, with the parameters of then"
+            )
+            logger.warning(text, self.exchange.name)
+        else:
+            self.finish(self._last)
+
+    def _check_open(self, call: str) -> None:
+        if self._ended:
+            raise LocalProtocolError(
+                f"`{call}` was called after `{self._ended}`: the part of {self.exchange.name} in this run is over. "
+                f"Call `{self._ended}` after the loop's last step; to train on, connect again (zmqtrain.connect) and "
+                "make another DelayedSync"
+            )
 
     def statistics(self) -> SyncStatistics:
         """Return the running figures."""

@@ -19,6 +19,7 @@ import zmq
 
 from zmqtrain.errors import ChannelClosed, ConfigError
 from zmqtrain.transport.address import check_reachable, parse_address
+from zmqtrain.transport.found_keys import Access
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import MAX_MESSAGE_FRAMES, check_message, check_peer_id
 from zmqtrain.transport.notice import reason_of
@@ -55,13 +56,12 @@ class DealerChannel:
         self,
         address: str,
         peer: PeerId,
-        configure: Callable[[zmq.SyncSocket], None],
+        access: Access,
         context: zmq.Context[zmq.SyncSocket] | None = None,
-        keyed: bool = False,
     ) -> None:
         self.address, self.peer = address, peer
-        self._keyed, self._life = keyed, first_life()
-        self._configure, self._shares = configure, context is not None
+        self._access, self._life = access, first_life()
+        self._shares = context is not None
         self._watches: list[ConnectionWatch] = []
         self._refused, self._broken, self._news = "", 0, Gate()
         self._retry: asyncio.TimerHandle | None = None
@@ -91,12 +91,14 @@ class DealerChannel:
         keys: CurveKeys | None = None,
         server_key: bytes | None = None,
         beside: RouterChannel | None = None,
+        access: Access | None = None,
     ) -> DealerChannel:
         """Connect to the hub at `address` as `peer`.  Call it in a running loop; it does not wait for the hub.
 
         server_key: the hub's public CURVE key; keys: this node's pair (a fresh one if there is only a server_key, which
         comes in only where all do that know it).
         beside: a channel of this process, with which this one shares libzmq's threads; it must be closed after this.
+        access: both keys, in place of the two; a pair that was found and not given is left out at a hub without keys.
         Raise ConfigError for an address, a name or keys that cannot be used.
         """
         check_reachable(address)
@@ -106,14 +108,11 @@ class DealerChannel:
         if server_key is not None:
             check_key("public", server_key)
             keys = keys or CurveKeys.generate()
-
-        def configure(socket: zmq.SyncSocket) -> None:
-            if keys is not None and server_key is not None:
-                socket.curve_serverkey = server_key
-                socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-
-        context = beside.context if beside is not None else None
-        return cls(address, peer, configure, context, server_key is not None)
+        if access is None:
+            access = Access((server_key, keys))
+        elif access.given[0] is not None and access.given[1] is None:  # of which a hub may know that it is the same
+            access.given = access.given[0], CurveKeys.generate()
+        return cls(address, peer, access, beside.context if beside is not None else None)
 
     @property
     def refused(self) -> str:
@@ -127,23 +126,30 @@ class DealerChannel:
     def obstacle(self) -> str:
         """See Channel: what `refused` means, for people."""
         if self._refused == "key":
-            return "it does not authorise this PC's key (on the hub, `zmqtrain keys list` shows whose it does)"
+            where = f", that in {self._access.found}" if self._access.found is not None else ""
+            return f"it does not authorise this PC's key{where} (on the hub, `zmqtrain keys list` shows whose it does)"
         if self._refused == "name":
             return (
                 f"it knows {self.peer} by another key than this PC's: a node that goes on from a checkpoint is the one "
                 "that it was. Start it with the key file of then (--keys), or with a checkpoint folder of its own"
             )
-        if self._refused and self._keyed:
+        if self._refused and self._access.credentials[0] is not None:
+            if (found := self._access.found) is not None:
+                return (
+                    f"what listens there ended the connection while keys were exchanged: the key in {found}, which was "
+                    "found there, seems to be for another hub. Give the file that was made for this one (--keys FILE)"
+                )
             return (
                 "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
                 "--keys) this hub's, and does it use keys at all (not --insecure)?"
             )
+        looked = f"; none was found here ({self._access.looked})" if self._access.looked else ""
         if self._refused == "handshake":
-            return "what listens there wants keys: give the file that was made for this PC (--keys FILE)"
+            return f"what listens there wants keys: give the file that was made for this PC (--keys FILE){looked}"
         if self._refused:
             return (
                 "what listens there ends every connection before it is greeted: does it want keys (--keys FILE, made "
-                "for this PC), or is it no zmqtrain-broker?"
+                f"for this PC), or is it no zmqtrain-broker?{looked}"
             )
         return ""
 
@@ -159,6 +165,9 @@ class DealerChannel:
             self._news.open()
 
     def _handshake_ended(self, how: str) -> None:
+        if how == "handshake" and self._access.decline(self.address):
+            self._reopen()
+            return
         self._broken = self._broken + 1 if how == "broken" else 0
         if how == "broken" and self._broken < _BROKEN_IN_A_ROW:
             return
@@ -172,6 +181,12 @@ class DealerChannel:
         self._retry = None
         if not self._closed:
             self._reopen()
+
+    def _configure(self, socket: zmq.SyncSocket) -> None:
+        server_key, keys = self._access.credentials
+        if keys is not None and server_key is not None:
+            socket.curve_serverkey = server_key
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
 
     def _open(self) -> None:
         self._life = next_life(self._life)

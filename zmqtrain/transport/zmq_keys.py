@@ -121,7 +121,7 @@ def read_credentials(server_key: GivenServerKey, keys: GivenKeys) -> Credentials
     server_key: the key itself, or the file that holds it.  keys: the pair, or its file; one that names its hub needs no
     server_key.  Raises ConfigError.
     """
-    pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(keys) if keys else None
+    pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(_at_home(keys)) if keys else None
     server = _read_server_key(server_key) if server_key else None
     if server is None and pair is not None:
         if not pair.server:
@@ -160,6 +160,14 @@ def _read_server_key(given: bytes | str | Path) -> bytes:
         )
     check_key("public", key)
     return key
+
+
+def _at_home(path: Path | str) -> Path:
+    """Return a path with ~ as the home folder, which a shell puts in its place and a Python program does not."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # this user has no home
+        return Path(path)
 
 
 def _load(path: Path | str) -> tuple[bytes, bytes | None]:

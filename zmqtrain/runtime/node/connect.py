@@ -26,6 +26,8 @@ from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.node import Node
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.transport.address import parse_addresses
+from zmqtrain.transport.found_keys import Access, find_access, find_hub_pair
+from zmqtrain.transport.key_folder import default_key_folder
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import PeerId, Version
@@ -42,7 +44,7 @@ def connect(
     address: str,
     name: str | None = None,
     server_key: GivenServerKey = None,
-    keys: GivenKeys = None,
+    keys: GivenKeys | Access = None,
     observer: bool = False,
     timeout_seconds: float = 10.0,
     codec_on: CodecOn = "auto",
@@ -65,8 +67,10 @@ def connect(
     A script that ends without closing its node says goodbye all the same.
 
     name: for people; the host's name if not given, or that of the checkpoint.
-    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one.  server_key: the hub's public
-    key, or its file; not needed if the file of the pair names it.
+    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one. If none is given,
+    lab.key_secret, HOSTNAME.key_secret or the only NAME.key_secret is taken from the working folder, the home folder or
+    ~/.config/zmqtrain/keys; on the hub itself from the last of these first.  server_key: the hub's public key, or its
+    file; not needed if the file of the pair names it.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
     events: who is told what happens here, as a `NodeRecorder`.
     link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
@@ -90,7 +94,7 @@ def connect(
         raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
     addresses = parse_addresses(address)
     given = link_share(link, share)
-    hub_key, pair = read_credentials(server_key, keys)
+    access = find_access(addresses[0], server_key, keys)
     every_from_text(checkpoint_every)
     if checkpoint_keep < 1:
         raise ConfigError(f"checkpoint_keep must be at least 1, got {checkpoint_keep}")
@@ -99,7 +103,7 @@ def connect(
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
 
     def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
-        return lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
+        return lambda: DealerChannel.connect(address, peer=peer, access=access)
 
     def open_node(saved: SavedNode | None) -> Node:
         peer = PeerId(f"{name}#{secrets.token_hex(4)}") if saved is None else saved.peer
@@ -200,17 +204,18 @@ def promote(
 ) -> tuple[str, Version, int]:
     """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
 
-    server_key, keys: the hub's own pair, or its file (hub.key_secret), where the hub has keys; without keys it is told
-    from the standby's own machine.
+    server_key, keys: the hub's own pair, or its file (hub.key_secret), where the hub has keys; if none is given, that
+    in ~/.config/zmqtrain/keys. Without keys it is told from the standby's own machine.
     A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused (of who may not).
     """
     peer = PeerId(f"promote#{secrets.token_hex(4)}")
     pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(keys) if keys else None
     if pair is not None and not pair.server and not server_key:  # the hub's own pair: its file names no other hub
         server_key = pair.public
-    hub_key, pair = read_credentials(server_key, pair)
+    found = None if pair or server_key else find_hub_pair(default_key_folder())
+    access = found or Access(read_credentials(server_key, pair))
     told = Node(
-        lambda: DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key),
+        lambda: DealerChannel.connect(address, peer=peer, access=access),
         peer,
         "promote",
         address,

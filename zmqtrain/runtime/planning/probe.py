@@ -8,6 +8,7 @@ Rule 3: what cannot be measured is None, never invented.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -21,13 +22,16 @@ from zmqtrain.protocol.framing import decode_message, encode_message
 from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Probe, Probed, Refused, Roster, Welcome
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.found_keys import Access, find_access
 from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["RoundTrips", "LinkFigures", "measure_link", "probe_link"]
 
 Answered = TypeVar("Answered", bound=Message)
+
+logger = logging.getLogger(__name__)
 
 PINGS = 100
 TIMES_ASKED = 8
@@ -36,6 +40,8 @@ RATE_SECONDS = 3.0
 IN_FLIGHT = 4
 """So many probes are on their way at a time: 1 MiB, as much as a hub grants its nodes together."""
 
+FOUND_KEY_SECONDS = 2.0
+"""So long a hub is tried with a key that was found and not given, before it is tried without."""
 ANSWER_SECONDS = 10.0
 """A hub that answers nothing for so long is given up."""
 
@@ -75,7 +81,7 @@ class LinkFigures:
 
 
 def measure_link(
-    address: str, server_key: GivenServerKey = None, keys: GivenKeys = None, wait_seconds: float = 5.0
+    address: str, server_key: GivenServerKey = None, keys: GivenKeys | Access = None, wait_seconds: float = 5.0
 ) -> LinkFigures:
     """Connect to the hub at `address` and measure the link; takes a few seconds at most.
 
@@ -85,13 +91,18 @@ def measure_link(
     falls silent, JoinRefused if it speaks another version of the protocol.
     """
     peer = PeerId(f"doctor#{secrets.token_hex(4)}")
-    hub_key, pair = read_credentials(server_key, keys)
+    access = find_access(address, server_key, keys)
 
-    async def measure() -> LinkFigures:
-        channel = DealerChannel.connect(address, peer=peer, keys=pair, server_key=hub_key)
+    async def measure(wait_seconds: float) -> LinkFigures:
+        channel = DealerChannel.connect(address, peer=peer, access=access)
         return await probe_link(channel, address, wait_seconds)
 
-    return asyncio.run(measure())
+    if access.found is not None:  # at a hub without keys it is left out, and the Hello that was sent with it is lost
+        try:
+            return asyncio.run(measure(min(FOUND_KEY_SECONDS, wait_seconds)))
+        except HubUnreachable as error:
+            logger.debug("no answer in the first %g s: %s", FOUND_KEY_SECONDS, error)
+    return asyncio.run(measure(wait_seconds))
 
 
 async def probe_link(channel: Channel, address: str, wait_seconds: float) -> LinkFigures:
