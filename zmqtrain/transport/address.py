@@ -135,7 +135,7 @@ def say_unreachable(addresses: Sequence[str], seconds: float, obstacle: str) -> 
     """
     where = say_addresses(addresses)
     if obstacle:
-        return f"no broker answers at {where} (waited {seconds:g} s): {obstacle}"
+        return f"cannot come in at {where} (tried for {seconds:.3g} s): {obstacle}"
     port = parse_address(addresses[0])[1]
     return (
         f"no broker answers at {where} (waited {seconds:g} s). Start one on the hub with `zmqtrain-broker --bind "

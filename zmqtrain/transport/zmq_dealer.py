@@ -127,7 +127,10 @@ class DealerChannel:
         """See Channel: what `refused` means, for people."""
         if self._refused == "key":
             where = f", that in {self._access.found}" if self._access.found is not None else ""
-            return f"it does not authorise this PC's key{where} (on the hub, `zmqtrain keys list` shows whose it does)"
+            return (
+                f"the hub does not authorise this PC's key{where} (there, `zmqtrain keys list` shows whose it does, and "
+                "`zmqtrain keys new NAME` makes one)"
+            )
         if self._refused == "name":
             return (
                 f"it knows {self.peer} by another key than this PC's: a node that goes on from a checkpoint is the one "
@@ -140,8 +143,9 @@ class DealerChannel:
                     "found there, seems to be for another hub. Give the file that was made for this one (--keys FILE)"
                 )
             return (
-                "what listens there ended the connection while keys were exchanged: is --server-key (in the file of "
-                "--keys) this hub's, and does it use keys at all (not --insecure)?"
+                "what listens there ended the connection while keys were exchanged: the key file (--keys, "
+                "--server-key) is of another hub, or that broker asks for no keys (then leave the file out), or it is "
+                "no zmqtrain-broker"
             )
         looked = f"; none was found here ({self._access.looked})" if self._access.looked else ""
         if self._refused == "handshake":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import ConfigError, HubUnreachable, LocalProtocolError, ZmqTrainError
+from zmqtrain.errors import ChannelClosed, ConfigError, HubUnreachable, LocalProtocolError, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -333,6 +334,35 @@ def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeyp
     with pytest.raises(HubUnreachable, match=r"no broker answers at tcp://hub:5555 \(waited 0.02 s\)"):
         node.wait_welcome(0.02)
     assert "nobody answers yet at tcp://hub:5555; trying for" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["key", "handshake", "broken"])
+def test_a_node_that_its_hub_refuses_gives_up_long_before_its_time(node, monkeypatch, reason):
+    monkeypatch.setattr("zmqtrain.runtime.node.node.REFUSED_SECONDS", 0.01)
+    node._link._met = reason, "the hub does not authorise this PC's key"
+    began = time.monotonic()
+    with pytest.raises(HubUnreachable, match=r"cannot come in at tcp://hub:5555 \(tried for .*authorise") as caught:
+        node.wait_welcome(600.0)
+    assert caught.value.reason == reason and time.monotonic() - began < 300
+
+
+def test_a_refusal_that_is_taken_back_in_time_costs_nothing(node):
+    node._link._met = "key", "the hub does not authorise this PC's key"
+    threading.Thread(target=lambda: hear(node, welcome())).start()
+    assert node.wait_welcome(600.0) == node.settings
+
+
+def test_a_refusal_wakes_who_waits(node):
+    class Refusing:
+        refused, obstacle = "key", "the hub does not authorise this PC's key"
+
+        async def changed(self):
+            raise ChannelClosed("over")
+
+    woken = []
+    node._link._channel, node._link.listener = Refusing(), SimpleNamespace(on_changed=lambda: woken.append(True))
+    asyncio.run(node._link._follow_refusals())
+    assert woken and node._link.refused == "key"
 
 
 def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_thread_had_not_yet(node):

@@ -18,8 +18,9 @@ from zmqtrain.protocol.masters import Claim
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.broker.onlooker import Onlooker
 from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.runtime.patience import Patience
 from zmqtrain.settings import RunSettings
-from zmqtrain.transport.address import is_loopback, local_address, parse_address
+from zmqtrain.transport.address import is_loopback, local_address, parse_address, say_unreachable
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.types import PeerId
@@ -91,16 +92,19 @@ class Registration(Onlooker):
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
-        until = time.monotonic() + self.place.wait_seconds
+        patience = Patience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
         while self.peer.settings is None:
             if self.failure is not None:
                 raise self.failure
-            if time.monotonic() >= until:
+            if patience.is_over(time.monotonic()):
+                if self._link.refused:
+                    text = say_unreachable([self.place.first], time.monotonic() - patience.began, self._link.obstacle)
+                    text += ". All masters have a copy of the first one's folder of keys (--keys)"
+                    raise HubUnreachable(text, self.place.first, self._link.refused)
                 raise HubUnreachable(
                     f"the first master does not answer at {self.place.first} (waited {self.place.wait_seconds:g} s). "
                     f"Start it: zmqtrain-broker --shard 0/{self.place.masters} with the settings of the run; check the "
-                    "address, the port and the firewall; all masters have the same keys, or all --insecure"
-                    + (f". {self._link.obstacle}" if self._link.obstacle else ""),
+                    "address, the port and the firewall",
                     self.place.first,
                 )
             await asyncio.sleep(LOOK_SECONDS)

@@ -34,8 +34,10 @@ from zmqtrain.runtime.broker.replicas import OpenLine, unpack_replica
 from zmqtrain.runtime.equation.aggregator import Aggregator, Released
 from zmqtrain.runtime.mailbox import Worker
 from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.runtime.patience import Patience
 from zmqtrain.runtime.sparing import SparingLogger
 from zmqtrain.settings import RunSettings
+from zmqtrain.transport.address import say_unreachable
 from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["StandbyPlace", "Inheritance", "Standby"]
@@ -144,11 +146,15 @@ class Standby(Onlooker):
         self._stopped = True
 
     async def _wait_for_first(self) -> None:
-        until = time.monotonic() + self.place.wait_seconds
+        patience = Patience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
         while self.follower.settings is None and not self._stopped:
             if self.failure is not None:
                 raise self.failure
-            if time.monotonic() >= until:
+            if patience.is_over(time.monotonic()):
+                if self._link.refused:
+                    text = say_unreachable([self.place.first], time.monotonic() - patience.began, self._link.obstacle)
+                    text += ". A standby has a copy of the first broker's folder of keys (--keys)"
+                    raise HubUnreachable(text, self.place.first, self._link.refused)
                 raise HubUnreachable(
                     f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby "
                     "must have heard it once: start that first, check the address, the port and the firewall; one with "

@@ -24,6 +24,7 @@ from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Refus
 from zmqtrain.protocol.vigil import BEAT_SECONDS
 from zmqtrain.runtime.groups.outgoing import Outgoing, keep
 from zmqtrain.runtime.groups.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
+from zmqtrain.runtime.patience import patient
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
@@ -88,7 +89,7 @@ class HubLine:
         Raises HubUnreachable if no hub answers in time, JoinRefused if it refuses, CollectiveTimeout, which says who is
         here, if processes are missing. While it waits for long, the log says for whom, as a warning: people look on.
         """
-        welcomed, forming = False, Forming(asked.group, (self.name,), asked.size - 1)
+        began, welcomed, forming = time.monotonic(), False, Forming(asked.group, (self.name,), asked.size - 1)
         self._ask(asked)
         occupied, occupied_until = "", math.inf
 
@@ -100,7 +101,7 @@ class HubLine:
 
         tasks = [asyncio.create_task(one) for one in (self._beat_forever(), self._say_forever(still, timeout_seconds))]
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with patient(self._channel, asyncio.get_running_loop().time() + timeout_seconds, lambda: welcomed):
                 while True:
                     match await self._next():
                         case Welcome():
@@ -120,8 +121,10 @@ class HubLine:
                             raise self._refused(text, reason)
         except TimeoutError:
             if not welcomed:
-                said = say_unreachable([self.address], timeout_seconds, self._channel.obstacle)
-                raise HubUnreachable(said, self.address) from None
+                said = say_unreachable(
+                    [self.address], min(timeout_seconds, time.monotonic() - began), self._channel.obstacle
+                )
+                raise HubUnreachable(said, self.address, self._channel.refused) from None
             if occupied:
                 raise self._refused(occupied, "occupied") from None
             raise CollectiveTimeout(_say_missing(asked, forming, timeout_seconds)) from None

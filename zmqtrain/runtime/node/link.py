@@ -306,6 +306,7 @@ class HubLink:
             while True:
                 if self._channel.refused:
                     self._met = self._channel.refused, self._channel.obstacle
+                    self.listener.on_changed()
                 await self._channel.changed()
 
     def _say_obstacle(self) -> None:

@@ -37,6 +37,7 @@ from zmqtrain.runtime.node.coder_place import CodecOn, CoderPlace
 from zmqtrain.runtime.node.exchange import PeerExchange
 from zmqtrain.runtime.node.keeper import SavedNode
 from zmqtrain.runtime.node.link import HubLink
+from zmqtrain.runtime.patience import REFUSED_SECONDS
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.reservation import LinkShare
@@ -137,8 +138,10 @@ class Node(PeerExchange):
 
     def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
         """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
+        began = time.monotonic()
         if not self._welcomed(timeout_seconds):
-            text = say_unreachable(self._link.whereabouts, timeout_seconds, self._link.obstacle)
+            waited = min(timeout_seconds, time.monotonic() - began) if self._link.refused else timeout_seconds
+            text = say_unreachable(self._link.whereabouts, waited, self._link.obstacle)
             raise HubUnreachable(text, self.address, self._link.refused)
         assert self._peer.settings is not None
         return self._peer.settings
@@ -179,17 +182,25 @@ class Node(PeerExchange):
         return True
 
     def _welcomed(self, timeout_seconds: float) -> bool:
-        """Wait for the broker's Welcome; say so when it takes long enough for somebody to wonder."""
+        """Wait for the broker's Welcome; say so when it takes long enough for somebody to wonder.
+
+        A broker that refuses this node is not waited for as long as one that does not answer.
+        """
 
         def welcomed() -> bool:
             return self._peer.settings is not None
 
+        def refused() -> bool:
+            return bool(self._link.refused) and len(self._link.whereabouts) == 1
+
+        until = time.monotonic() + timeout_seconds
         soon = min(SAY_WAITING_SECONDS, timeout_seconds)
-        if self._waiting.wait(welcomed, soon):
-            return True
-        if (rest := timeout_seconds - soon) > 0:
+        if not self._waiting.wait(lambda: welcomed() or refused(), soon) and (rest := timeout_seconds - soon) > 0:
             logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(self._link.whereabouts), rest)
-        return self._waiting.wait(welcomed, rest)
+            self._waiting.wait(lambda: welcomed() or refused(), rest)
+        if refused() and not welcomed():
+            self._waiting.wait(welcomed, min(REFUSED_SECONDS, max(0.0, until - time.monotonic())))
+        return welcomed()
 
     def join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()

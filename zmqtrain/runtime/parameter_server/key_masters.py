@@ -23,6 +23,7 @@ from zmqtrain.parameter_server.store import cut_frames, join_frames
 from zmqtrain.protocol.head_sizes import KEYS_HEAD_BYTES
 from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
 from zmqtrain.runtime.parameter_server.master_line import MasterLine
+from zmqtrain.runtime.patience import patient
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import Credentials
@@ -102,11 +103,12 @@ class KeyMasters:
 
     async def _within(self, future: asyncio.Future[T], line: MasterLine) -> T:
         try:
-            async with asyncio.timeout_at(self._until):
+            async with patient(line.channel, self._until, line.welcome.done):
                 return await asyncio.shield(future)
         except TimeoutError:
-            said = say_unreachable([line.address], self.timeout_seconds, line.obstacle)
-            raise HubUnreachable(said, line.address) from None
+            left = self._until - asyncio.get_running_loop().time()
+            said = say_unreachable([line.address], self.timeout_seconds - max(0.0, left), line.channel.obstacle)
+            raise HubUnreachable(said, line.address, line.channel.refused) from None
 
     async def close(self) -> None:
         """Say goodbye to all; what is open ends with ChannelClosed."""

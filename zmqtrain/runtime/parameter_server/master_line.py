@@ -68,7 +68,7 @@ class MasterLine:
         self.enrolled: asyncio.Future[keys.Enrolled] = asyncio.get_running_loop().create_future()
         self.bytes_received = 0
         self.awaited = keys.Awaited((), 0)
-        self._channel, self._placed, self._failed = channel, placed, failed
+        self.channel, self._placed, self._failed = channel, placed, failed
         self._sender = Sender()
         self._assembler = Assembler(ASSEMBLED_BYTES)
         self._open: dict[int, asyncio.Future[Answer]] = {}
@@ -131,11 +131,6 @@ class MasterLine:
             self._open[self._number] = future
         return self._number, future
 
-    @property
-    def obstacle(self) -> str:
-        """What keeps this client from its master, where more is known than that nobody answers; else ""."""
-        return self._channel.obstacle
-
     async def close(self) -> None:
         """Say goodbye, if that has not been said, and close the channel."""
         self.fail(ChannelClosed("this client was closed"))
@@ -145,7 +140,7 @@ class MasterLine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self.channel.close()
 
     def fail(self, error: ZmqTrainError) -> None:
         """End all requests that are open, and to come, with this error; a master that is there is told goodbye."""
@@ -197,7 +192,7 @@ class MasterLine:
     async def _receive_forever(self) -> None:
         while True:
             try:
-                lane, frames = await self._channel.receive()
+                lane, frames = await self.channel.receive()
             except ChannelClosed:
                 return
             self.bytes_received += sum(len(frame) for frame in frames)
