@@ -152,6 +152,31 @@ def test_the_broker_lets_a_program_pass_that_only_the_nodes_have_and_says_so() -
     assert "every node must have the package" in check_program(RunSettings(program="protein-folding"))
 
 
+@pytest.mark.parametrize("arguments", ["widht=8", "width=wide", "width=30,heads=4", "width=8,width=9"])
+def test_the_broker_refuses_arguments_that_its_program_does_not_take(arguments: str) -> None:
+    with pytest.raises(ConfigError, match=r"program_arguments\.widt?ht?"):
+        check_program(RunSettings(program="text", program_arguments=arguments))
+
+
+def test_the_programs_are_listed_with_their_arguments_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["programs"]) == 0
+    said = capsys.readouterr().out
+    assert "text: A decoder-only transformer over bytes\n  data=stdlib, width=64," in said and "image: " in said
+    assert all(len(line) < 80 for line in said.splitlines())
+    assert main(["programs", "text"]) == 0
+    assert "clip: largest norm of a gradient" in " ".join(capsys.readouterr().out.split())
+    assert main(["programs", "txt"]) == 2
+    assert "the choices are text, image" in capsys.readouterr().err
+
+
+def test_a_node_without_the_programs_package_is_told_to_install_it_there() -> None:
+    with pytest.raises(
+        ConfigError, match=r"this PC cannot: .*the choices are text, image.* here, on this PC"
+    ) as caught:
+        load_run_program(RunSettings(program="protein-folding"), "", "tcp://hub:5555")
+    assert "correct them where it is started" not in str(caught.value)
+
+
 def test_arguments_without_a_program_are_refused() -> None:
     with pytest.raises(ConfigError, match="--program text"):
         check_program(RunSettings(program_arguments="width=8"))

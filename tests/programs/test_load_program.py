@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from zmqtrain.errors import ConfigError, DataError
-from zmqtrain.programs import load_program, program_arguments, program_names
+from zmqtrain.programs import (
+    check_program_arguments,
+    load_program,
+    program_arguments,
+    program_names,
+    program_source,
+)
+from zmqtrain.programs.signatures import read_source
 from zmqtrain.train.program import Program
 
 SOURCE = """
@@ -110,3 +117,83 @@ def test_the_names_can_be_listed_without_importing_jax():
     root = Path(__file__).parents[2]
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert listed.stdout.split("\n")[0] == "('text', 'image') False False"
+
+
+@pytest.mark.parametrize("name", ["text", "image"])
+def test_the_source_of_a_built_in_program_says_what_its_factory_takes(name):
+    source = program_source(name)
+    assert source is not None and source.documentation
+    assert {key: one.default for key, one in source.signature.parameters.items()} == program_arguments(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("text", {"widht": "8"}, r"no such argument \(did you mean width\?\)"),
+        ("text", {"width": "wide"}, "must be a whole number"),
+        ("text", {"width": "30", "heads": "4"}, "a multiple of twice the heads"),
+        ("text", {"inner_optimizer": "sgd"}, "must be one of adamw, muon"),
+        ("image", {"batch": "0"}, "batch must be at least 1"),
+        ("constant", {"valeu": "1"}, "did you mean value"),
+        ("constant", {"value": "much"}, "value must be a finite number"),
+        ("nothing", {"value": "1"}, "it takes none"),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_arguments_are_checked_without_importing_the_program(name, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        check_program_arguments(name, arguments)
+    assert "other_programs" not in sys.modules
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_cannot_be_known_without_an_import_passes():
+    for name in ("number", "absent"):
+        assert program_source(name) is None
+        check_program_arguments(name, {"anything": "1"})
+    check_program_arguments("text", {"width": "64", "data": "/no/such/file"})
+
+
+MADE_IN_OTHER_WAYS = """
+import dataclasses
+from functools import cache
+
+@dataclasses.dataclass
+class Plain:
+    width: int = 3
+    where: str = dataclasses.field(default="here")
+    found: int = dataclasses.field(init=False)
+
+class Inherits(Plain): ...
+
+@cache
+def cached(width=3): ...
+
+class Takes:
+    def __init__(self, first, width: int = 3, *, rate=0.5 + 0.5, **more): ...
+"""
+
+
+def test_fields_and_initialisers_are_read_and_what_may_be_more_is_not_guessed(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "package" / "made.py").write_text(MADE_IN_OTHER_WAYS)
+    monkeypatch.syspath_prepend(tmp_path)
+    plain, takes = read_source("package.made:Plain"), read_source("package.made:Takes")
+    assert plain is not None and str(plain.signature) == "(*, width: 'int' = 3, where: 'str' = 'here')"
+    assert takes is not None and list(takes.signature.parameters) == ["first", "width", "rate", "more"]
+    for unknown in (
+        "package.made:Inherits",
+        "package.made:cached",
+        "package.made:absent",
+        "no_package:x",
+        "package.no:x",
+    ):
+        assert read_source(unknown) is None
+
+
+def test_the_documented_arguments_are_those_that_the_programs_take():
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    for name in ("text", "image"):
+        defaults = ", ".join(f"{key}={value}" for key, value in program_arguments(name).items())
+        assert f"| `{name}` | `{defaults}` |" in page

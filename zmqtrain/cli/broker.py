@@ -1,6 +1,6 @@
 """Start a broker and show its run: `zmqtrain-broker`.
 
-Rule: nothing that is imported here reaches jax; what a program's arguments mean, the nodes check.
+Rule: nothing that is imported here reaches jax; a program's arguments are checked by its source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.monitor.recorder import BrokerRecorder
-from zmqtrain.programs import parse_arguments, program_names
+from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.broker import Broker
 from zmqtrain.runtime.broker.registration import MasterPlace
@@ -185,7 +185,7 @@ def _standby(config: BrokerConfig) -> StandbyPlace | None:
 
 
 def check_program(settings: RunSettings) -> str:
-    """Check the program's name and the form of its arguments, as far as that goes without importing it.
+    """Check the program's name and its arguments, as far as that goes without importing it and without its data.
 
     Returns a sentence for people if no program of that name is installed here (the nodes may have it), "" if all is
     well. Raises ConfigError for what looks like a slip of the keyboard.
@@ -197,11 +197,12 @@ def check_program(settings: RunSettings) -> str:
         return ""
     names = program_names()
     if settings.program in names:
+        check_program_arguments(settings.program, arguments)
         return ""
     if close := difflib.get_close_matches(settings.program, names, n=1, cutoff=0.5):
         raise ConfigError(
             f"program = {settings.program!r}: there is no such program; did you mean {close[0]!r}? The choices are "
-            f"{', '.join(names)}"
+            f"{', '.join(names)} (zmqtrain programs)"
         )
     return (
         f"note: no program {settings.program!r} is installed here ({', '.join(names)} are): every node must have the "

@@ -184,7 +184,14 @@ def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
     if data:
         arguments["data"] = data
     try:
-        if "seed" in program_arguments(settings.program):
+        takes = program_arguments(settings.program)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run at {hub} trains the program {settings.program!r}, and this PC cannot: {str(error).rstrip('.')}. "
+            f"Install the package that brings it here, on this PC, for {sys.executable}; the broker needs no change"
+        ) from error
+    try:
+        if "seed" in takes:
             arguments.setdefault("seed", settings.seed)
         return load_program(settings.program, arguments)
     except ConfigError as error:

@@ -13,14 +13,25 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.programs.arguments import describe_arguments, parse_arguments, read_arguments
+from zmqtrain.programs.arguments import check_arguments, describe_arguments, parse_arguments, read_arguments
+from zmqtrain.programs.checks import check_image, check_text
+from zmqtrain.programs.signatures import FactorySource, read_source
 from zmqtrain.train.program import Program, missing_members
 
-__all__ = ["ENTRY_POINT_GROUP", "program_names", "program_arguments", "parse_arguments", "load_program"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "check_program_arguments",
+    "load_program",
+    "parse_arguments",
+    "program_arguments",
+    "program_names",
+    "program_source",
+]
 
 ENTRY_POINT_GROUP = "zmqtrain.programs"
 
 BUILT_IN = {"text": "zmqtrain.programs.text:TextProgram", "image": "zmqtrain.programs.image:ImageProgram"}
+CHECKS: dict[str, Callable[..., None]] = {"text": check_text, "image": check_image}
 
 
 def program_names() -> tuple[str, ...]:
@@ -34,6 +45,26 @@ def program_arguments(name: str) -> dict[str, Any]:
     Raise ConfigError if there is no program of that name or it cannot be imported.
     """
     return describe_arguments(_factory(name))
+
+
+def program_source(name: str) -> FactorySource | None:
+    """Return what the source of an installed program says of it, without importing it; None if that is not known."""
+    installed = {} if name in BUILT_IN else _installed()
+    place = BUILT_IN.get(name) or (installed[name].value if name in installed else "")
+    return read_source(place)
+
+
+def check_program_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of a program as far as that goes without importing it and without its data.
+
+    Raises ConfigError, with the place and the choices, as `load_program`.
+    """
+    if (source := program_source(name)) is None:
+        return
+    ready = check_arguments(name, source.signature, arguments)
+    if (check := CHECKS.get(name)) is not None:
+        defaults = {key: one.default for key, one in source.signature.parameters.items()}
+        check(**(defaults | ready))
 
 
 def load_program(name: str, arguments: Mapping[str, Any] | None = None) -> Program:

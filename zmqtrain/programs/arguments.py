@@ -17,6 +17,7 @@ from zmqtrain.errors import ConfigError
 __all__ = [
     "PLACE",
     "parse_arguments",
+    "check_arguments",
     "describe_arguments",
     "read_arguments",
     "require_at_least",
@@ -59,7 +60,7 @@ def describe_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return name -> default of every keyword argument of a factory, in its own order; `...` if it has no default."""
     return {
         name: ... if parameter.default is parameter.empty else parameter.default
-        for name, parameter in _keyword_parameters(factory).items()
+        for name, parameter in _keyword_parameters(inspect.signature(factory)).items()
     }
 
 
@@ -70,10 +71,13 @@ def read_arguments(program: str, factory: Callable[..., Any], arguments: Mapping
     argument of another type is passed on as it came.  Raise ConfigError for an unknown name, a value of the wrong type
     and an argument that has no default and was not given.
     """
-    parameters = _keyword_parameters(factory)
-    takes_any = any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(factory).parameters.values()
-    )
+    return check_arguments(program, inspect.signature(factory), arguments)
+
+
+def check_arguments(program: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `read_arguments` does, and raise what it raises, for a factory of this signature."""
+    parameters = _keyword_parameters(signature)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     ready: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in parameters:
@@ -84,11 +88,13 @@ def read_arguments(program: str, factory: Callable[..., Any], arguments: Mapping
             close = difflib.get_close_matches(name, parameters, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise ConfigError(
-                f"{PLACE}.{name}: the program {program!r} has no such argument{hint}; it takes {_list(factory)}"
+                f"{PLACE}.{name}: the program {program!r} has no such argument{hint}; it takes {_list(parameters)}"
             )
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in ready:
-            raise ConfigError(f"{PLACE}.{name}: the program {program!r} needs this argument; it takes {_list(factory)}")
+            raise ConfigError(
+                f"{PLACE}.{name}: the program {program!r} needs this argument; it takes {_list(parameters)}"
+            )
     return ready
 
 
@@ -112,9 +118,9 @@ def require_choice(name: str, value: str, choices: Collection[str]) -> None:
         raise ConfigError(f"{PLACE}.{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _keyword_parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _keyword_parameters(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {name: found for name, found in inspect.signature(factory).parameters.items() if found.kind in kinds}
+    return {name: found for name, found in signature.parameters.items() if found.kind in kinds}
 
 
 def _kind_of(parameter: inspect.Parameter) -> type | None:
@@ -126,11 +132,10 @@ def _kind_of(parameter: inspect.Parameter) -> type | None:
     return None
 
 
-def _list(factory: Callable[..., Any]) -> str:
-    described = describe_arguments(factory)
-    if not described:
+def _list(parameters: Mapping[str, inspect.Parameter]) -> str:
+    if not parameters:
         return "none"
-    return ", ".join(name if default is ... else f"{name}={default}" for name, default in described.items())
+    return ", ".join(name if one.default is one.empty else f"{name}={one.default}" for name, one in parameters.items())
 
 
 def _read_value(place: str, value: Any, kind: type | None) -> Any:

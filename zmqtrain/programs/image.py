@@ -9,7 +9,7 @@ Rule 4: the last of the training images are set aside for `score`; no unit holds
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -21,7 +21,8 @@ import numpy.typing as npt
 import optax
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_trainable
+from zmqtrain.programs.arguments import PLACE, require_trainable
+from zmqtrain.programs.checks import check_image
 from zmqtrain.programs.datasets import digest, load_digits, load_image_folder
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
@@ -66,11 +67,7 @@ class ImageProgram:
     samples_per_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        for positive in ("width", "batch", "batches_per_unit"):
-            require_at_least(positive, getattr(self, positive), 1)
-        for not_negative in ("rate", "weight_decay"):
-            require_at_least(not_negative, getattr(self, not_negative), 0, 10**9)
-        require_at_least("seed", self.seed, 0, MOST_SEED)
+        check_image(**{one.name: getattr(self, one.name) for one in fields(self) if one.init})
         self._images = load_digits() if self.data == DIGITS else load_image_folder(self.data)
         pooled = prod((size + 3) // 4 for size in self._images.training_images.shape[1:])
         require_trainable((18 + 4 * pooled) * self.width * self.width, f"width={self.width} (and the images' size)")

@@ -10,7 +10,7 @@ Source: Vaswani et al. 2017 (decoder only); RMSNorm: Zhang and Sennrich 2019; ro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import log, sqrt
 from typing import Any
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import optax
 
 from zmqtrain.errors import ConfigError, DataError
-from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_choice, require_trainable
+from zmqtrain.programs.checks import BYTES, check_text
 from zmqtrain.programs.datasets import digest, load_text
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
@@ -31,7 +31,6 @@ __all__ = ["TextProgram", "STANDARD_LIBRARY", "next_byte_logits"]
 STANDARD_LIBRARY = "stdlib"
 """The value of `data` that stands for the source of this machine's Python standard library."""
 
-BYTES = 256
 EVALUATION_TOKENS = 16_384
 EVALUATION_CHUNK_TOKENS = 1_024
 SCORE_TOKENS = 4_096
@@ -40,7 +39,6 @@ SCORE_LEAST_WINDOWS = 4
 """The last byte in so many of the training text is set aside for the score, if that is as long as so many windows."""
 ROTARY_BASE = 10_000.0
 NORM_EPSILON = 1e-6
-OPTIMIZERS = ("adamw", "muon")
 MUON_STEPS = ((3.4445, -4.7750, 2.0315),) * 5
 """Optax's own five steps, said one by one: it then loops over them. Of its unrolled loop XLA computes parts again and
 again, and a step of training takes 1.4 times as long on a CPU."""
@@ -80,21 +78,7 @@ class TextProgram:
     samples_per_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        for positive in ("width", "layers", "heads", "context", "batch", "batches_per_unit"):
-            require_at_least(positive, getattr(self, positive), 1)
-        for not_negative in ("rate", "warmup", "weight_decay"):
-            require_at_least(not_negative, getattr(self, not_negative), 0, 10**9)
-        require_at_least("seed", self.seed, 0, MOST_SEED)
-        require_at_least("layers", self.layers, 1, 9999)
-        values = self.layers * (12 * self.width + 2) * self.width + (2 - self.tied) * BYTES * self.width + self.width
-        require_trainable(values, f"width={self.width} and layers={self.layers}")
-        require_at_least("clip", self.clip, 1e-6)
-        require_choice("inner_optimizer", self.inner_optimizer, OPTIMIZERS)
-        if self.width % (2 * self.heads):
-            raise ConfigError(
-                f"{PLACE}.width must be a multiple of twice the heads (2 x {self.heads}, for the rotary positions), "
-                f"got {self.width}"
-            )
+        check_text(**{one.name: getattr(self, one.name) for one in fields(self) if one.init})
         self.samples_per_batch = self.batch * self.context
         self._text = load_text(None if self.data == STANDARD_LIBRARY else self.data)
         shortest = min(len(self._text.training), len(self._text.held_out))
