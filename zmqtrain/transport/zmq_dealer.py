@@ -128,8 +128,8 @@ class DealerChannel:
         if self._refused == "key":
             where = f", that in {self._access.found}" if self._access.found is not None else ""
             return (
-                f"the hub does not authorise this PC's key{where} (there, `zmqtrain keys list` shows whose it does, and "
-                "`zmqtrain keys new NAME` makes one)"
+                f"the hub does not authorise this PC's key{where} (there, `zmqtrain keys list` shows whose it does, "
+                "and `zmqtrain keys new NAME` makes one)"
             )
         if self._refused == "name":
             return (
