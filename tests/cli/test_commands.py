@@ -23,6 +23,8 @@ from zmqtrain.cli.broker import (
     greeting,
     node_addresses,
     open_keys,
+    result,
+    saving,
     shard_greeting,
 )
 from zmqtrain.cli.broker_settings import BrokerConfig
@@ -218,6 +220,17 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_be
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="name another folder"):
         check_checkpoint(tmp_path / "file")
+
+
+def test_a_broker_says_where_its_model_is_and_how_to_go_on(tmp_path: Path) -> None:
+    assert str(tmp_path) in saving(tmp_path) and "the model is lost" in saving(None)
+    assert "no model" in result(-1, 0, tmp_path, tmp_path) and "nothing was saved" in result(7, 9, None, None)
+    (tmp_path / "model.safetensors").touch()
+    first, model, again = result(7, 9, tmp_path, tmp_path).splitlines()
+    assert first == "ended at version 7, 9 contributions" and model == f"the model: {tmp_path / 'model.safetensors'}"
+    assert again == f"to go on with this run: zmqtrain-broker with the same options and --checkpoint {tmp_path}"
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1-of-2.safetensors")
+    assert "part of the model" in result(7, 9, tmp_path, tmp_path)
 
 
 def test_a_hub_makes_its_keys_at_the_first_start_and_one_for_all_pcs(tmp_path: Path) -> None:

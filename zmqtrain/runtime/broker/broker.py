@@ -45,6 +45,7 @@ from zmqtrain.runtime.broker.loads import Loads
 from zmqtrain.runtime.broker.receiver import Receiver
 from zmqtrain.runtime.broker.registration import Registration
 from zmqtrain.runtime.broker.replicas import OpenLine, Replicas
+from zmqtrain.runtime.broker.run_folders import new_run
 from zmqtrain.runtime.broker.serving import Serving
 from zmqtrain.runtime.broker.standby import Inheritance
 from zmqtrain.runtime.broker.telling import Telling
@@ -102,6 +103,8 @@ class Broker:
     standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.  key_name: of the
     key with which a peer came in, "" where there are none: a node's id stays that key's.  refusals: how many
     connections and messages the channel has refused, by reason.
+    run: the id of the run, if it is new; "": one is drawn.  own_folder: the checkpoint's folder is named by the run,
+    and made when there is something to keep.
     Raises ConfigError, CheckpointError.
     """
 
@@ -121,10 +124,12 @@ class Broker:
         has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
         key_name: Callable[[PeerId], str] = lambda peer: "",
         refusals: Callable[[], Mapping[str, int]] = dict,
+        run: str = "",
+        own_folder: bool = False,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
-        run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
+        run = (run or new_run()) if registration is None else registration.run
         self.share, self._refusals = share or LinkShare(), refusals
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
@@ -148,7 +153,9 @@ class Broker:
         self.aggregator = Aggregator(self.settings, shard) if inheritance is None else inheritance.aggregator
         self._jobs = Jobs("zmqtrain-aggregate", self.stop)
         every = every_from_text(checkpoint_every, settings.mode == "strict")
-        self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep)
+        self.folder = checkpoint
+        """Where the run is kept; None: nowhere."""
+        self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep, made_late=own_folder)
         moments: Sequence[Buffer] = ()
         if inheritance is None:
             moments = self.keeper.resume(self.hub, self.aggregator)
