@@ -125,7 +125,8 @@ def test_the_headline_says_where_the_standby_is_and_what_was_not_believed() -> N
 def test_the_headline_says_what_the_broker_refuses_and_that_its_disk_is_full() -> None:
     hub = {"refused": 3, "turned_away": 1200, "waits_for_room": True}
     headline = roster_headline(roster(member("pc-1", state="quarantined"), hub=hub))
-    assert " · 1 quarantined · 3 deltas refused · 1.2 k turned away at its port · the broker's disk is full" in headline
+    refusals = " · 1 quarantined · 3 deltas refused · 1.2 k turned away at its port in the last minute · "
+    assert refusals + "the broker's disk is full" in headline
     calm = roster_headline(roster(hub={"refused": 0, "turned_away": 0, "waits_for_room": False}))
     assert "quarantined" not in calm and "refused" not in calm and "turned away" not in calm and "disk" not in calm
 

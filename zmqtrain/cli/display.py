@@ -205,7 +205,7 @@ def _refusals(roster: Roster) -> list[str]:
     if refused:
         said.append(f"{format_count(refused)} delta{'s' * (refused != 1)} refused")
     if turned_away:
-        said.append(f"{format_count(turned_away)} turned away at its port")
+        said.append(f"{format_count(turned_away)} turned away at its port in the last minute")
     return said
 
 

@@ -207,7 +207,7 @@ class Roster:
     they publish here.  hub: of the hub itself: its term, its
     standby, without which nodes are to let it go on (the number of that, as in Hello; 0: no), and how many messages it
     has dropped, by what they were (`fencing`); of a living one besides: how many deltas it has refused, how many
-    connections and messages it has turned away at its port, whether it waits for room on its disk
+    connections and messages it has turned away at its port in the last minute, whether it waits for room on its disk
     (waits_for_room: to release; unsaved: for a checkpoint), and once measured `noise` (the noise scale in units of one
     node's delta), `gain_next` and `gain_last`: by which part of the speed one more node would raise it, and the last
     one does.

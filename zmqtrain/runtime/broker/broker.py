@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,8 +101,8 @@ class Broker:
     the first's.  open_line: how the broker itself reaches another.  inheritance: what a standby takes over, in place of
     what is in the checkpoint's folder.  has_our_keys: whether a peer came in with this hub's own pair, as masters and
     standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.  key_name: of the
-    key with which a peer came in, "" where there are none: a node's id stays that key's.  refusals: how many
-    connections and messages the channel has refused, by reason.
+    key with which a peer came in, "" where there are none: a node's id stays that key's.  turned_away: how many
+    connections and messages the channel has refused in the last minute.
     run: the id of the run, if it is new; "": one is drawn.  own_folder: the checkpoint's folder is named by the run,
     and made when there is something to keep.
     Raises ConfigError, CheckpointError.
@@ -123,14 +123,14 @@ class Broker:
         inheritance: Inheritance | None = None,
         has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
         key_name: Callable[[PeerId], str] = lambda peer: "",
-        refusals: Callable[[], Mapping[str, int]] = dict,
+        turned_away: Callable[[], int] = lambda: 0,
         run: str = "",
         own_folder: bool = False,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
         run = (run or new_run()) if registration is None else registration.run
-        self.share, self._refusals = share or LinkShare(), refusals
+        self.share, self._turned_away = share or LinkShare(), turned_away
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
             self.settings,
@@ -368,7 +368,7 @@ class Broker:
 
     def describe(self, roster: Roster) -> Roster:
         """Return a roster of the hub's with what only the living half knows."""
-        here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": sum(self._refusals().values())}
+        here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": self._turned_away()}
         here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.unsaved}
         if (noise := self.aggregator.meter.noise) is not None and roster.members:
             here["noise"] = noise

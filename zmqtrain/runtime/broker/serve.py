@@ -144,7 +144,7 @@ def serve(
                 inheritance,
                 lambda peer: folder is None or channel.name_of(peer) == HUB,
                 channel.name_of,
-                lambda: channel.refusals,
+                lambda: channel.turned_away,
                 name,
                 isinstance(checkpoint, RunFolders),
             )
