@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from zmqtrain.cli.broker import (
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
-from zmqtrain.cli.node import Interruption, load_run_program, paced
+from zmqtrain.cli.node import Interruption, load_run_program, paced, say_alone
 from zmqtrain.errors import (
     CheckpointError,
     ConfigError,
@@ -44,6 +45,7 @@ from zmqtrain.errors import (
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import registration
 from zmqtrain.runtime.broker.registration import public_address
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -272,6 +274,16 @@ def test_a_nodes_own_place_of_the_data_and_the_runs_seed_go_to_the_program(tmp_p
     settings = RunSettings(program="text", program_arguments="data=/none,width=8,layers=1,heads=1,context=8", seed=7)
     program = load_run_program(settings, str(text), "tcp://hub:5555")
     assert (program.data, program.width, program.seed) == (str(text), 8, 7)  # type: ignore[attr-defined]
+
+
+def test_a_node_without_a_hub_says_since_when_why_and_what_it_tries() -> None:
+    assert say_alone("pc1", None) == ""
+    said = say_alone("pc1", Solitude(75.0, "tcp://hub:5555", "nobody answers", 1234, 0.5))
+    assert said == (
+        "pc1 has had no hub for 1:15 (tcp://hub:5555: nobody answers); it tries again, and trains on alone: "
+        "step 1,234, loss 0.500"
+    )
+    assert "loss" not in say_alone("pc1", Solitude(1.0, "", "", 0, math.nan))
 
 
 def test_an_interruption_while_training_is_seen_at_the_next_step() -> None:

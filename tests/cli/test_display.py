@@ -21,6 +21,7 @@ from zmqtrain.cli.display import (
     format_seconds,
     log_to_stderr,
     roster_headline,
+    roster_legend,
     roster_line,
     roster_table,
 )
@@ -62,6 +63,8 @@ def test_figures_are_shown_in_a_persons_units() -> None:
     assert [format_count(value) for value in (7, 3400, 1_500_000)] == ["7", "3.4 k", "1.5 M"]
     assert [format_seconds(value) for value in (-1.0, 9.9, 75.4, 3700.0)] == ["0:00", "0:09", "1:15", "1:01:40"]
     assert format_scores({"bits_per_byte": 3.384}) == "bits per byte 3.3840"
+    assert format_scores({"loss": 0.06, "accuracy": 98.14}) == "loss 0.0600, accuracy 98.1 %"
+    assert format_scores({"accuracy": 0.981, "top_5_accuracy": 100.0}) == "accuracy 0.9810, top 5 accuracy 100.0 %"
 
 
 def test_what_is_not_known_is_a_dash() -> None:
@@ -77,8 +80,10 @@ def test_k_and_d_and_the_rates_of_links_are_shown_where_they_are_known() -> None
 
 def test_the_headline_says_how_the_run_stands() -> None:
     text = roster_headline(roster(TRAINING, NEW))
-    expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units · held-out loss 2.3456, bits per byte 3.3840"
-    assert text == f"{expected} · what another PC would add is not known yet"
+    expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units (7 %, about 15:29 left)"
+    assert (
+        text == f"{expected} · held-out loss 2.3456, bits per byte 3.3840 · what another PC would add is not known yet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,6 +107,48 @@ def test_what_another_pc_would_add_is_not_said_where_no_deltas_of_several_are_sh
     for facts in ({"exchange": "allreduce"}, {"version": -1}):
         assert "another PC" not in roster_headline(roster(TRAINING, NEW, **facts))
     assert "another PC" not in roster_headline(roster(TRAINING))
+
+
+@pytest.mark.parametrize(
+    ("done", "text"), [(0, "0/40 units ·"), (40, "40/40 units (100 %) ·"), (39, "(97 %, about 0:0")]
+)
+def test_the_share_of_the_units_and_the_time_left_are_said_once_something_is_done(done: int, text: str) -> None:
+    assert text in roster_headline(roster(TRAINING, units_done=done))
+
+
+def test_nodes_of_one_name_are_told_apart_and_others_keep_theirs() -> None:
+    twins = [TRAINING | {"peer": "vm#4", "name": "vm"}, TRAINING | {"peer": "vm#7", "name": "vm", "waiting": "data"}]
+    several = roster(*twins, NEW)
+    shown = render(roster_table(several), 100)
+    assert "vm#4" in shown and "vm#7" in shown and "pc-2#" not in shown
+    assert "vm#7 waits for data" in roster_line(several)
+    long = [TRAINING | {"peer": f"{'x' * 40}#{number}", "name": "x" * 40} for number in (1, 12)]
+    assert f"{'x' * 20}…#12" in render(roster_table(roster(*long)), 100)
+
+
+def test_the_legend_explains_what_is_shown_and_nothing_else() -> None:
+    legend = roster_legend(roster(TRAINING))
+    assert "age: steps" in legend and "link" not in legend and "*" not in legend and "k:" not in legend
+    legend = roster_legend(roster(TRAINING | {"link_rate": 1.0}, NEW, every=2, delay=1))
+    assert "link: rate" in legend and "*: scores" in legend and "k: steps between" in legend
+
+
+def test_what_makes_the_last_report_old_is_shown_in_place_of_it() -> None:
+    stream, shown = io.StringIO(), threading.Event()
+
+    def note() -> str:
+        shown.set()
+        return "pc has had no hub for 0:05"
+
+    with Display(lambda: roster(TRAINING), "a run", stream=stream, plain_seconds=0.0, note=note):
+        assert shown.wait(60)
+    assert set(stream.getvalue().splitlines()) == {"pc has had no hub for 0:05"}
+    with pseudo_terminal() as terminal, open(terminal.child, "w", closefd=False) as child:
+        with Display(lambda: roster(TRAINING), "a run", stream=child, note=note):
+            pass
+        child.flush()
+        said = terminal.end()
+    assert "pc has had no hub" in said and "the hub's last report" in said
 
 
 def test_where_gradients_are_exchanged_in_every_step_the_headline_says_how_and_not_k_and_d() -> None:
@@ -248,7 +295,7 @@ def test_any_figure_that_a_hub_sends_can_be_shown(value) -> None:
         TRAINING | figures, {"loss": value}, {}, hub=counts, served=served, seconds=number, scores={"loss": number}
     )
     shown = roster_line(odd) + render(roster_table(odd), 100)
-    assert "\x1b" not in shown and all(len(line) < 600 for line in shown.splitlines())
+    assert "\x1b" not in shown and all(len(line) < 700 for line in shown.splitlines())
 
 
 def test_a_log_line_holds_no_escape_code(capsys) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "format_number",
     "format_scores",
     "roster_headline",
+    "roster_legend",
     "roster_gain",
     "roster_line",
     "roster_table",
@@ -108,8 +109,14 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_scores(scores: Mapping[str, float]) -> str:
-    """Return held-out scores as "loss 2.311, bits per byte 3.334"."""
-    return ", ".join(f"{name.replace('_', ' ')} {format_number(value, 4)}" for name, value in scores.items())
+    """Return held-out scores as "loss 2.3110, accuracy 98.1 %". An accuracy is in percent, as `Program.evaluate` has
+    it; one of at most 1 is shown as it came, as it may be a fraction."""
+    return ", ".join(f"{name.replace('_', ' ')} {_score(name, value)}" for name, value in scores.items())
+
+
+def _score(name: str, value: float) -> str:
+    is_percent = name.endswith("accuracy") and 1 < value <= 100
+    return f"{value:.1f} %" if is_percent else format_number(value, 4)
 
 
 def _figure(member: Member, name: str) -> float:
@@ -144,7 +151,7 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         codec = roster.hub.get("codec", "")
         parts.append(f"k {roster.every}, d {roster.delay}" + (f", {words(str(codec))}" if codec else ""))
     if roster.units_total:
-        parts.append(f"{roster.units_done}/{roster.units_total} units")
+        parts.append(f"{roster.units_done}/{roster.units_total} units{_progress(roster)}")
     if dropped := sum(_count(roster.hub, kind) for kind in DROPPED):
         parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
     parts += _refusals(roster)
@@ -209,6 +216,17 @@ def _refusals(roster: Roster) -> list[str]:
     return said
 
 
+def _progress(roster: Roster) -> str:
+    """How much of the data is done, and how long the rest takes at the speed of the run so far."""
+    done, total = roster.units_done, roster.units_total
+    if not 0 < done <= total:
+        return ""
+    part = done / total
+    percent = f" ({int(100 * part)} %"
+    left = roster.seconds * (1 - part) / part
+    return percent + (f", about {format_seconds(left)} left)" if done < total else ")")
+
+
 def _version(roster: Roster) -> str:
     """The version; before the first, whether anybody is there (nodes may be starting, awaited, or training apart)."""
     if roster.version >= 0:
@@ -228,10 +246,22 @@ def roster_line(roster: Roster) -> str:
     if losses:
         line += f" · loss {format_number(sum(losses) / len(losses))}"
     line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"
-    waiting = [
-        f"{_name(member)} waits for {_word(member, 'waiting')}" for member in roster.members if member.get("waiting")
-    ]
+    named = zip(_names(roster), roster.members, strict=True)
+    waiting = [f"{name} waits for {_word(member, 'waiting')}" for name, member in named if member.get("waiting")]
     return visible(line + (f" · {'; '.join(waiting)}" if waiting else ""))
+
+
+def roster_legend(roster: Roster) -> str:
+    """Say what the columns of `roster_table` are, and the letters of the headline."""
+    parts = ["age: steps from an offer to its aggregate", "stale: versions that the last delta was behind"]
+    parts.append("up, down: bytes sent and received")
+    if any("link_rate" in member for member in roster.members):
+        parts.append("link: rate of its port")
+    if len(roster.members) > 1 and roster.evaluator:
+        parts.append("*: scores the shared model")
+    if roster.every and not roster.exchange:
+        parts.append("k: steps between two offers; d: steps until their aggregate is applied")
+    return "; ".join(parts)
 
 
 def roster_table(roster: Roster) -> Table:
@@ -248,12 +278,12 @@ def roster_table(roster: Roster) -> Table:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for member in roster.members:
+    for called, member in zip(_names(roster), roster.members, strict=True):
         state = "" if member.get("state") == "live" else _word(member, "state")
         doing = f"waits for {_word(member, 'waiting')}" if member.get("waiting") else state
         evaluates = member.get("peer") == roster.evaluator and len(roster.members) > 1
         table.add_row(
-            _name(member) + (" *" if evaluates else ""),
+            called + (" *" if evaluates else ""),
             _cell(_figure(member, "step"), "{:.0f}"),
             format_count(_figure(member, "samples_per_second")),
             format_number(_figure(member, "loss")),
@@ -267,10 +297,18 @@ def roster_table(roster: Roster) -> Table:
     return table
 
 
-def _name(member: Member) -> str:
-    """A member's name, cut short."""
-    name = _word(member, "name")
-    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
+def _names(roster: Roster) -> list[str]:
+    """The members' names, cut short; those that several have (nodes of one PC) with the hub's numbers behind them."""
+    names = [_word(member, "name") for member in roster.members]
+    numbers = ["#" + _word(member, "peer").rpartition("#")[2] for member in roster.members]
+    return [
+        _cut(name, NAME_LENGTH - len(number)) + number if names.count(name) > 1 else _cut(name, NAME_LENGTH)
+        for name, number in zip(names, numbers, strict=True)
+    ]
+
+
+def _cut(name: str, length: int) -> str:
+    return name if len(name) <= length else name[: max(0, length - 1)] + "…"
 
 
 def _cell(value: float, form: str) -> str:
@@ -288,6 +326,7 @@ class Display:
 
     source: called in the display's thread; None while there is nothing yet.  title: what the run is.
     stream: standard output by default; a terminal gets a live table, anything else a line every `plain_seconds`.
+    note: what makes the last report old; as long as it is not "", it is shown above it, and in place of the plain line.
     """
 
     def __init__(
@@ -297,8 +336,9 @@ class Display:
         *,
         stream: IO[str] | None = None,
         plain_seconds: float = PLAIN_SECONDS,
+        note: Callable[[], str] = str,
     ) -> None:
-        self.source, self.title, self.plain_seconds = source, title, plain_seconds
+        self.source, self.title, self.plain_seconds, self.note = source, title, plain_seconds, note
         self.console = Terminal(stream)
         self._said: deque[str] = deque()
         self._ended = threading.Event()
@@ -335,6 +375,8 @@ class Display:
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
             self._live.stop()
+        elif note := self.note():
+            self._print(note)
         elif (roster := self.source()) is not None:
             self._print(roster_line(roster))
 
@@ -345,6 +387,9 @@ class Display:
             waited += REDRAW_SECONDS
             if self._live is not None:
                 self._live.update(self._render(), refresh=True)
+            elif waited >= self.plain_seconds and (note := self.note()):
+                waited, idle = 0.0, False
+                self._print(note)
             elif waited >= self.plain_seconds and (roster := self.source()) is not None:
                 waited = 0.0
                 if roster.members or not idle:  # that still nobody is there is no news
@@ -363,7 +408,9 @@ class Display:
 
     def _render(self) -> RenderableType:
         roster = self.source()
-        title = Text(visible(self.title), style="bold")
+        title: RenderableType = Text(visible(self.title), style="bold")
+        if note := self.note():
+            title = Group(title, Text(visible(note), style="yellow"), Text("the hub's last report:", style="dim"))
         if roster is None:
             return Group(title, Text("waiting for the first report", style="dim"))
         return Group(title, roster_headline(roster, "\n"), roster_table(roster))

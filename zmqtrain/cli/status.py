@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
+from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_legend, roster_table
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import File, Hubs, require
 from zmqtrain.cli.settings import check_host, read_config
@@ -94,6 +94,7 @@ def _run(config: StatusConfig) -> int:
                     console.print(f"shard {shard} is at {where}")
             if roster.members:
                 console.print(roster_table(roster))
+                console.print(f"\n{roster_legend(roster)}", style="dim")
     return 0
 
 

@@ -32,6 +32,7 @@ from zmqtrain.types import ModelSpec, PeerId, count_values
 
 __all__ = ["HubBook"]
 
+MOST_SECONDS = 1e10
 MOST_VERSIONS = 1 << 62
 """A checkpoint that says more versions, or samples, than this was not written by a hub."""
 
@@ -87,7 +88,8 @@ class HubBook:
         self.plan = ""
         self.began_at: float | None = None
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
-        self._began = now
+        self._began = self._ticked = now
+        self._seconds_before = 0.0  # that the run had been served for by the hubs before this one
 
     # ------------------------------------------------------------------ who is here
 
@@ -179,7 +181,7 @@ class HubBook:
             contributions=self.contributions,
             units_done=self.ledger.done_count,
             units_total=self.ledger.total,
-            seconds=now - self._began,
+            seconds=self._seconds_before + now - self._began,
             scores=dict(self.scores),
             score_version=self.score_version,
             every=settings.every,
@@ -211,6 +213,7 @@ class HubBook:
             "model": [[leaf.path, list(leaf.shape), leaf.dtype] for leaf in self.model],
             "samples": self.samples,
             "contributions": self.contributions,
+            "seconds": round(self._seconds_before + self._ticked - self._began, 3),
             "records": self.records.state(),
             "term": self.term,
             "tenure": self.tenure.state(),
@@ -253,6 +256,8 @@ class HubBook:
             )
             self.dealing.restore(state["ledger"])
             self.samples, self.contributions = int(state["samples"]), int(state["contributions"])
+            if isfinite(seconds := float(state.get("seconds", 0.0))):
+                self._seconds_before = min(max(0.0, seconds), MOST_SECONDS)
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
             self.data, self.evaluated_on = map(str, state.get("data", ("", "")))

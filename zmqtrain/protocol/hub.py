@@ -92,7 +92,7 @@ class Hub(HubBook):
         super().__init__(settings, rule, run, now, preemption, shard, first)
         self.replanning = Replanning(self.timetable, planner if settings.is_planned else None)
         self._probes, self._head_sizes = ProbeBudget(), HeadSizes()
-        self._rostered = self._ticked = now
+        self._rostered = now
         self._handlers: dict[type[Message], Callable[[Member, Any, float], list[HubEffect]]] = {
             Heartbeat: self._on_heartbeat,
             Goodbye: self._on_goodbye,

@@ -314,7 +314,7 @@ class Peer(PeerBook):
             difference = describe_mismatch(self.run_model, self.model)
             if difference is not None:
                 self._move(Move.CLOSE)
-                text = f"{difference[1]}. Start this node with the run's model, or another broker for this one."
+                text = f"{difference[1]}. Start this node with the run's model, or another broker for this one"
                 return [Send(Goodbye("another model")), Disconnect(HUB, "model", text)]
         return self._resync()
 

@@ -434,7 +434,7 @@ def test_a_node_that_has_had_no_hub_for_a_minute_says_where_it_looks_and_why(nod
     link.peer.run = "run-1"
     for seconds in (0.0, 30.0, 60.0):
         link._say_alone(seconds)
-    said = "pc has had no hub for 60 s, at tcp://hub:5555: nobody answers. Training goes on alone; trying again."
+    said = "pc has had no hub for 60 s, at tcp://hub:5555: nobody answers. Training goes on alone; trying again"
     assert [message for name, _, message in caplog.record_tuples if name == HubLink.__module__] == [said]
 
 

@@ -148,7 +148,7 @@ class Keeper:
         if difference:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
-                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one."
+                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one"
             )
         hub.restore(state)
         aggregator.plan(hub.model)

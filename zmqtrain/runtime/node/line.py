@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from zmqtrain.interfaces import Exchange
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
@@ -47,6 +48,10 @@ class Line(Exchange, Protocol):
     @property
     def roster(self) -> Roster | None:
         """Who is in the run."""
+
+    @property
+    def alone(self) -> Solitude | None:
+        """How the node trains without the master; None: that is there."""
 
     @property
     def waiting_for(self) -> str:

@@ -18,6 +18,7 @@ from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.errors import LocalProtocolError
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.line import Line
 from zmqtrain.runtime.node.lines import Lines
@@ -77,6 +78,11 @@ class MastersNode:
     def settings(self) -> RunSettings:
         """The run's settings, as the first master gave them."""
         return self._first.settings
+
+    @property
+    def alone(self) -> Solitude | None:
+        """How this node trains without the first master; None: that is there."""
+        return self._first.alone
 
     @property
     def address(self) -> str:
