@@ -276,12 +276,13 @@ class Matching:
         """Return where the values go; raise CollectiveMismatch if they do not fit there."""
         into, tree, source = receiving.into, envelope.tree, envelope.source
         if into is not None:
-            if not tree.is_leaf or (tree.shapes[0].dtype, tree.shapes[0].size) != (into.dtype, into.size):
+            if not tree.is_leaf or tree.shapes[0].dtype != into.dtype or tree.shapes[0].size > into.size:
                 raise CollectiveMismatch(
                     f"{self._name(source)} sent {tree.text[:200]} (tag {envelope.tag}); {self._name(self.rank)}"
-                    f" receives into {into.dtype}{list(into.shape)}"
+                    f" receives into {into.dtype}{list(into.shape)}: that must be one array of the same dtype, at "
+                    "least as large"
                 )
-            return into.reshape(-1).view(np.uint8)
+            return into.reshape(-1)[: tree.shapes[0].size].view(np.uint8)
         try:
             return np.empty(envelope.nbytes, np.uint8)
         except MemoryError as error:

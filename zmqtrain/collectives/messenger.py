@@ -23,12 +23,21 @@ from zmqtrain.collectives.arrays import dtype_code
 from zmqtrain.collectives.endpoint import Endpoint
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.requests import Request
-from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Envelope, Finding, Receiving, Sending
-from zmqtrain.collectives.trees import take_tree
+from zmqtrain.collectives.transfers import (
+    ANY_SOURCE,
+    ANY_TAG,
+    Envelope,
+    Finding,
+    Receiving,
+    Sending,
+    Status,
+    status_of,
+)
+from zmqtrain.collectives.trees import Tree, is_value, take_tree, take_value
 from zmqtrain.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.interfaces import Port
 
-__all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger", "Status"]
+__all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger"]
 
 TIMEOUT_SECONDS = 120.0
 """How long a wait waits where nobody says otherwise: longer than a first step compiles."""
@@ -37,17 +46,6 @@ _GRACE_SECONDS = 5.0  # for the port's own thread to answer
 _HIGHEST_TAG = (1 << 63) - 1
 
 Self = TypeVar("Self", bound="Messenger")
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A message that is there. shape, dtype: of the array; of a tree of arrays () and "tree"."""
-
-    source: int
-    tag: int
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +75,6 @@ class CommunicatorStatistics:
     def messages(self) -> int:
         """Messages both ways."""
         return self.messages_sent + self.messages_received
-
-
-def _status(envelope: Envelope) -> Status:
-    tree = envelope.tree
-    shape, dtype = (tree.shapes[0].shape, tree.shapes[0].dtype.name) if tree.is_leaf else ((), "tree")
-    return Status(envelope.source, envelope.tag, shape, dtype, envelope.nbytes)
 
 
 class Messenger:
@@ -201,13 +193,14 @@ class Messenger:
     # ------------------------------------------------------------------ from rank to rank
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
-        """Send an array, a number or a tree of arrays to a rank; the request is over when x may be written over.
+        """Send an array, a tree of arrays or a Python value to a rank; the request is over when x may be written over.
 
-        A small one (under 64 KiB) is over at once; of a large one nothing is copied, and it is when `dest` has it.
+        A Python value is None, a bool, int, float, str or bytes, or a list, tuple or dict of these, without arrays.
+        A small message (under 64 KiB) is over at once; of a large one nothing is copied, and it is when `dest` has it.
         """
         self._check_rank("dest", dest)
         _check_tag(tag)
-        tree = take_tree(x)
+        tree = self._take(x)
         values = tree.join()
         sending = Sending(dest, tag)
 
@@ -225,8 +218,10 @@ class Messenger:
     def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, into: NDArray[Any] | None = None) -> Request:
         """Receive the next message of a source (or any) with a tag (or any); the request's result is what was sent.
 
-        It comes as numpy arrays (a number as a scalar of numpy). into: a contiguous array of as many values of the
-        same dtype, which is then the result.
+        Arrays come as numpy arrays, Python values as they were sent (a tuple of a class of its own as a tuple).
+        into: a contiguous array of the same dtype and at least as many values: it is filled from the beginning, as
+        far as the message goes (`Request.status.count`), and is then the result. One that is too small, or of another
+        dtype, is CollectiveMismatch, on this rank and in the send if that is not over.
         """
         return self._receive(*self._checked(source, tag), into, None)
 
@@ -250,26 +245,26 @@ class Messenger:
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
         """Tell which message a receive would get now, without receiving it; None if there is none."""
         envelope = self._find(*self._checked(source, tag), take=False, seconds=None)
-        return None if envelope is None else _status(envelope)
+        return None if envelope is None else status_of(envelope)
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Status:
         """Wait for a message that a receive would get; raise CollectiveTimeout if none comes."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         envelope = self._find(*self._checked(source, tag), take=False, seconds=seconds)
         assert envelope is not None
-        return _status(envelope)
+        return status_of(envelope)
 
     def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Message | None:
         """Take a message that is there out of the others' reach, for `imrecv`; None if there is none."""
         envelope = self._find(*self._checked(source, tag), take=True, seconds=None)
-        return None if envelope is None else Message(_status(envelope), envelope)
+        return None if envelope is None else Message(status_of(envelope), envelope)
 
     def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Message:
         """Wait for a message, and take it out of the others' reach; raise CollectiveTimeout if none comes."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         envelope = self._find(*self._checked(source, tag), take=True, seconds=seconds)
         assert envelope is not None
-        return Message(_status(envelope), envelope)
+        return Message(status_of(envelope), envelope)
 
     def imrecv(self, message: Message, *, into: NDArray[Any] | None = None) -> Request:
         """Receive the message that a matched probe has found; once. into: as for `irecv`."""
@@ -286,6 +281,23 @@ class Messenger:
                 raise LocalProtocolError(f"{what}: this communicator is closed")
             self._requests.add(request)
         return request
+
+    def _take(self, x: Any) -> Tree:
+        """Take apart what a caller gives: arrays, or a Python value."""
+        return take_value(self._pack_value(x)) if is_value(x) else take_tree(x)
+
+    def _rebuild(self, tree: Tree, joined: NDArray[np.uint8]) -> Any:
+        """Return what the bytes of a tree stand for."""
+        made = tree.unpack(tree.split(joined))
+        return self._unpack_value(made[0]) if tree.is_value else made
+
+    def _pack_value(self, value: Any) -> bytes:
+        """Return a Python value as bytes; what knows how to pack them does it here."""
+        raise ConfigError(f"{type(value).__name__} does not travel by this communicator: it carries arrays only")
+
+    def _unpack_value(self, packed: NDArray[np.uint8]) -> Any:
+        """Return the Python value that was packed."""
+        raise LocalProtocolError("a Python value came to a communicator that carries arrays only")
 
     def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
         group, request.doing = self._group, transfer
@@ -309,7 +321,7 @@ class Messenger:
                 raise LocalProtocolError("this receive was cancelled")
             assert receiving.envelope is not None and receiving.joined is not None
             tree = receiving.envelope.tree
-            return into if into is not None else tree.unpack(tree.split(receiving.joined))
+            return into if into is not None else self._rebuild(tree, receiving.joined)
 
         request = self._request(f"recv(source={_any(source)}, tag={_any(tag)})", make)
         matching = self._group.matching
