@@ -7,9 +7,11 @@ Rule 3: any thread may call; ranks that call from several threads agree themselv
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -43,7 +45,10 @@ TIMEOUT_SECONDS = 120.0
 """How long a wait waits where nobody says otherwise: longer than a first step compiles."""
 
 _GRACE_SECONDS = 5.0  # for the port's own thread to answer
+_LINGER_SECONDS = 1.0  # for the port to send what it has queued
 _HIGHEST_TAG = (1 << 63) - 1
+
+logger = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="Messenger")
 
@@ -163,21 +168,26 @@ class Messenger:
         self._next = smaller
         return smaller
 
-    def close(self, linger_seconds: float = 1.0) -> None:
-        """Leave the group, once what is queued is sent: at most so many seconds. Twice is once.
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Wait until what is in flight has ended, as MPI_Finalize does, and leave the group. Twice is once.
 
-        What is pending here raises PeerLost, and so does on the others what needs this rank from now on. What `shrink`
-        has made of this communicator is closed with it.
+        In flight are sends that their receivers do not have yet, collectives, and receives whose message has begun to
+        come; a receive without a message is not waited for. Messages that nobody here has asked for are refused, so
+        that two ranks that close do not wait for each other.
+        timeout_seconds: how long to wait, the communicator's if None; 0: not at all. What has not ended by then is
+        named in the log, and raises PeerLost, here and on the ranks that need this one. A with block that an exception
+        ends does not wait. What `shrink` has made of this communicator is closed with it.
         """
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         if self._next is not None:
-            self._next.close(linger_seconds)
+            self._next.close(timeout_seconds)
         else:
+            self._finish(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
             self._endpoint.port.call(self._group.leave)
-            self._endpoint.port.close(linger_seconds)
+            self._endpoint.port.close(_LINGER_SECONDS)
             self._group.abandon(error := PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
             for request in list(self._requests):
                 request.complete(error)
@@ -188,7 +198,26 @@ class Messenger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(None if error is None else 0.0)
+
+    def _finish(self, seconds: float) -> None:
+        """Wait until nothing is in flight, at most so long; say in the log what still is."""
+        until, port = time.monotonic() + seconds, self._endpoint.port
+        if seconds <= 0 or threading.get_ident() == self._endpoint.thread:
+            return
+        begun = threading.Event()  # all requests are with the port's thread, unless that has ended
+        port.call(self._group.stop_receiving)
+        port.call(begun.set)
+        if not begun.wait(min(seconds, _GRACE_SECONDS)):
+            return
+        while pending := [request for request in list(self._requests) if _is_in_flight(request)]:
+            over = threading.Event()
+            pending[0].add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
+            if not over.wait(max(0.0, until - time.monotonic())):
+                if (error := self.explain(pending[0], seconds)) is not None:
+                    more = f"; {len(pending) - 1} more in flight" if len(pending) > 1 else ""
+                    logger.warning("the communicator is closed all the same: %s%s", error, more)
+                return
 
     # ------------------------------------------------------------------ from rank to rank
 
@@ -388,6 +417,14 @@ class Messenger:
         self._endpoint.port.call(cancel)
         settled.wait(self.timeout_seconds)
         return transfer.withdrawn if isinstance(transfer, Sending) else transfer.cancelled
+
+
+def _is_in_flight(request: Request) -> bool:
+    """Tell whether a request that is not over will be without a further call of this rank."""
+    doing = request.doing
+    if request.test() or isinstance(doing, Finding):
+        return False
+    return not isinstance(doing, Receiving) or doing.envelope is not None
 
 
 def _check_tag(tag: int) -> None:
