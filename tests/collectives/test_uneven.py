@@ -67,6 +67,11 @@ def test_uneven_parts_of_megabytes_pass_windows_and_parts(ranks: Make) -> None:
             np.testing.assert_array_equal(one, rows(1_000_000 * source + 5 - rank, source, dtype="int32"))
 
 
+def test_what_is_gathered_unevenly_can_be_broadcast(ranks: Make) -> None:
+    for all_of_them in good(ranks(3).play(lambda comm: comm.broadcast(comm.gatherv(rows(comm.rank, 0, 2))))):
+        assert [one.tolist() for one in all_of_them] == [[], [[0, 1]], [[0, 1], [2, 3]]]
+
+
 def test_uneven_parts_come_back_in_the_callers_kind(ranks: Make) -> None:
     xs = [jnp.arange(rank + 1.0) for rank in range(2)]
 
