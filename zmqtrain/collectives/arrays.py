@@ -24,27 +24,26 @@ from zmqtrain.types import Array
 
 __all__ = [
     "DTYPES",
-    "HUB_DTYPES",
+    "NOT_OF_NUMPY",
     "Leaf",
     "LeafShape",
     "as_bytes",
     "dtype_code",
     "dtype_of_code",
-    "dtype_of_name",
     "is_leaf",
     "read_leaf",
     "take_leaf",
 ]
 
+NOT_OF_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""They need the package ml_dtypes, which comes with jax."""
+
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
-    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *NOT_OF_NUMPY,
 )
-"""By code, as in a PART message. The last three need the package ml_dtypes, which comes with jax."""
-
-HUB_DTYPES = tuple(name for name in DTYPES if not name.startswith("float8"))
-"""Those that a hub reduces."""
+"""By code, as in a PART message."""
 
 _LEAF = re.compile(r"([a-z][a-z0-9_]*)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 _MOST_BYTES = 1 << 48
@@ -52,8 +51,7 @@ _MOST_DIMENSIONS = 64  # numpy's own limit
 
 
 @lru_cache(maxsize=len(DTYPES))
-def dtype_of_name(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name in DTYPES. Raise FramingError for any other, ConfigError if a package is missing."""
+def _dtype(name: str) -> np.dtype[Any]:
     if name not in DTYPES:
         raise FramingError(f"no array here is of dtype {name!r}")
     try:
@@ -79,7 +77,7 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
     """Return the dtype of a code; raise FramingError if there is none."""
     if not 0 <= code < len(DTYPES):
         raise FramingError(f"no dtype has the code {code}")
-    return dtype_of_name(DTYPES[code])
+    return _dtype(DTYPES[code])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def read_leaf(text: str) -> LeafShape:
     if (found := _LEAF.fullmatch(text)) is None:
         raise FramingError(f"{text[:80]!r} describes no array")
     shape = tuple(int(part) for part in found[2].split(",")) if found[2] else ()
-    leaf = LeafShape(dtype_of_name(found[1]), shape)
+    leaf = LeafShape(_dtype(found[1]), shape)
     if len(shape) > _MOST_DIMENSIONS or leaf.nbytes > _MOST_BYTES:
         raise FramingError(f"nobody has an array of {text[:80]}")
     return leaf
@@ -163,10 +161,8 @@ def take_leaf(value: Array) -> Leaf:
         def rebuild(values: NDArray[Any]) -> Any:
             return namespace.asarray(values, device=device)
     else:
-        hint = "; a str travels by send, broadcast and gather, with no array beside it"
         raise ConfigError(
             f"{type(value).__name__} is no array: give a numpy or jax array, a number, or a dict, list or tuple of them"
-            f"{hint if isinstance(value, str | bytes) else ''}"
         )
     values = np.asarray(value)
     if rebuild is _number and values.dtype == object:

@@ -60,8 +60,7 @@ class Doorkeeper:
         first = self._stamp is None
         gone = self._channel.admit(names)
         if not first or gone:
-            count = len(names) - 1
-            logger.info("%d key%s authorised now", count, " is" if count == 1 else "s are")
+            logger.info("%d keys are authorised now", len(names) - 1)
         self._gone |= gone
         self._stamp = stamp
         for key, name in self._gone.items():

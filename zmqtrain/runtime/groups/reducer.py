@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 
-from zmqtrain.collectives.arrays import HUB_DTYPES, dtype_of_name
 from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reduction
 from zmqtrain.collectives.steps import Values
 from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
@@ -32,6 +31,7 @@ __all__ = [
     "FOLD_BYTES",
     "GROUP_FOLD_BYTES",
     "MAX_OWN_BYTES",
+    "DTYPES",
     "Reducers",
     "check_chunk",
     "find_fold",
@@ -46,6 +46,10 @@ GROUP_FOLD_BYTES = 128 << 20
 """What of a whole group may be: of a large one each rank has less."""
 MAX_OWN_BYTES, MAX_OWN_FRAMES = 4096, 2
 """What a rank may have come back with the result."""
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
 
 Send = Callable[[PeerId, Folded, Sequence[Buffer], Callable[[], object]], None]
 
@@ -60,12 +64,11 @@ def find_fold(op: str, dtype: str) -> tuple[Reduction, np.dtype[np.generic]]:
     do, for any other."""
     if op not in OPERATIONS:
         raise ConfigError(f"op={op[:32]!r}: the hub reduces by {', '.join(OPERATIONS)}; take another algorithm")
-    if dtype not in HUB_DTYPES:
+    if dtype not in DTYPES:
         raise ConfigError(
-            f"the hub reduces no arrays of {dtype[:32]}, but of {', '.join(HUB_DTYPES)}; cast them, or take another "
-            "algorithm"
+            f"the hub reduces no arrays of {dtype[:32]}, but of {', '.join(DTYPES)}; cast, or take another"
         )
-    kind = dtype_of_name(dtype)
+    kind = np.dtype(dtype)
     return find_reduction(op, kind), kind
 
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from zmqtrain.interfaces import Exchange
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
@@ -50,10 +49,6 @@ class Line(Exchange, Protocol):
         """Who is in the run."""
 
     @property
-    def alone(self) -> Solitude | None:
-        """How the node trains without the master; None: that is there."""
-
-    @property
     def waiting_for(self) -> str:
         """What it is waiting for."""
 
@@ -61,6 +56,12 @@ class Line(Exchange, Protocol):
         """Wait for the master's Welcome."""
 
     def describe_data(self, digests: str) -> None:
+        """See Describes."""
+
+    def describe_device(self, device: str) -> None:
+        """See Describes."""
+
+    def describe_first_step(self, digest: str) -> None:
         """See Describes."""
 
     def begin_join(
