@@ -9,9 +9,12 @@ Source: ZeroMQ RFC 23 (ZMTP 3.0: greeting, frames), RFC 13 (ZMTP 1.0), RFC 15 (Z
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from random import Random
@@ -38,12 +41,13 @@ from zmqtrain.protocol.messages import (
     Welcome,
     WireLeaf,
 )
+from zmqtrain.protocol.standby_messages import Books, Holding, Replica
 from zmqtrain.types import MAX_FRAME_BYTES
 
 from fuzz_inputs import mutate_session, read_session
 from fuzz_sessions import honest_sessions
 
-__all__ = ["ATTACKS", "Place", "attack"]
+__all__ = ["ATTACKS", "ATTACKS_OF_MEMBERS", "Place", "attack", "largest_heads"]
 
 LONGEST_PAUSE = 0.2
 NULL_GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
@@ -65,11 +69,16 @@ LENGTHS = (MAX_FRAME_BYTES + (1 << 17), 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 6
 
 @dataclass(frozen=True)
 class Place:
-    """Where the broker is, and what is known of it. server_key: its public CURVE key, where it has one."""
+    """Where the broker is, and what is known of it.
+
+    server_key: its public CURVE key, where it has one.  keys: the public and the secret key with which attackers come,
+    None: a new pair on each connection, which nobody has authorised.
+    """
 
     host: str
     port: int
     server_key: bytes | None = None
+    keys: tuple[bytes, bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -103,7 +112,7 @@ def _dealer(place: Place, routing_id: bytes, unread: bool = False) -> Iterator[z
             dealer.rcvhwm, dealer.rcvbuf = 1, 4096
         if place.server_key is not None:
             dealer.curve_serverkey = place.server_key
-            dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+            dealer.curve_publickey, dealer.curve_secretkey = place.keys or zmq.curve_keypair()
         dealer.connect(place.address)
         yield dealer
 
@@ -297,6 +306,11 @@ def join_and_be_silent(place: Place, stop: threading.Event, random: Random, memb
     _be_members(place, stop, random, members, again=False)
 
 
+def join_with_four_and_be_silent(place: Place, stop: threading.Event, random: Random) -> None:
+    """The same with four nodes."""
+    _be_members(place, stop, random, 4, again=False)
+
+
 def fetch_again_and_again(place: Place, stop: threading.Event, random: Random) -> None:
     """Join with ten nodes that fetch the parameters, all at once, again and again."""
     _be_members(place, stop, random, 10, again=True)
@@ -330,6 +344,44 @@ def _be_members(place: Place, stop: threading.Event, random: Random, members: in
                         heads.send(encode_message(Fetch(-1, model[number])))
                     if beat % 10 == 0:
                         heads.send(encode_message(Heartbeat(float(beat))))
+
+
+def confirm_late(place: Place, stop: threading.Event, random: Random, seconds: float = 1.8) -> None:
+    """Be the standby: once in step, confirm each version so many seconds after it has come."""
+    control, bulk = _ids(random)
+    hello = encode_message(Hello("mallory", "standby", address="tcp://10.99.9.9:5555"))
+    with _dealer(place, control) as heads, _dealer(place, bulk) as chunks:
+        chunks.send(b"")
+        heads.send(hello)
+        parts: dict[int, tuple[int, int]] = {}  # of a transfer: its version, and how many chunks are to come
+        due: deque[tuple[float, int]] = deque()
+        in_step, read, beat_at = False, 0, 0.0
+        while not stop.wait(0.01):
+            now = time.monotonic()
+            with contextlib.suppress(zmq.Again):
+                for message in _heard(heads):
+                    if isinstance(message, Books):
+                        told = json.loads(message.text)
+                        in_step, read = told["in_step"], told["number"]
+                    elif isinstance(message, Refused):
+                        parts, due, in_step = {}, deque(), False
+                        heads.send(hello)
+                for message in _heard(chunks):
+                    if not isinstance(message, Replica | Aggregate | Chunk):
+                        continue
+                    heads.send(encode_message(Credit(message.transfer, 1)))
+                    if not isinstance(message, Chunk):
+                        parts[message.transfer] = message.version, len(message.sizes)
+                    elif message.transfer in parts:
+                        version, left = parts[message.transfer]
+                        parts[message.transfer] = version, left - 1
+                        if left == 1:
+                            due.append((now + seconds * in_step, version))
+                while due and due[0][0] <= now:
+                    heads.send(encode_message(Holding(due.popleft()[1])))
+                if now - beat_at > 0.3:
+                    heads.send(encode_message(Heartbeat(now, read)))
+                    beat_at = now
 
 
 def _heard(dealer: zmq.SyncSocket) -> Iterator[Message]:
@@ -368,5 +420,15 @@ ATTACKS: dict[str, Attack] = {
     "send_largest_heads": send_largest_heads,
     "send_largest_heads_from_ten": send_largest_heads_from_ten,
     "join_and_be_silent": join_and_be_silent,
+    "join_with_four_and_be_silent": join_with_four_and_be_silent,
     "fetch_again_and_again": fetch_again_and_again,
+    "confirm_late": confirm_late,
 }
+ATTACKS_OF_MEMBERS = (
+    "send_largest_heads",
+    "send_largest_heads_from_ten",
+    "join_and_be_silent",
+    "join_with_four_and_be_silent",
+    "fetch_again_and_again",
+)
+"""What is worse with a key that the broker knows."""

@@ -13,8 +13,9 @@ from zmqtrain.settings import RunSettings
 from zmqtrain.types import VERSION as __version__
 
 if TYPE_CHECKING:
-    from zmqtrain.collectives.requests import wait_all, wait_any
-    from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG
+    from zmqtrain.collectives.messenger import Message
+    from zmqtrain.collectives.requests import Request, wait_all, wait_any
+    from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Status
     from zmqtrain.engine.executor import Engine
     from zmqtrain.programs import load_program
     from zmqtrain.runtime.broker.broker import Broker
@@ -45,6 +46,9 @@ __all__ = [
     "ANY_TAG",
     "wait_all",
     "wait_any",
+    "Request",
+    "Message",
+    "Status",
     "Engine",
     "RunSettings",
     "ZmqTrainError",
@@ -63,6 +67,9 @@ _HOMES = {
     "ANY_TAG": "zmqtrain.collectives.transfers",
     "wait_all": "zmqtrain.collectives.requests",
     "wait_any": "zmqtrain.collectives.requests",
+    "Request": "zmqtrain.collectives.requests",
+    "Message": "zmqtrain.collectives.messenger",
+    "Status": "zmqtrain.collectives.transfers",
     "Engine": "zmqtrain.engine.executor",
     "load_model": "zmqtrain.runtime.models",
     "save_model": "zmqtrain.runtime.models",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -23,12 +24,14 @@ from zmqtrain.cli.broker import (
     greeting,
     node_addresses,
     open_keys,
+    result,
+    saving,
     shard_greeting,
 )
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
-from zmqtrain.cli.node import Interruption, load_run_program, paced
+from zmqtrain.cli.node import Interruption, load_run_program, paced, say_alone
 from zmqtrain.errors import (
     CheckpointError,
     ConfigError,
@@ -42,6 +45,7 @@ from zmqtrain.errors import (
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker import registration
 from zmqtrain.runtime.broker.registration import public_address
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -220,6 +224,17 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_be
         check_checkpoint(tmp_path / "file")
 
 
+def test_a_broker_says_where_its_model_is_and_how_to_go_on(tmp_path: Path) -> None:
+    assert str(tmp_path) in saving(tmp_path) and "the model is lost" in saving(None)
+    assert "no model" in result(-1, 0, tmp_path, tmp_path) and "nothing was saved" in result(7, 9, None, None)
+    (tmp_path / "model.safetensors").touch()
+    first, model, again = result(7, 9, tmp_path, tmp_path).splitlines()
+    assert first == "ended at version 7, 9 contributions" and model == f"the model: {tmp_path / 'model.safetensors'}"
+    assert again == f"to go on with this run: zmqtrain-broker with the same options and --checkpoint {tmp_path}"
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1-of-2.safetensors")
+    assert "part of the model" in result(7, 9, tmp_path, tmp_path)
+
+
 def test_a_hub_makes_its_keys_at_the_first_start_and_one_for_all_pcs(tmp_path: Path) -> None:
     config = BrokerConfig(bind="tcp://*:0", keys=tmp_path / "keys")
     for _ in range(2):
@@ -259,6 +274,16 @@ def test_a_nodes_own_place_of_the_data_and_the_runs_seed_go_to_the_program(tmp_p
     settings = RunSettings(program="text", program_arguments="data=/none,width=8,layers=1,heads=1,context=8", seed=7)
     program = load_run_program(settings, str(text), "tcp://hub:5555")
     assert (program.data, program.width, program.seed) == (str(text), 8, 7)  # type: ignore[attr-defined]
+
+
+def test_a_node_without_a_hub_says_since_when_why_and_what_it_tries() -> None:
+    assert say_alone("pc1", None) == ""
+    said = say_alone("pc1", Solitude(75.0, "tcp://hub:5555", "nobody answers", 1234, 0.5))
+    assert said == (
+        "pc1 has had no hub for 1:15 (tcp://hub:5555: nobody answers); it tries again, and trains on alone: "
+        "step 1,234, loss 0.500"
+    )
+    assert "loss" not in say_alone("pc1", Solitude(1.0, "", "", 0, math.nan))
 
 
 def test_an_interruption_while_training_is_seen_at_the_next_step() -> None:

@@ -160,6 +160,12 @@ def test_k_and_d_are_numbers_of_steps_or_auto(flag: tuple[str, str], capsys: pyt
         (NodeConfig, [HUB, "--link", "fast"], "link is written like"),
         (NodeConfig, [HUB, "--share", "1.5"], "0 < share <= 1"),
         (BrokerConfig, ["--insecure", "--checkpoint-every", "0"], "checkpoint_every must be at least 1 version"),
+        (
+            BrokerConfig,
+            ["--insecure", "--checkpoint", "a", "--no-checkpoint"],
+            "nothing is saved, and --checkpoint where",
+        ),
+        (LocalConfig, ["--checkpoint", "a", "--no-checkpoint"], "leave one out"),
         (BrokerConfig, ["--insecure", "--bind", "hub"], "tcp://HOST:PORT"),
         (BrokerConfig, ["--insecure", "--broadcast-codec", "terniary"], "broadcast_codec = 'terniary'.*ternary"),
         (BrokerConfig, ["--insecure", "--release", "most"], "release = 'most'.*quorum"),

@@ -43,7 +43,7 @@ class Ranks:
 
     def close(self) -> None:
         for communicator in self.communicators:
-            communicator.close()
+            communicator.close(timeout_seconds=0.0)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def pair(arrays: Sequence[Values], op: Reduction) -> Values:
 def reduced(algorithm: str, arrays: Sequence[Values], op: Reduction) -> Values:
     """What an allreduce of this name gives, in the order that it states."""
     size = len(arrays)
-    if algorithm in ("naive", "hub"):
+    if algorithm in ("naive", "sequential", "hub"):
         result = fold(arrays, op)
     elif algorithm == "tree":
         result = pair(arrays, op)

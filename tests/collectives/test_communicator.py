@@ -25,7 +25,7 @@ from zmqtrain.errors import (
 )
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
-ALGORITHMS = ("auto", "naive", "ring", "tree", "halving", "parallel")
+ALGORITHMS = ("auto", "naive", "ring", "tree", "halving", "parallel", "sequential")
 
 Make = Callable[..., Any]
 
@@ -168,9 +168,23 @@ def test_several_collectives_are_on_their_way_and_may_be_waited_for_in_any_order
 
 
 def test_own_functions_reduce_too(ranks: Make) -> None:
-    results = ranks(4).play(lambda comm: comm.allreduce(np.array([comm.rank, 5]), np.bitwise_or))
+    results = ranks(4).play(lambda comm: comm.allreduce(np.array([comm.rank + 1, 5]), np.gcd))
     for result in good(results):
-        np.testing.assert_array_equal(result, [3, 5])
+        np.testing.assert_array_equal(result, [1, 5])
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("BAND", [0, 5]), ("bor", [3, 5]), (np.bitwise_xor, [0, 0])])
+def test_bits_are_reduced_and_the_case_of_a_name_does_not_tell_ranks_apart(ranks: Make, op: Any, wanted: Any) -> None:
+    ops = [op, op.lower() if isinstance(op, str) else "BXOR"]
+    results = ranks(4).play(lambda comm: comm.allreduce(np.array([comm.rank, 5]), ops[comm.rank % 2]))
+    for result in good(results):
+        np.testing.assert_array_equal(result, wanted)
+
+
+def test_the_names_of_one_algorithm_do_not_tell_ranks_apart(ranks: Make) -> None:
+    names = ["halving", "recursive_halving", "halving"]
+    results = ranks(3).play(lambda comm: comm.allreduce(np.arange(5), algorithm=names[comm.rank]))
+    assert [result.tolist() for result in good(results)] == [[0, 3, 6, 9, 12]] * 3
 
 
 @pytest.mark.parametrize("codec", ["float32", "bf16", "int8", "ternary"])

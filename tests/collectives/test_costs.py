@@ -12,6 +12,7 @@ from zmqtrain.collectives.costs import (
     COSTS,
     bytes_sent,
     least_bytes,
+    messages_sent,
     port_bytes,
     seconds_expected,
     steps_taken,
@@ -88,6 +89,18 @@ def test_the_steps_are_the_longest_way_of_messages(algorithm: str, size: int) ->
     assert max(longest) == steps_taken(algorithm, size)
 
 
+@algorithms
+@pytest.mark.parametrize("size", SIZES)
+def test_all_send_as_many_messages_as_is_said(algorithm: str, size: int) -> None:
+    traffic = play(algorithm, size, 5 * size, 5 * size)
+    assert sum(each.messages_sent for each in traffic) == messages_sent(algorithm, size)
+
+
+def test_another_name_of_an_algorithm_costs_the_same() -> None:
+    assert bytes_sent("recursive_halving", 4, 100, 1) == bytes_sent("halving", 4, 100, 1)
+    assert messages_sent("recursive_halving", 8) == 2 * 8 * 3
+
+
 def test_the_ring_needs_no_more_than_any_allreduce_must() -> None:
     assert port_bytes("ring", 4, 100) == least_bytes(4, 100) == 150
     assert seconds_expected("ring", 4, 100, latency_seconds=1, bytes_per_second=10) == 6 + 15
@@ -96,5 +109,7 @@ def test_the_ring_needs_no_more_than_any_allreduce_must() -> None:
 
 def test_every_allreduce_has_its_formula_and_others_have_none() -> None:
     assert set(COSTS) == set(ALLREDUCE)
-    with pytest.raises(ConfigError, match="algorithm='star': choose one of naive, ring, parallel, tree, halving, hub"):
+    with pytest.raises(
+        ConfigError, match="algorithm='star': choose one of naive, ring, parallel, tree, halving, sequential, hub"
+    ):
         bytes_sent("star", 2, 4, 0)

@@ -101,7 +101,7 @@ def test_a_rank_that_dies_while_it_sends_is_named_by_all(ranks: Make, what: str,
     dying = threading.Thread(target=repeat, args=(group.communicators[LOST],))
     dying.start()
     assert group.play(part, survivors) == [5, 5, 5]
-    group.communicators[LOST].close()
+    group.communicators[LOST].close(timeout_seconds=0.0)
     dying.join()
 
 
@@ -256,7 +256,7 @@ def test_what_waits_on_a_closed_communicator_ends(ranks: Make) -> None:
     group = ranks(2)
     comm = group.communicators[0]
     receive, collective = comm.irecv(source=1), comm.ibarrier()
-    comm.close()
+    comm.close(timeout_seconds=0.0)
     for request in (receive, collective):
         with pytest.raises(PeerLost, match="closed"):
             request.wait()

@@ -12,7 +12,7 @@ import pytest
 
 import zmqtrain as zt
 from zmqtrain.collectives.matching import EAGER_WINDOW_BYTES
-from zmqtrain.collectives.messenger import Status
+from zmqtrain.collectives.transfers import Status
 from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 
 Make = Callable[..., Any]
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_said_on_both_sides(ranks: Make) -> None:
                 CollectiveMismatch, match=r"rank 1 \(pc-1\) sent float64\[.*rank 0 \(pc-0\) receives into"
             ):
                 if comm.rank == 0:
-                    comm.recv(into=np.empty(values + 1))
+                    comm.recv(into=np.empty(values - 1))
                 else:
                     comm.send(np.ones(values), dest=0)
                     if values == 3:  # it was sent at once
@@ -88,11 +88,11 @@ def test_probes_find_what_a_receive_would_get_and_matched_ones_keep_it(ranks: Ma
             comm.send({"a": 1}, dest=0, tag=5)
             return comm.barrier()
         status = comm.probe(tag=4)
-        assert status == Status(1, 4, (2, 3), "float32", 24) == comm.iprobe(source=1)
+        assert status == Status(1, 4, (2, 3), "float32", 24, 6) == comm.iprobe(source=1)
         message = comm.improbe(source=1, tag=4)
         assert message.status == status and comm.improbe(tag=4) is None and comm.iprobe(tag=4) is None
         other = comm.mprobe()
-        assert other.status == Status(1, 5, (), "tree", 8)
+        assert other.status == Status(1, 5, (), "value", 4, 4)
         assert comm.imrecv(other).wait() == {"a": 1}
         np.testing.assert_array_equal(comm.imrecv(message).wait(), np.ones((2, 3)))
         return comm.barrier()

@@ -41,7 +41,7 @@ class Rank:
 
     def close(self) -> None:
         self.engine.close(drop=True)
-        self.comm.close()
+        self.comm.close(timeout_seconds=0.0)
 
 
 @pytest.fixture

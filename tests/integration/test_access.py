@@ -88,6 +88,22 @@ def test_only_who_has_an_authorised_key_is_heard_and_is_known_by_its_name(strang
     run(main)
 
 
+def test_the_last_words_of_a_connection_that_has_ended_are_no_arrival(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        hub = guarded(Admission(names(pc1=ONE)))
+        known = node(hub, A, ONE)
+        await meet(hub, known)
+        for descriptor in list(hub._speakers):  # that they have ended is heard before what came over them
+            hub._gone(descriptor)
+        await meet(hub, known)
+        await end(known, hub)
+
+    run(main)
+    assert [record.getMessage() for record in caplog.records].count(f"{A} comes with the key of pc1") == 1
+
+
 def test_a_key_that_is_authorised_later_comes_in_without_a_new_start() -> None:
     async def main() -> None:
         hub = guarded(Admission(names(pc1=ONE)))

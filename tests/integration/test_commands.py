@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.terminals import pseudo_terminal
+from zmqtrain.runtime.model_files import read_model
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.transport.key_folder import KeyFolder
 
@@ -77,12 +78,17 @@ class Broker:
 
 @contextlib.contextmanager
 def broker(*options: str) -> Iterator[Broker]:
-    with started(*command("broker", "--bind", "tcp://127.0.0.1:0", *options)) as process:
+    kept = () if "--checkpoint" in options else ("--no-checkpoint",)
+    with started(*command("broker", "--bind", "tcp://127.0.0.1:0", *kept, *options)) as process:
         yield Broker(process)
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=BOUND_SECONDS)
+def run(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=BOUND_SECONDS, cwd=cwd)
+
+
+def run_local(*options: str) -> subprocess.CompletedProcess[str]:
+    return run("local", "--no-checkpoint", *options)
 
 
 def paragraph(result: subprocess.CompletedProcess[str], code: int = 2) -> str:
@@ -104,7 +110,7 @@ def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(t
         assert re.search(r"steps +16\b", node.stdout) and re.search(r"held-out +loss \d", node.stdout)
         assert "\x1b" not in node.stdout
         assert hub.wait() == 0, hub.said
-    assert "saved in" in hub.said
+    assert f"the model: {tmp_path / 'kept' / 'model.safetensors'}" in hub.said
     assert (tmp_path / "kept" / "model.safetensors").exists()
 
 
@@ -112,7 +118,7 @@ def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0() -> None:
     with broker("--program", "text") as hub:
         assert run("status", hub.address).returncode == 0
         assert hub.end() == 0
-        assert "ended at version" in hub.said
+        assert "ended: no node has joined, so there is no model" in hub.said
 
 
 def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path) -> None:
@@ -134,12 +140,20 @@ def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path
     assert "stopping: what is computed is sent first" in said and "held-out" in said
 
 
-def test_local_runs_a_federation_to_its_end_and_leaves_no_process(text: Path) -> None:
+def test_local_runs_a_federation_to_its_end_and_says_where_its_model_is(text: Path, tmp_path: Path) -> None:
     options = ("--nodes", "2", "--start-nodes", "2", "--units", "6", "--every", "4", "--delay", "2")
-    result = run("local", *options, "--program-arguments", SMALL.format(text=text))
+    result = run("local", *options, "--program-arguments", SMALL.format(text=text), cwd=tmp_path)
     assert result.returncode == 0, result
     assert re.search(r"^held-out loss \d", result.stdout, re.MULTILINE)
     assert "6/6 units" in result.stdout
+    kept = re.match(r"the run and its model are saved in (zmqtrain-runs/(run-\w{8}))$", result.stdout.splitlines()[0])
+    assert kept and f"to go on with this run: zmqtrain local with the same options and --checkpoint {kept[1]}" in (
+        result.stdout
+    )
+    arrays, facts = read_model(tmp_path / kept[1] / "broker" / "model.safetensors")
+    assert (facts.run, facts.program) == (kept[2], "text") and facts.evaluation.keys() >= {"loss"}
+    assert [leaf.path for leaf in facts.leaves] and arrays.keys() == {leaf.path for leaf in facts.leaves}
+    assert f"the model: {kept[1]}/broker/model.safetensors" in result.stdout
 
 
 def test_chaos_breaks_a_run_and_its_ledger_says_exactly_once(text: Path) -> None:
@@ -154,8 +168,8 @@ def test_chaos_breaks_a_run_and_its_ledger_says_exactly_once(text: Path) -> None
 
 @pytest.mark.parametrize("exchange", ["allreduce:ring", "server:async"])
 def test_local_trains_in_lockstep_where_it_is_told_so(text: Path, exchange: str) -> None:
-    result = run(
-        *("local", "--nodes", "2", "--units", "6", "--program-arguments", SMALL.format(text=text)),
+    result = run_local(
+        *("--nodes", "2", "--units", "6", "--program-arguments", SMALL.format(text=text)),
         *("--exchange", exchange),
     )
     assert result.returncode == 0, result
@@ -182,6 +196,7 @@ def test_two_masters_as_commands_train_with_a_node_that_knows_one_address(text: 
     keys = ("--keys", str(tmp_path / "keys"))
     with broker(*program, *keys, "--shard", "0/2") as first:
         other = command("broker", "--bind", "tcp://127.0.0.1:0", "--shard", "1/2", "--first", first.address, *keys)
+        other = (*other, "--no-checkpoint")
         with started(*other) as second:
             assert second.stdout is not None
             said = re.match(r"run-\w+: shard 1/2, which nodes reach at (tcp://127.0.0.1:\d+)", second.stdout.readline())
@@ -215,13 +230,13 @@ with Federation(RunSettings(program="text", program_arguments=sys.argv[1]), 1) a
 
 
 def test_local_says_why_no_node_could_train() -> None:
-    said = paragraph(run("local", "--nodes", "1", "--program-arguments", "data=/no/such/text"))
+    said = paragraph(run_local("--nodes", "1", "--program-arguments", "data=/no/such/text"))
     assert "no node could train" in said and "/no/such/text" in said
 
 
 def test_two_brokers_at_one_address_is_refused_with_another_port() -> None:
     with broker() as hub:
-        said = paragraph(run("broker", "--bind", hub.address))
+        said = paragraph(run("broker", "--bind", hub.address, "--no-checkpoint"))
     assert "already listens" in said and "--bind tcp://127.0.0.1:" in said
 
 
@@ -280,7 +295,7 @@ sys.exit(main(["node", sys.argv[1], "--name", "pc-1"]))
 def test_a_broker_on_a_terminal_serves_nodes_of_any_name_and_shows_it(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     names = ("x[/red]y", "[bold]b", "n" * 64)
-    argv = command("broker", "--bind", "tcp://127.0.0.1:0")
+    argv = command("broker", "--bind", "tcp://127.0.0.1:0", "--no-checkpoint")
     with pseudo_terminal() as terminal, subprocess.Popen(argv, stdout=terminal.child, stderr=terminal.child) as hub:
         try:
             said = terminal.wait_until(lambda shown: 'connect("tcp://' in shown)
@@ -304,7 +319,9 @@ def test_a_broker_whose_output_nobody_can_take_serves_on(reader: str) -> None:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{one.getsockname()[1]}"
-        argv = command("broker", "--bind", address, "--lost-seconds", "0.5", "--heartbeat-seconds", "0.1")
+        argv = command(
+            "broker", "--bind", address, "--no-checkpoint", "--lost-seconds", "0.5", "--heartbeat-seconds", "0.1"
+        )
         if reader == "full":
             output = stack.enter_context(open("/dev/full", "w"))
             hub = stack.enter_context(subprocess.Popen(argv, stdout=output, stderr=output))

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -97,6 +98,13 @@ def test_the_hub_reduces_for_all_and_says_what_it_cannot(hub: str) -> None:
     for result in zt.wait_all([comm.iallreduce(tree, algorithm="hub") for comm in comms]):
         np.testing.assert_array_equal(result["a"], 3 * tree["a"])
         np.testing.assert_array_equal(result["b"][1], [0, 3, 6, 9])
+    half = [np.asarray([0.1, comm.rank, 3e38], ml_dtypes.bfloat16) for comm in comms]
+    with np.errstate(over="ignore"):
+        wanted = half[0] + half[1] + half[2]
+    requests = [comm.iallreduce(x, algorithm="hub") for comm, x in zip(comms, half, strict=True)]
+    assert [(result.dtype, result.tobytes()) for result in zt.wait_all(requests)] == [
+        (wanted.dtype, wanted.tobytes())
+    ] * 3
     with pytest.raises(ConfigError, match="the hub reduces sum"):
         comms[0].iallreduce(np.ones(3), np.hypot, algorithm="hub")
     different = [comm.iallreduce(np.ones(3 + (comm.rank == 2)), algorithm="hub") for comm in comms]

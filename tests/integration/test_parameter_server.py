@@ -33,6 +33,21 @@ def test_keys_are_begun_pushed_to_and_pulled(masters):
         assert figures.bytes_received > first["large"].nbytes
 
 
+def test_an_index_is_the_key_of_an_array_in_a_list():
+    with brokers(2) as addresses, clients(addresses, ["a"], optimizer="sgd:rate=1") as (client,):
+        weights = [np.full((3, 2), 5.0, np.float32), np.full(2, 7.0, np.float32)]
+        client.init_all(weights)
+        client.push(0, np.ones((3, 2), np.float32))
+        assert client.pull(0).tolist() == [[4.0, 4.0]] * 3 and client.pull("0").tolist() == [[4.0, 4.0]] * 3
+        assert client.push_pull(np.int64(1), np.ones(2, np.float32)).tolist() == [6.0, 6.0] and client.version(1) == 1
+        client.init(2, np.zeros(3))
+        client.ipush(2, np.ones(3)).wait()
+        assert client.ipull(2).wait().tolist() == client.pull_all([None, None, np.zeros(3)])[2].tolist() == [-1.0] * 3
+        for key in (-1, True, 1.5, None):
+            with pytest.raises(ConfigError, match="or an index from 0 on"):
+                client.push(key, np.ones(2, np.float32))
+
+
 def test_the_first_to_begin_a_key_wins_and_all_have_the_same():
     with brokers(2) as addresses, clients(addresses, ["a", "b", "c"]) as workers:
         begun = together([lambda seed=seed, one=one: one.init_all(model(seed)) for seed, one in enumerate(workers)])
@@ -150,7 +165,7 @@ def test_what_is_wrong_is_refused_in_a_sentence_and_the_client_goes_on():
         for into in (np.zeros(3), np.zeros(6, np.float32)[::2], np.zeros(3, ">f4"), frozen, [0.0, 0.0, 0.0]):
             with pytest.raises(ConfigError, match="into"):
                 a.pull("w", into=into)
-        for key in ("", "w" * 401, "\ud800", 5):
+        for key in ("", "w" * 401, "\ud800", 5.0):
             with pytest.raises(ConfigError, match="a key is a text of 1 to 400 characters"):
                 a.init(key, np.zeros(3, np.float32))
             with pytest.raises(ConfigError, match="a key is a text of 1 to 400 characters"):

@@ -55,7 +55,7 @@ def wait_for_line(one, pattern):
 def test_a_killed_master_is_lost_to_all_clients_in_all_calls(consistency):
     with (
         brokers(1) as addresses,
-        process("-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0") as master,
+        process("-m", "zmqtrain.cli.broker", "--bind", "tcp://127.0.0.1:0", "--no-checkpoint") as master,
     ):
         addresses.append(wait_for_line(master, r"(tcp://127\S+:\d+)")[1])
         with clients(addresses, ["a", "b"], consistency=consistency, workers=2) as workers:

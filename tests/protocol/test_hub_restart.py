@@ -32,6 +32,19 @@ def test_a_restarted_hub_is_the_same_run():
     assert again.receive("a", publish(0), 0.0) == [] and again.fence.dropped == {"double": 1}
 
 
+def test_the_time_that_a_run_was_served_goes_on_where_it_was():
+    hub = live_hub("a")
+    hub.tick(100.0)
+    again = Hub(hub.settings, hub.rounds.rule, "", 5000.0)
+    again.restore(hub.state())
+    before = hub.roster(100.0).seconds
+    assert before > 0 and again.roster(5000.0).seconds == before and again.roster(5007.0).seconds == before + 7
+    again.tick(5010.0)
+    once_more = Hub(hub.settings, hub.rounds.rule, "", 0.0)
+    once_more.restore(again.state() | {"seconds": float("nan")})
+    assert again.state()["seconds"] == before + 10 and once_more.roster(1.0).seconds == 1.0
+
+
 def test_the_journal_is_replayed_onto_the_state():
     hub = live_hub("a", "b")
     saved = hub.state()

@@ -85,7 +85,7 @@ def test_a_hub_of_another_run_is_not_believed():
         HUB,
         "run",
         "the broker now runs run-2, this node belongs to run-1. Restart the broker with the checkpoint of the old run, "
-        "or stop this node and start it again to join the new run (with --new-run where it has a checkpoint).",
+        "or stop this node and start it again to join the new run (with --new-run where it has a checkpoint)",
     )
     assert (peer.state, peer.run, peer.version, peer.in_flight) == (PeerState.CONNECTING, "run-1", 5, {0})
     assert peer.tick(14.9) == [] and peer.tick(15.0) == [Send(Hello("a", "node", "run-1", 5))]
@@ -100,7 +100,7 @@ def test_a_hub_that_knows_less_than_this_node_has_seen_is_not_believed():
         HUB,
         "version",
         "the broker is at version 4 of run-1, this node has seen 5: it was restarted from an older state. Restart it "
-        "with the newest checkpoint folder, or stop this node and start it again.",
+        "with the newest checkpoint folder, or stop this node and start it again",
     )
     assert peer.state is PeerState.CONNECTING and peer.tick(14.9) == []
 

@@ -24,7 +24,9 @@ from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.broker import Broker
+from zmqtrain.runtime.broker.parts import MODEL_FILE, part_file
 from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.run_folders import RUNS, RunFolders
 from zmqtrain.runtime.broker.serve import serve
 from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.planning.auto import link_share
@@ -47,6 +49,8 @@ __all__ = [
     "takeover_greeting",
     "node_addresses",
     "open_keys",
+    "result",
+    "saving",
     "way_in",
 ]
 
@@ -63,7 +67,7 @@ def _run(config: BrokerConfig) -> int:
     log_to_stderr(config.verbose)
     settings = RunSettings.from_dict(config.to_dict())
     unknown = check_program(settings)
-    check_checkpoint(config.checkpoint)
+    check_checkpoint(RUNS if config.checkpoint is None and not config.no_checkpoint else config.checkpoint)
     keys = open_keys(config)
     place, standby = _place(config, keys), _standby(config)
     facts = {"zmqtrain": __version__, "began": time.time()}
@@ -74,13 +78,17 @@ def _run(config: BrokerConfig) -> int:
         what = f"the run of {config.standby}"
     display = Display(lambda: latest[-1] if latest else None, f"broker: {what}")
 
+    folders: list[Path | None] = []
+
     def ready(broker: Broker) -> None:
+        folders.append(broker.folder)
         if standby is not None:
             print(takeover_greeting(broker.hub.run, broker.hub.version, broker.hub.term), flush=True)
         elif place is None:
             print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
         else:
             print(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address), flush=True)
+        print(saving(broker.folder), flush=True)
         if unknown:
             print(unknown, file=sys.stderr, flush=True)
         display.start()
@@ -101,7 +109,7 @@ def _run(config: BrokerConfig) -> int:
             config.bind,
             settings if place is None and standby is None else None,
             keys=keys,
-            checkpoint=config.checkpoint,
+            checkpoint=RunFolders() if config.checkpoint is None and not config.no_checkpoint else config.checkpoint,
             checkpoint_every=config.checkpoint_every,
             checkpoint_keep=config.checkpoint_keep,
             ready=ready,
@@ -120,9 +128,33 @@ def _run(config: BrokerConfig) -> int:
     if standby is not None and statistics.version < 0:
         print("ended as a standby that was not needed")
         return 0
-    saved = f"; saved in {config.checkpoint}" if config.checkpoint is not None and statistics.version >= 0 else ""
-    print(f"ended at version {max(0, statistics.version)}, {statistics.contributions} contributions{saved}")
+    print(result(statistics.version, statistics.contributions, folders[-1], folders[-1]))
     return 0
+
+
+def saving(folder: Path | None) -> str:
+    """Return where a broker says that it saves its run. folder: None for nowhere."""
+    if folder is None:
+        return "nothing is saved (--no-checkpoint): the model is lost when this broker ends"
+    return f"the run and its model are saved in {folder}"
+
+
+def result(version: int, contributions: int, folder: Path | None, again: Path | None, program: str = PROGRAM) -> str:
+    """Return what a broker says last: how far its run came, where the model is, and how to go on with the run.
+
+    folder: of the broker's checkpoints, None for none.  again: what --checkpoint of `program` names to go on.
+    """
+    if version < 0:
+        return "ended: no node has joined, so there is no model"
+    lines = [f"ended at version {version}, {contributions} contributions"]
+    if folder is None:
+        return f"{lines[0]}; nothing was saved (--no-checkpoint)"
+    if (model := folder / MODEL_FILE).exists():
+        lines.append(f"the model: {model}")
+    elif parts := sorted(folder.glob(part_file("*", "*"))):
+        lines.append(f"this master's part of the model: {parts[0]} (zmqtrain merge makes the whole of all)")
+    lines.append(f"to go on with this run: {program} with the same options and --checkpoint {again}")
+    return "\n".join(lines)
 
 
 def ending(roster: Roster | None) -> str:
@@ -225,7 +257,8 @@ def check_checkpoint(folder: Path | None) -> None:
         if error.errno in NO_ROOM and any(folder.glob("checkpoint-*.safetensors")):
             return
         raise CheckpointError(
-            f"cannot write to {folder} (--checkpoint): {error.strerror}; name another folder"
+            f"cannot write to {folder}: {error.strerror}; name another folder (--checkpoint FOLDER), or save nothing "
+            "(--no-checkpoint)"
         ) from error
 
 

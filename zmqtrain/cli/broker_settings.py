@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, require
+from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, check_no_checkpoint, require
 from zmqtrain.errors import ConfigError
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.runtime.rules import check_rules
@@ -59,7 +59,10 @@ class BrokerConfig(RunOptions):
     """What training may use of this machine's port, each way, the rest being left to others (0.8). With 1 and no link,
     nothing is limited."""
     checkpoint: Folder = None
-    """Save the run here, and resume it from here if there is one."""
+    """Save the run and its model here, and resume it from here if there is one; if not given, in
+    zmqtrain-runs/RUN, a new folder for each run."""
+    no_checkpoint: bool = False
+    """Save nothing: the model is lost when the broker ends."""
     checkpoint_every: str = ""
     """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
     checkpoint_keep: int = 3
@@ -77,6 +80,7 @@ class BrokerConfig(RunOptions):
         check_rules(self)
         link_share(self.link, self.share)
         self._check_shard(index)
+        check_no_checkpoint(self.checkpoint, self.no_checkpoint)
         check_checkpoints(self, self.mode == "strict")
         parse_address(self.bind, "tcp://*:5555")
         if self.keys is not None and self.insecure:

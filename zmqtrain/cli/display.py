@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from rich import console as rich_console
-from rich.console import Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +36,7 @@ __all__ = [
     "format_number",
     "format_scores",
     "roster_headline",
+    "roster_legend",
     "roster_gain",
     "roster_line",
     "roster_table",
@@ -50,11 +50,7 @@ NOTHING = "–"
 MOST_COUNT = 1 << 63
 MOST_DIGITS = 1e12
 """Numbers from here on are written with an exponent, or a unit."""
-NAME_LENGTH, SHORT_NAME = 24, 13
-WIDE = 110
-"""From so many columns on a table has a column for devices."""
-MAKERS = ("NVIDIA ", "GeForce ")
-"""What is left out of a device's name in a table."""
+NAME_LENGTH = 24
 ORDINALS = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 DROPPED = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.NOW)
 """What the hub counts of the messages that it has dropped."""
@@ -113,8 +109,14 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_scores(scores: Mapping[str, float]) -> str:
-    """Return held-out scores as "loss 2.311, bits per byte 3.334"."""
-    return ", ".join(f"{name.replace('_', ' ')} {format_number(value, 4)}" for name, value in scores.items())
+    """Return held-out scores as "loss 2.3110, accuracy 98.1 %". An accuracy is in percent, as `Program.evaluate` has
+    it; one of at most 1 is shown as it came, as it may be a fraction."""
+    return ", ".join(f"{name.replace('_', ' ')} {_score(name, value)}" for name, value in scores.items())
+
+
+def _score(name: str, value: float) -> str:
+    is_percent = name.endswith("accuracy") and 1 < value <= 100
+    return f"{value:.1f} %" if is_percent else format_number(value, 4)
 
 
 def _figure(member: Member, name: str) -> float:
@@ -149,7 +151,7 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         codec = roster.hub.get("codec", "")
         parts.append(f"k {roster.every}, d {roster.delay}" + (f", {words(str(codec))}" if codec else ""))
     if roster.units_total:
-        parts.append(f"{roster.units_done}/{roster.units_total} units")
+        parts.append(f"{roster.units_done}/{roster.units_total} units{_progress(roster)}")
     if dropped := sum(_count(roster.hub, kind) for kind in DROPPED):
         parts.append(f"{format_count(dropped)} stale or double message{'s' * (dropped != 1)} dropped")
     parts += _refusals(roster)
@@ -173,19 +175,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
     line = " · ".join(parts)
     line += f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
-    line += _worse(roster)
     gain = roster_gain(roster)
     return line + (f"{separator}{gain}" if gain else "")
-
-
-def _worse(roster: Roster) -> str:
-    """Say that the last evaluation is far worse than the best; "" where it is not."""
-    best, loss = _figure(roster.hub, "best_loss"), roster.scores.get("loss", math.nan)
-    if not (math.isfinite(best) and best > 0 and loss >= best):
-        return ""
-    version = _count(roster.hub, "best_version")
-    times = format_count(loss / best) if math.isfinite(loss / best) else "many"
-    return f" ({times} times the best, {format_number(best, 4)} at version {version}: is the learning rate too high?)"
 
 
 def roster_gain(roster: Roster) -> str:
@@ -221,8 +212,19 @@ def _refusals(roster: Roster) -> list[str]:
     if refused:
         said.append(f"{format_count(refused)} delta{'s' * (refused != 1)} refused")
     if turned_away:
-        said.append(f"{format_count(turned_away)} turned away at its port")
+        said.append(f"{format_count(turned_away)} turned away at its port in the last minute")
     return said
+
+
+def _progress(roster: Roster) -> str:
+    """How much of the data is done, and how long the rest takes at the speed of the run so far."""
+    done, total = roster.units_done, roster.units_total
+    if not 0 < done <= total:
+        return ""
+    part = done / total
+    percent = f" ({int(100 * part)} %"
+    left = roster.seconds * (1 - part) / part
+    return percent + (f", about {format_seconds(left)} left)" if done < total else ")")
 
 
 def _version(roster: Roster) -> str:
@@ -244,67 +246,44 @@ def roster_line(roster: Roster) -> str:
     if losses:
         line += f" · loss {format_number(sum(losses) / len(losses))}"
     line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"
-    said = [f"{_name(member)} {text}" for member in roster.members if (text := "; ".join(_remarks(member)))]
-    return visible(line + (f" · {'; '.join(said)}" if said else ""))
+    named = zip(_names(roster), roster.members, strict=True)
+    waiting = [f"{name} waits for {_word(member, 'waiting')}" for name, member in named if member.get("waiting")]
+    return visible(line + (f" · {'; '.join(waiting)}" if waiting else ""))
 
 
-def _remarks(member: Member) -> list[str]:
-    """Return what a member waits for, and what of its training is not as the run needs it."""
-    said = [f"waits for {_word(member, 'waiting')}"] if member.get("waiting") else []
-    if other := _cut(_word(member, "same_batches_as")):
-        said.append(f"trains on the same batches as {other}")
-    if member.get("takes_no_units"):
-        said.append("takes no data units")
-    return said
+def roster_legend(roster: Roster) -> str:
+    """Say what the columns of `roster_table` are, and the letters of the headline."""
+    parts = ["age: steps from an offer to its aggregate", "stale: versions that the last delta was behind"]
+    parts.append("up, down: bytes sent and received")
+    if any("link_rate" in member for member in roster.members):
+        parts.append("link: rate of its port")
+    if len(roster.members) > 1 and roster.evaluator:
+        parts.append("*: scores the shared model")
+    if roster.every and not roster.exchange:
+        parts.append("k: steps between two offers; d: steps until their aggregate is applied")
+    return "; ".join(parts)
 
 
-def roster_table(roster: Roster) -> RenderableType:
+def roster_table(roster: Roster) -> Table:
     """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind.
 
-    link: the rate of its port, as it said or as it was measured; the column is there once one is known.  device: on
-    what it trains, without the maker's name; where the terminal is narrower than WIDE, it stands below the rows.
+    link: the rate of its port, as it said or as it was measured; the column is there once one is known.
 
     Long names are cut short, so that on 80 columns no figure is.
     """
-    return _RosterTable(roster)
-
-
-class _RosterTable:
-    """The members of a roster, in as many columns as the terminal has room for."""
-
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-
-    def __rich_console__(self, console: rich_console.Console, options: rich_console.ConsoleOptions) -> RenderResult:
-        roster, wide = self._roster, options.max_width >= WIDE
-        devices = _devices(roster)
-        no_room = not wide and any("link_rate" in member for member in roster.members)
-        yield _table(roster, bool(devices) and wide, no_room)
-        if no_room:
-            for member in roster.members:
-                if text := _state(member):
-                    yield Text(f"{_name(member)}: {text}")
-        if devices and not wide:
-            yield Text("  ".join(f"{device}: {', '.join(names)}" for device, names in devices.items()))
-
-
-def _table(roster: Roster, with_device: bool, no_room: bool) -> Table:
-    """no_room: for what is said of a node besides figures, and for a long name."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("node", no_wrap=True, overflow="ellipsis")
-    if with_device:
-        table.add_column("device", no_wrap=True)
     measured = any("link_rate" in member for member in roster.members)
     names = ("step", "samples/s", "loss", "age", "stale", "up", "down", *(["link"] if measured else []))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    if not no_room:
-        table.add_column("", overflow="fold")
-    for member in roster.members:
+    table.add_column("", overflow="fold")
+    for called, member in zip(_names(roster), roster.members, strict=True):
+        state = "" if member.get("state") == "live" else _word(member, "state")
+        doing = f"waits for {_word(member, 'waiting')}" if member.get("waiting") else state
         evaluates = member.get("peer") == roster.evaluator and len(roster.members) > 1
         table.add_row(
-            _name(member, SHORT_NAME if no_room else NAME_LENGTH) + (" *" if evaluates else ""),
-            *([_device(member) or NOTHING] if with_device else []),
+            called + (" *" if evaluates else ""),
             _cell(_figure(member, "step"), "{:.0f}"),
             format_count(_figure(member, "samples_per_second")),
             format_number(_figure(member, "loss")),
@@ -313,41 +292,23 @@ def _table(roster: Roster, with_device: bool, no_room: bool) -> Table:
             format_bytes(_figure(member, "bytes_sent")),
             format_bytes(_figure(member, "bytes_received")),
             *([format_rate(_figure(member, "link_rate"))] if measured else []),
-            *([] if no_room else [_state(member)]),
+            doing,
         )
     return table
 
 
-def _state(member: Member) -> str:
-    """What is to be said of a member besides its figures."""
-    state = "" if member.get("state") == "live" or member.get("waiting") else _word(member, "state")
-    return "; ".join(text for text in (state, *_remarks(member)) if text)
+def _names(roster: Roster) -> list[str]:
+    """The members' names, cut short; those that several have (nodes of one PC) with the hub's numbers behind them."""
+    names = [_word(member, "name") for member in roster.members]
+    numbers = ["#" + _word(member, "peer").rpartition("#")[2] for member in roster.members]
+    return [
+        _cut(name, NAME_LENGTH - len(number)) + number if names.count(name) > 1 else _cut(name, NAME_LENGTH)
+        for name, number in zip(names, numbers, strict=True)
+    ]
 
 
-def _devices(roster: Roster) -> dict[str, list[str]]:
-    """Return who trains on what, where that is known."""
-    devices: dict[str, list[str]] = {}
-    for member in roster.members:
-        if device := _device(member):
-            devices.setdefault(device, []).append(_name(member))
-    return devices
-
-
-def _name(member: Member, most: int = NAME_LENGTH) -> str:
-    """A member's name, cut short."""
-    return _cut(_word(member, "name"), most)
-
-
-def _cut(name: str, most: int = NAME_LENGTH) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
-
-
-def _device(member: Member) -> str:
-    """On what a member trains, without the maker's name, cut short."""
-    device = _word(member, "device")
-    for maker in MAKERS:
-        device = device.replace(maker, "")
-    return _cut(device)
+def _cut(name: str, length: int) -> str:
+    return name if len(name) <= length else name[: max(0, length - 1)] + "…"
 
 
 def _cell(value: float, form: str) -> str:
@@ -365,6 +326,7 @@ class Display:
 
     source: called in the display's thread; None while there is nothing yet.  title: what the run is.
     stream: standard output by default; a terminal gets a live table, anything else a line every `plain_seconds`.
+    note: what makes the last report old; as long as it is not "", it is shown above it, and in place of the plain line.
     """
 
     def __init__(
@@ -374,8 +336,9 @@ class Display:
         *,
         stream: IO[str] | None = None,
         plain_seconds: float = PLAIN_SECONDS,
+        note: Callable[[], str] = str,
     ) -> None:
-        self.source, self.title, self.plain_seconds = source, title, plain_seconds
+        self.source, self.title, self.plain_seconds, self.note = source, title, plain_seconds, note
         self.console = Terminal(stream)
         self._said: deque[str] = deque()
         self._ended = threading.Event()
@@ -412,6 +375,8 @@ class Display:
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
             self._live.stop()
+        elif note := self.note():
+            self._print(note)
         elif (roster := self.source()) is not None:
             self._print(roster_line(roster))
 
@@ -422,6 +387,9 @@ class Display:
             waited += REDRAW_SECONDS
             if self._live is not None:
                 self._live.update(self._render(), refresh=True)
+            elif waited >= self.plain_seconds and (note := self.note()):
+                waited, idle = 0.0, False
+                self._print(note)
             elif waited >= self.plain_seconds and (roster := self.source()) is not None:
                 waited = 0.0
                 if roster.members or not idle:  # that still nobody is there is no news
@@ -440,7 +408,9 @@ class Display:
 
     def _render(self) -> RenderableType:
         roster = self.source()
-        title = Text(visible(self.title), style="bold")
+        title: RenderableType = Text(visible(self.title), style="bold")
+        if note := self.note():
+            title = Group(title, Text(visible(note), style="yellow"), Text("the hub's last report:", style="dim"))
         if roster is None:
             return Group(title, Text("waiting for the first report", style="dim"))
         return Group(title, roster_headline(roster, "\n"), roster_table(roster))

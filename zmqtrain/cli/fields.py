@@ -29,6 +29,7 @@ __all__ = [
     "KeepsCheckpoints",
     "require",
     "check_checkpoints",
+    "check_no_checkpoint",
 ]
 
 Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
@@ -90,6 +91,12 @@ def check_checkpoints(config: KeepsCheckpoints, strict: bool) -> None:
     """Raise ConfigError for what nothing can be saved by. strict: for a broker in strict mode."""
     every_from_text(config.checkpoint_every, strict)
     require("checkpoint_keep", config.checkpoint_keep, 2 if strict else 1)
+
+
+def check_no_checkpoint(folder: Path | None, nothing: bool) -> None:
+    """Raise ConfigError if a folder is named, and nothing is to be saved."""
+    if folder is not None and nothing:
+        raise ConfigError("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)

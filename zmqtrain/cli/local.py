@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program
+from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
-from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, require
+from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, check_no_checkpoint, require
 from zmqtrain.cli.settings import read_config
 from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
 from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
 from zmqtrain.runtime.rules import check_rules
@@ -60,7 +61,10 @@ class LocalConfig(RunOptions):
     """To train in lockstep: "allreduce:ring", "server:async" ..., as for zmqtrain-node; the run then begins with all
     nodes."""
     checkpoint: Folder = None
-    """Save the run here, and resume it from here if there is one."""
+    """Save the run and its model here, and resume it from here if there is one; if not given, in
+    zmqtrain-runs/RUN, a new folder for each run."""
+    no_checkpoint: bool = False
+    """Save nothing: the model is lost at the end."""
     checkpoint_every: str = ""
     """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
     checkpoint_keep: int = 3
@@ -78,6 +82,7 @@ class LocalConfig(RunOptions):
         require("nodes", self.nodes, 1)
         require("seconds", self.seconds, 0)
         require("pace_seconds", self.pace_seconds, 0)
+        check_no_checkpoint(self.checkpoint, self.no_checkpoint)
         check_checkpoints(self, self.mode == "strict")
         if not self.program:
             raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
@@ -111,8 +116,9 @@ class _Child:
 class Federation:
     """A broker, or several masters, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
-    pace_seconds, exchange: of every node.  pin: give each node a share of the cores.  watch: called with every roster,
-    in the broker's thread.  At the end of the block the nodes send what they have, then the broker saves and ends.
+    pace_seconds, exchange: of every node.  run: the id of a new run; "": one is drawn.  pin: give each node a share of
+    the cores.  watch: called with every roster, in the broker's thread.  At the end of the block the nodes send what
+    they have, then the broker saves and ends.
     """
 
     def __init__(
@@ -125,11 +131,12 @@ class Federation:
         checkpoint: Path | None = None,
         checkpoint_every: str = "",
         checkpoint_keep: int = 3,
+        run: str = "",
         watch: Callable[[Roster], None] = lambda roster: None,
         exchange: str = "hub",
     ) -> None:
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
-        self.exchange = exchange
+        self.exchange, self._run = exchange, run
         self._broker: BrokerThread | None = None
         self._others: list[BrokerThread] = []
         self._checkpoint, self._watch = checkpoint, watch
@@ -145,6 +152,7 @@ class Federation:
             checkpoint=self._checkpoint_of(0),
             checkpoint_every=self._checkpoint_every,
             checkpoint_keep=self._checkpoint_keep,
+            run=self._run,
             watch=self._watch,
         )
         try:
@@ -288,18 +296,23 @@ def _run(config: LocalConfig) -> int:
     log_to_stderr(config.verbose)
     settings = RunSettings.from_dict(config.to_dict())
     check_program(settings)
-    check_checkpoint(config.checkpoint)
+    run, folder = new_run(), config.checkpoint
+    if folder is None and not config.no_checkpoint:
+        folder = RunFolders().folder(run)
+    check_checkpoint(folder)
     federation = Federation(
         settings,
         config.nodes,
         pace_seconds=config.pace_seconds,
-        checkpoint=config.checkpoint,
+        checkpoint=folder,
+        run=run,
         checkpoint_every=config.checkpoint_every,
         checkpoint_keep=config.checkpoint_keep,
         exchange=config.exchange,
     )
     lost: list[Departure] = []
     with federation:
+        print(saving(folder), flush=True)
         title = f"local: {config.nodes} nodes train {describe_program(settings)} at {federation.broker.address}"
         display = Display(lambda: federation.roster, title)
         stopping = "stopping: the nodes send what they have computed (Ctrl-C again to quit at once)"
@@ -318,6 +331,9 @@ def _run(config: LocalConfig) -> int:
     roster = federation.roster
     if roster is not None and roster.scores:
         print(f"held-out {format_scores(roster.scores)} at version {roster.score_version}")
+    broker = federation.broker.broker
+    statistics = broker.statistics()
+    print(result(statistics.version, statistics.contributions, broker.folder, folder, PROGRAM))
     return 0
 
 

@@ -7,6 +7,7 @@ before the first step has ended there is nothing to send, and it ends the node a
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.connect import connect
 from zmqtrain.runtime.node.masters import MastersNode
 from zmqtrain.runtime.node.node import Node
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
     from zmqtrain.train.program import Program
 
-__all__ = ["main", "Interruption", "load_run_program", "paced", "result_table"]
+__all__ = ["main", "Interruption", "load_run_program", "paced", "result_table", "say_alone"]
 
 PROGRAM = "zmqtrain-node"
 GOODBYE_SECONDS = 3.0
@@ -100,9 +102,8 @@ def _run(config: NodeConfig) -> int:
             check_card(program, node.settings, config)
             induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()
             slowed = f", with induced delays ({config.induce})" if config.induce else ""
-            device = _name_device(config.devices == "all")
-            title = f"{node.name}: training {program.name} at {node.address} on {device}{slowed}"
-            display = Display(lambda: node.roster, title)
+            title = f"{node.name}: training {program.name} at {node.address}{slowed}"
+            display = Display(lambda: node.roster, title, note=lambda: say_alone(node.name, node.alone))
             interruption.display = display
             with display:
                 result = _train(node, program, interruption, config, induced, access)
@@ -163,13 +164,6 @@ def _on_all_devices(program: Program) -> Program:
     return on_all_devices(program)
 
 
-def _name_device(everywhere: bool) -> str:
-    """Return on what this node is about to train, for people."""
-    from zmqtrain.train.seen import name_device  # imports jax
-
-    return name_device(everywhere=everywhere)
-
-
 def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:
     from zmqtrain.train.leaves import host_leaves  # imports jax
 
@@ -210,6 +204,17 @@ def load_run_program(settings: RunSettings, data: str, hub: str) -> Program:
         raise DataError(
             f"{str(error).rstrip('.')}. If the data lies elsewhere on this PC, say where: {PROGRAM} {hub} --data PLACE"
         ) from error
+
+
+def say_alone(name: str, alone: Solitude | None) -> str:
+    """Return what the display of a node says that trains without a hub; "" where it has one."""
+    if alone is None:
+        return ""
+    loss = f", loss {format_number(alone.loss)}" if math.isfinite(alone.loss) else ""
+    return (
+        f"{name} has had no hub for {format_seconds(alone.seconds)} ({alone.where}: {alone.why}); it tries again, and "
+        f"trains on alone: step {alone.step:,}{loss}"
+    )
 
 
 class Interruption:

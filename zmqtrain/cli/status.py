@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_table
+from zmqtrain.cli.display import Display, log_to_stderr, roster_headline, roster_legend, roster_table
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import File, Hubs, require
 from zmqtrain.cli.settings import check_host, read_config
@@ -35,8 +35,8 @@ class StatusConfig:
 
     age: steps from an offer to the aggregate that answers it. stale: how many versions the node's last delta was
     behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker saw
-    it. device: what the node trains on. k, d: steps between two offers, and until their aggregate is applied. *: the
-    node that scores the shared model on held-out data.
+    it. k, d: steps between two offers, and until their aggregate is applied. *: the node that scores the shared model
+    on held-out data.
     """
 
     hub: Hubs
@@ -94,6 +94,7 @@ def _run(config: StatusConfig) -> int:
                     console.print(f"shard {shard} is at {where}")
             if roster.members:
                 console.print(roster_table(roster))
+                console.print(f"\n{roster_legend(roster)}", style="dim")
     return 0
 
 

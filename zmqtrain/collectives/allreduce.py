@@ -1,4 +1,4 @@
-"""Give every rank the reduction of all ranks' arrays, in place: six algorithms, which differ in who sends what to whom.
+"""Give every rank the reduction of all ranks' arrays, in place: seven algorithms; who sends what to whom differs.
 
 Rule 1: the result is bit-identical on all ranks: each value is reduced once and spread, or by all in the same order.
 The order follows from the group's size and the array's length, and from nothing that happens; each algorithm states it.
@@ -24,6 +24,7 @@ from zmqtrain.collectives.shares import by_the_owners, chunks, round_the_ring, s
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Values
 
 __all__ = [
+    "ALIASES",
     "ALLREDUCE",
     "CHUNKS_AHEAD",
     "Allreduce",
@@ -32,6 +33,7 @@ __all__ = [
     "tree",
     "halving",
     "parallel",
+    "sequential",
     "hub",
     "reduce_at_the_hub",
 ]
@@ -168,6 +170,31 @@ def halving(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: i
         yield from _send(rank + 1, [*halves[0], *halves[1]])
 
 
+def sequential(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
+    """Collect everything on rank 0, which reduces it and sends the result to one rank after the other.
+
+    Order: ((x[0] op x[1]) op ...) op x[size-1]. Rank 0 receives and sends size - 1 buffers, each other rank sends one
+    and receives one: few messages, all of them through the port of rank 0.
+    What a rank has sent is written over by the answer of rank 0, which holds it; a rank sends CHUNKS_AHEAD chunks
+    before it waits for the first answer.
+    """
+    pieces = [buffer[chunk] for chunk in chunks(0, buffer.size, chunk_values)]
+    others = range(1, size)
+    if rank == 0:
+        for part in pieces:
+            yield from combine_children(others, part, op)
+            op.finish(part, size)
+            for to in others:
+                yield Send(to, part)
+        return
+    for index in range(len(pieces) + CHUNKS_AHEAD):
+        if index < len(pieces):
+            yield Send(0, pieces[index])
+        if index >= CHUNKS_AHEAD:
+            part = pieces[index - CHUNKS_AHEAD]
+            yield Receive(0, part.size, part)
+
+
 def hub(rank: int, size: int, buffer: Values, op: Reduction, chunk_values: int) -> Steps:
     """Send everything to the broker, which reduces it and sends it to all: what all must pass is the broker's one port.
 
@@ -206,9 +233,13 @@ ALLREDUCE: dict[str, Allreduce] = {
     "tree": tree,
     "halving": halving,
     "parallel": parallel,
+    "sequential": sequential,
     "hub": hub,
 }
 """By name; "hub" only where a hub plays `reduce_at_the_hub`."""
+
+ALIASES = {"recursive_halving": "halving"}
+"""Other names of these."""
 
 
 def _parts(buffer: Values, start: int, stop: int, chunk_values: int) -> Iterator[Values]:

@@ -24,26 +24,27 @@ from zmqtrain.types import Array
 
 __all__ = [
     "DTYPES",
-    "NOT_OF_NUMPY",
+    "HUB_DTYPES",
     "Leaf",
     "LeafShape",
     "as_bytes",
     "dtype_code",
     "dtype_of_code",
+    "dtype_of_name",
     "is_leaf",
     "read_leaf",
     "take_leaf",
 ]
 
-NOT_OF_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""They need the package ml_dtypes, which comes with jax."""
-
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
-    *NOT_OF_NUMPY,
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
 )
-"""By code, as in a PART message."""
+"""By code, as in a PART message. The last three need the package ml_dtypes, which comes with jax."""
+
+HUB_DTYPES = tuple(name for name in DTYPES if not name.startswith("float8"))
+"""Those that a hub reduces."""
 
 _LEAF = re.compile(r"([a-z][a-z0-9_]*)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 _MOST_BYTES = 1 << 48
@@ -51,7 +52,8 @@ _MOST_DIMENSIONS = 64  # numpy's own limit
 
 
 @lru_cache(maxsize=len(DTYPES))
-def _dtype(name: str) -> np.dtype[Any]:
+def dtype_of_name(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name in DTYPES. Raise FramingError for any other, ConfigError if a package is missing."""
     if name not in DTYPES:
         raise FramingError(f"no array here is of dtype {name!r}")
     try:
@@ -77,7 +79,7 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
     """Return the dtype of a code; raise FramingError if there is none."""
     if not 0 <= code < len(DTYPES):
         raise FramingError(f"no dtype has the code {code}")
-    return _dtype(DTYPES[code])
+    return dtype_of_name(DTYPES[code])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def read_leaf(text: str) -> LeafShape:
     if (found := _LEAF.fullmatch(text)) is None:
         raise FramingError(f"{text[:80]!r} describes no array")
     shape = tuple(int(part) for part in found[2].split(",")) if found[2] else ()
-    leaf = LeafShape(_dtype(found[1]), shape)
+    leaf = LeafShape(dtype_of_name(found[1]), shape)
     if len(shape) > _MOST_DIMENSIONS or leaf.nbytes > _MOST_BYTES:
         raise FramingError(f"nobody has an array of {text[:80]}")
     return leaf
@@ -161,8 +163,10 @@ def take_leaf(value: Array) -> Leaf:
         def rebuild(values: NDArray[Any]) -> Any:
             return namespace.asarray(values, device=device)
     else:
+        hint = "; a str travels by send, broadcast and gather, with no array beside it"
         raise ConfigError(
             f"{type(value).__name__} is no array: give a numpy or jax array, a number, or a dict, list or tuple of them"
+            f"{hint if isinstance(value, str | bytes) else ''}"
         )
     values = np.asarray(value)
     if rebuild is _number and values.dtype == object:

@@ -13,6 +13,7 @@ rank has the root's values once its own call is the same as the root's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -21,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives import exchanges
-from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.collectives.arrays import NOT_OF_NUMPY
+from zmqtrain.collectives.allreduce import ALIASES, ALLREDUCE
+from zmqtrain.collectives.arrays import HUB_DTYPES, Leaf, LeafShape, as_bytes
 from zmqtrain.collectives.calls import Phases
-from zmqtrain.collectives.choice import choose_algorithm, choose_chunk_bytes
+from zmqtrain.collectives.choice import LARGEST_CHUNK_BYTES, choose_algorithm, choose_chunk_bytes
 from zmqtrain.collectives.coded import check_coder, coded_allreduce
 from zmqtrain.collectives.messenger import Messenger
 from zmqtrain.collectives.reductions import OPERATIONS, Function, Reduction, find_reduction
@@ -32,17 +33,20 @@ from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.rooted import BROADCAST, REDUCE
 from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER, share_bounds
 from zmqtrain.collectives.steps import Steps
-from zmqtrain.collectives.trees import Tree, read_tree, take_tree
+from zmqtrain.collectives.trees import Tree, is_value, read_tree, take_tree
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.errors import CollectiveMismatch, ConfigError
 
 __all__ = ["Communicator", "Op"]
 
 Op = str | Function | Reduction
-"""How two arrays become one: "sum", "mean", "max", "min", "prod", or an associative and commutative function; Python's
-and numpy's own (`sum`, `max`, `math.prod`, `np.sum`) are the named operations."""
+"""How two arrays become one: "sum", "mean", "max", "min", "prod", of bools and whole numbers "band", "bor", "bxor", in
+lower or upper case; or an associative and commutative function. Python's and numpy's own (`sum`, `max`, `math.prod`,
+`np.sum`, `np.bitwise_or`) are the named operations."""
 
 _BYTES = np.dtype(np.uint8)
+_COUNTS = np.dtype(np.int64)
+_Part = tuple[int, NDArray[np.uint8]]  # how many items of a rank, and their bytes
 _TOLD_BYTES = 512  # of what a root tells about its arrays, in the first message
 
 
@@ -68,10 +72,11 @@ class Communicator(Messenger):
     ) -> Any:
         """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
 
-        algorithm: "naive", "ring", "tree", "halving", "parallel", "hub" (by the broker); "auto" chooses by size. The
-        order in which values are reduced is the algorithm's (its docstring).  codec: what goes over the network is
-        encoded (float32, "sum" or "mean" only; by the owners of shares, whatever the algorithm).  into: where the
-        result of one numpy array is put, x itself for in place: saves a copy of large arrays.
+        algorithm: "naive", "ring", "tree", "halving" ("recursive_halving"), "parallel", "sequential", "hub" (by the
+        broker); "auto" chooses by size. The order in which values are reduced is the algorithm's (its docstring).
+        codec: what goes over the network is encoded (float32, "sum" or "mean" only; by the owners of shares, whatever
+        the algorithm).  into: where the result of one numpy array is put, x itself for in place: saves a copy of large
+        arrays.
         Raises ConfigError for what cannot be reduced so, OperationError where a function cannot be or has failed,
         CollectiveMismatch, PeerLost, CollectiveTimeout.
         """
@@ -101,6 +106,7 @@ class Communicator(Messenger):
             coder = None
             if algorithm == "auto":
                 algorithm = choose_algorithm(self.size, tree.nbytes)
+            algorithm = ALIASES.get(algorithm, algorithm)
             self._check_algorithm(algorithm, operation, tree)
             text = f"allreduce({tree.text}, op={operation}, algorithm={algorithm})"
         flats = tree.pack() if into is None else [_put(tree, into)]
@@ -189,10 +195,11 @@ class Communicator(Messenger):
         )
 
     def broadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
-        """Give all ranks the root's array, or tree of arrays.
+        """Give all ranks the root's array, tree of arrays, or Python value (see `isend`).
 
         x: elsewhere than on the root None, or an array of the same shape and dtype, whose kind (jax, its device) the
-        result then has; with None it is numpy. The root gets x itself.
+        result then has; with None it is numpy. If the root gives a Python value: None, or any Python value, which is
+        not looked at. The root gets x itself.
         """
         return self.ibroadcast(x, root).wait(timeout_seconds)
 
@@ -200,22 +207,21 @@ class Communicator(Messenger):
         """Begin a `broadcast`. On the root x is left alone until it is over."""
         self._check_rank("root", root)
         is_root = self.rank == root
-        own = take_tree(x) if x is not None or is_root else None
+        own = self._take(x) if x is not None or is_root else None
         text, got = f"broadcast(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
 
         def phases() -> Phases:
             told: list[str] = []
             yield from self._tell(own.text if is_root and own else "", root, told)
-            tree = own if own is not None else read_tree(told[0])
-            self._check_told(text, tree, told[0], root)
+            tree = read_tree(told[0]) if own is None or (own.is_value and not is_root) else own
+            self._check_told(text, tree if own is None else own, told[0], root)
             joined = np.frombuffer(tree.join(), _BYTES) if is_root else np.empty(tree.nbytes, _BYTES)
             got.append((tree, joined))
             algorithm = self._rooted(tree.nbytes)
             yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined, algorithm)), _BYTES
 
         def make() -> Any:
-            tree, joined = got[0]
-            return x if is_root else tree.unpack(tree.split(joined))
+            return x if is_root else self._rebuild(*got[0])
 
         return self._call(text, phases(), make, confirm=True)
 
@@ -251,14 +257,21 @@ class Communicator(Messenger):
         return self._call(text, phases(), make, confirm=True)
 
     def gather(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
-        """Give the root a list of all ranks' arrays, by rank, and the others None; all are of one shape and dtype."""
+        """Give the root a list of all ranks' arrays or Python values (see `isend`), by rank, and the others None.
+
+        Arrays are of one shape and dtype on all ranks (`gatherv`: of different lengths). Python values may differ as
+        they like; arrays on one rank and a Python value on another are CollectiveMismatch on all.
+        """
         gathered: list[Any] | None = self.igather(x, root).wait(timeout_seconds)
         return gathered
 
     def igather(self, x: Any, root: int = 0) -> Request:
         """Begin a `gather`. x is left alone until it is over."""
         self._check_rank("root", root)
-        tree, is_root = take_tree(x), self.rank == root
+        is_root = self.rank == root
+        if is_value(x):
+            return self._igather_values(x, root)
+        tree = take_tree(x)
         part, nbytes = np.frombuffer(tree.join(), _BYTES), tree.nbytes
         joined = np.empty(self.size * nbytes if is_root else 0, _BYTES)
         parts = [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)] if is_root else []
@@ -271,6 +284,62 @@ class Communicator(Messenger):
             lambda: _unpack_all(tree, joined, self.size) if is_root else None,
             confirm=True,
         )
+
+    def _igather_values(self, x: Any, root: int) -> Request:
+        packed, parts = np.frombuffer(self._pack_value(x), _BYTES), list[_Part]()
+        phases = self._gather_uneven((packed.size, packed), 1, root, parts)
+        make = (lambda: [self._unpack_value(part) for _, part in parts]) if self.rank == root else _nothing
+        return self._call(f"gather(value, root={root})", phases, make, confirm=True)
+
+    def gatherv(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
+        """Give the root a list of all ranks' arrays, by rank, and the others None.
+
+        The arrays may differ in length along their first axis; dtype and all other axes are the same on all ranks.
+        """
+        gathered: list[Any] | None = self.igatherv(x, root).wait(timeout_seconds)
+        return gathered
+
+    def igatherv(self, x: Any, root: int = 0) -> Request:
+        """Begin a `gatherv`. x is left alone until it is over."""
+        self._check_rank("root", root)
+        rows, parts = _Rows.take("gatherv", x), list[_Part]()
+        phases = self._gather_uneven((rows.count, rows.joined), rows.nbytes, root, parts)
+        make = (lambda: [rows.rebuild(part) for part in parts]) if self.rank == root else _nothing
+        return self._call(f"gatherv({rows.text}, root={root})", phases, make, confirm=True)
+
+    def scatterv(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Give each rank its own of the root's arrays, which may differ in length along their first axis.
+
+        xs: on the root one for each rank, of one dtype and equal in all other axes; not looked at elsewhere. The root
+        gets its own itself, the others a numpy array.
+        """
+        return self.iscatterv(xs, root).wait(timeout_seconds)
+
+    def iscatterv(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
+        """Begin a `scatterv`. On the root xs are left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        each = self._rows_for_each("scatterv", xs) if is_root else []
+        got = list[tuple[Tree, NDArray[np.uint8]]]()
+
+        def phases() -> Phases:
+            told: list[str] = []
+            yield from self._tell(
+                " ".join([each[0].text, *(str(one.count) for one in each)]) if is_root else "", root, told
+            )
+            kind, *counts = told[0].split(" ")
+            if len(counts) != self.size:
+                raise CollectiveMismatch(f"{self._group.name(root)} scatters {len(counts)} arrays to {self.size} ranks")
+            tree = read_tree(kind.replace("*", counts[self.rank], 1))
+            joined = each[root].joined if is_root else np.empty(tree.nbytes, _BYTES)
+            got.append((tree, joined))
+            parts = [one.joined for one in each]
+            yield exchanges.scatter(self.rank, self.size, parts, joined, root, LARGEST_CHUNK_BYTES), _BYTES
+
+        def make() -> Any:
+            return xs[root] if is_root and xs is not None else self._rebuild(*got[0])
+
+        return self._call(f"scatterv(root={root})", phases(), make, confirm=True)
 
     def all_to_all(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
         """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
@@ -294,6 +363,32 @@ class Communicator(Messenger):
             chain([(steps, _BYTES)], self._meet(nbytes == 0)),
             lambda: _unpack_all(tree, joined, self.size),
         )
+
+    def all_to_allv(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
+        """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
+
+        xs: one for each rank; they may differ in length along their first axis. dtype and all other axes are the same
+        for all, on all ranks.
+        """
+        exchanged: list[Any] = self.iall_to_allv(xs).wait(timeout_seconds)
+        return exchanged
+
+    def iall_to_allv(self, xs: Sequence[Any]) -> Request:
+        """Begin an `all_to_allv`. xs are left alone until it is over."""
+        each = self._rows_for_each("all_to_allv", xs)
+        own, parts = each[self.rank], list[_Part]()
+
+        def phases() -> Phases:
+            sent, came = (np.array([one.count for one in each], _COUNTS) for _ in range(2))
+            cut = [slice(rank, rank + 1) for rank in range(self.size)]
+            yield exchanges.all_to_all(self.rank, self.size, [sent[c] for c in cut], [came[c] for c in cut], 1), _COUNTS
+            parts.extend(self._room(rank, int(came[rank]), own.nbytes) for rank in range(self.size))
+            into = [joined for _, joined in parts]
+            into[self.rank][:] = own.joined
+            joined = [one.joined for one in each]
+            yield exchanges.all_to_all(self.rank, self.size, joined, into, LARGEST_CHUNK_BYTES), _BYTES
+
+        return self._call(f"all_to_allv({own.text})", phases(), lambda: [own.rebuild(part) for part in parts])
 
     def barrier(self, *, timeout_seconds: float | None = None) -> None:
         """Return once all ranks have called this."""
@@ -329,6 +424,30 @@ class Communicator(Messenger):
     def _rooted(self, nbytes: int) -> str:
         return "tree" if self.size <= 2 or nbytes <= 256 << 10 else "chain"
 
+    def _gather_uneven(self, own: _Part, item_bytes: int, root: int, parts: list[_Part]) -> Phases:
+        """Bring parts of any numbers of items to the root, where they are put in `parts`: first the numbers."""
+        count = np.array([own[0]], _COUNTS)
+        counts = np.repeat(count, self.size)
+        cut = [counts[rank : rank + 1] for rank in range(self.size)]
+        yield exchanges.gather(self.rank, self.size, count, cut, root, 1), _COUNTS
+        if self.rank == root:
+            parts.extend(self._room(rank, int(counts[rank]), item_bytes) for rank in range(self.size))
+            parts[root][1][:] = own[1]
+        into = [joined for _, joined in parts]
+        yield exchanges.gather(self.rank, self.size, own[1], into, root, LARGEST_CHUNK_BYTES), _BYTES
+
+    def _room(self, source: int, count: int, item_bytes: int) -> _Part:
+        """Return room for so many items of a rank. Raise CollectiveMismatch for a number that cannot be."""
+        try:
+            if count >= 0:
+                return count, np.empty(count * item_bytes, _BYTES)
+        except (MemoryError, ValueError):  # numpy says ValueError beyond the address space
+            pass
+        raise CollectiveMismatch(
+            f"{self._group.name(source)} sends {count} items of {item_bytes} bytes, for which "
+            f"{self._group.name(self.rank)} has no memory"
+        )
+
     def _meet(self, needed: bool) -> Phases:
         """A barrier, where needed: a result that holds values of all ranks shows that their calls were the same, and
         one without values needs messages that do."""
@@ -337,7 +456,7 @@ class Communicator(Messenger):
 
     def _check_algorithm(self, algorithm: str, operation: str, tree: Tree) -> None:
         if algorithm not in ALLREDUCE:
-            raise ConfigError(f"algorithm={algorithm!r}: choose one of auto, {', '.join(ALLREDUCE)}")
+            raise ConfigError(f"algorithm={algorithm!r}: choose one of auto, {', '.join([*ALLREDUCE, *ALIASES])}")
         if algorithm != "hub":
             return
         if not hasattr(self._endpoint.port, "reduce") or self._shrunk:
@@ -345,8 +464,11 @@ class Communicator(Messenger):
                 'algorithm="hub": no hub reduces for this group (nor for one that shrink gave: it holds parts of calls '
                 "that never ended)"
             )
-        if operation not in OPERATIONS or any(shape.dtype.name in NOT_OF_NUMPY for shape in tree.shapes):
-            raise ConfigError(f"the hub reduces {', '.join(OPERATIONS)}, of numpy's own dtypes, not {tree.text[:200]}")
+        if operation not in OPERATIONS or any(shape.dtype.name not in HUB_DTYPES for shape in tree.shapes):
+            raise ConfigError(
+                f"the hub reduces {', '.join(OPERATIONS)}, of arrays of {', '.join(HUB_DTYPES)}, not {operation} of "
+                f"{tree.text[:200]}: take another algorithm"
+            )
 
     def _one_for_each(self, name: str, xs: Sequence[Any] | None) -> list[Tree]:
         if xs is None or len(xs) != self.size:
@@ -360,6 +482,19 @@ class Communicator(Messenger):
                     f"rank {rank} {tree.text[:200]}"
                 )
         return trees
+
+    def _rows_for_each(self, name: str, xs: Sequence[Any] | None) -> list[_Rows]:
+        if xs is None or len(xs) != self.size:
+            count = "none" if xs is None else len(xs)
+            raise ConfigError(f"{name} takes one array for each of {self.size} ranks, got {count}")
+        each = [_Rows.take(name, x) for x in xs]
+        for rank, rows in enumerate(each):
+            if rows.text != each[0].text:
+                raise ConfigError(
+                    f"{name} takes arrays of one dtype that differ along the first axis only: that for rank 0 is "
+                    f"{each[0].text}, that for rank {rank} {rows.text}"
+                )
+        return each
 
     def _tell(self, text: str, root: int, told: list[str]) -> Iterator[tuple[Steps, np.dtype[Any]]]:
         """Broadcast a text of the root's, which is put in `told`."""
@@ -381,11 +516,52 @@ class Communicator(Messenger):
             told.append(first[8 : 8 + length].tobytes().decode())
 
     def _check_told(self, text: str, tree: Tree, told: str, root: int) -> None:
-        if tree.text != told:
+        if tree.text != told and not (tree.is_value and read_tree(told).is_value):
             raise CollectiveMismatch(
                 f"{text}: {self._group.name(root)} has {told[:200]}, and {self._group.name(self.rank)} expects "
                 f"{tree.text[:200]}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An array whose first axis may have another length on another rank.
+
+    leaf: the array.  text: what it has in common with the others: float32[*,784].  nbytes: of one row.
+    """
+
+    leaf: Leaf
+    text: str
+    nbytes: int
+
+    @staticmethod
+    def take(name: str, x: Any) -> _Rows:
+        """Take a caller's array. Raise ConfigError for what has no first axis."""
+        tree = take_tree(x)
+        if not tree.is_leaf or not tree.shapes[0].shape:
+            raise ConfigError(f"{name} takes an array with at least one axis, got {tree.text[:200]}")
+        shape = tree.shapes[0]
+        row = LeafShape(shape.dtype, shape.shape[1:])
+        return _Rows(tree.leaves[0], f"{shape.dtype.name}[{','.join(['*', *map(str, row.shape)])}]", row.nbytes)
+
+    @property
+    def count(self) -> int:
+        """How many rows this rank has."""
+        return int(self.leaf.values.shape[0])
+
+    @property
+    def joined(self) -> NDArray[np.uint8]:
+        """The bytes of all rows."""
+        return np.frombuffer(as_bytes(self.leaf.values), _BYTES)
+
+    def rebuild(self, part: _Part) -> Any:
+        """Return the rows of any rank as an array of the caller's kind."""
+        count, joined = part
+        return self.leaf.rebuild(joined.view(self.leaf.values.dtype).reshape(count, *self.leaf.values.shape[1:]))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _reduction(op: Op, dtype: np.dtype[Any]) -> Reduction:

@@ -14,11 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from zmqtrain.collectives.allreduce import ALIASES
 from zmqtrain.collectives.rooted import children
 from zmqtrain.collectives.shares import share_bounds
 from zmqtrain.errors import ConfigError
 
-__all__ = ["Cost", "COSTS", "bytes_sent", "steps_taken", "port_bytes", "least_bytes", "seconds_expected"]
+__all__ = [
+    "Cost",
+    "COSTS",
+    "bytes_sent",
+    "messages_sent",
+    "steps_taken",
+    "port_bytes",
+    "least_bytes",
+    "seconds_expected",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +36,19 @@ class Cost:
     """What one algorithm costs, in words and as functions. N or size: ranks; S: the bytes of an array; P: the largest
     power of two that is not above N.
 
-    each, together, steps: formulas: what one rank sends, what all send, how many messages go one after another.
-    values_sent(size, values, rank): what a rank sends.  steps_taken(size): the steps.
+    each, together, messages, steps: formulas: what one rank sends, what all send, in how many messages, how many of
+      them go one after another.
+    values_sent(size, values, rank): what a rank sends.  messages_sent(size): in how many messages all send what they
+      send, where no array is cut in chunks.  steps_taken(size): the steps.
     port_share(size): how many arrays pass the busiest port one way (phases that wait for each other add up).
     """
 
     each: str
     together: str
+    messages: str
     steps: str
     values_sent: Callable[[int, int, int], int]
+    messages_sent: Callable[[int], int]
     steps_taken: Callable[[int], int]
     port_share: Callable[[int], float]
 
@@ -46,6 +60,12 @@ def bytes_sent(algorithm: str, size: int, values_bytes: int, rank: int, *, items
     ConfigError: no such algorithm.
     """
     return itemsize * _cost(algorithm).values_sent(size, values_bytes // itemsize, rank)
+
+
+def messages_sent(algorithm: str, size: int) -> int:
+    """Return how many messages all ranks, and the hub in "hub", send together in an allreduce of an array that is not
+    cut in chunks and has a value for each rank at least. Raises ConfigError: no such algorithm."""
+    return _cost(algorithm).messages_sent(size)
 
 
 def steps_taken(algorithm: str, size: int) -> int:
@@ -103,48 +123,70 @@ COSTS: dict[str, Cost] = {
     "naive": Cost(
         "(N-1) S",
         "N (N-1) S",
+        "N (N-1)",
         "1",
         lambda size, values, rank: (size - 1) * values,
+        lambda size: size * (size - 1),
         lambda size: min(1, size - 1),
         lambda size: size - 1,
     ),
     "ring": Cost(
         "2 (N-1)/N S",
         "2 (N-1) S",
+        "2 N (N-1)",
         "2 (N-1)",
         lambda size, values, rank: 2 * values - _share(size, values, rank) - _share(size, values, rank + 1),
+        lambda size: 2 * size * (size - 1),
         lambda size: 2 * (size - 1),
         _twice_but_one,
     ),
     "parallel": Cost(
         "2 (N-1)/N S",
         "2 (N-1) S",
+        "2 N (N-1)",
         "2",
         lambda size, values, rank: values + (size - 2) * _share(size, values, rank),
+        lambda size: 2 * size * (size - 1),
         lambda size: 2 * min(1, size - 1),
         _twice_but_one,
     ),
     "tree": Cost(
         "S to the parent, S to each child",
         "2 (N-1) S",
+        "2 (N-1)",
         "2 floor(log2 N)",
         lambda size, values, rank: values * (len(children(rank, size)) + (rank != 0)),
+        lambda size: 2 * (size - 1),
         lambda size: 2 * (size.bit_length() - 1),
         lambda size: (size - 1).bit_length(),
     ),
     "halving": Cost(
         "2 (P-1)/P S; of N-P pairs 3/2 S more, and S",
         "2 (P-1) S + 5/2 (N-P) S",
+        "2 P log2 P, and 5 for each of N-P pairs",
         "2 log2 P, and 3 if N is not P",
         _halving,
+        lambda size: 2 * _power(size) * (size.bit_length() - 1) + 5 * (size - _power(size)),
         lambda size: 2 * (size.bit_length() - 1) + (3 if size != _power(size) else 0),
         lambda size: _twice_but_one(_power(size)) + (2 if size != _power(size) else 0),
+    ),
+    "sequential": Cost(
+        "S; rank 0 (N-1) S",
+        "2 (N-1) S",
+        "2 (N-1)",
+        "2",
+        lambda size, values, rank: values * (size - 1 if rank == 0 else 1),
+        lambda size: 2 * (size - 1),
+        lambda size: 2 * min(1, size - 1),
+        lambda size: size - 1,
     ),
     "hub": Cost(
         "S; the hub N S",
         "2 N S",
+        "2 N",
         "2",
         lambda size, values, rank: size * values if rank < 0 else values,
+        lambda size: 2 * size,
         lambda size: 2,
         lambda size: size,
     ),
@@ -153,6 +195,7 @@ COSTS: dict[str, Cost] = {
 
 
 def _cost(algorithm: str) -> Cost:
+    algorithm = ALIASES.get(algorithm, algorithm)
     if algorithm not in COSTS:
         raise ConfigError(f"algorithm={algorithm!r}: choose one of {', '.join(COSTS)}")
     return COSTS[algorithm]

@@ -30,10 +30,14 @@ _SAME: dict[str, tuple[Callable[..., Any], ...]] = {
     "max": (builtins.max, np.max, np.amax, np.maximum),
     "min": (builtins.min, np.min, np.amin, np.minimum),
     "prod": (math.prod, operator.mul, operator.imul, np.prod, np.multiply),
+    "band": (operator.and_, operator.iand, np.bitwise_and),
+    "bor": (operator.or_, operator.ior, np.bitwise_or),
+    "bxor": (operator.xor, operator.ixor, np.bitwise_xor),
 }
 _NAMES = {id(function): name for name, functions in _SAME.items() for function in functions}
 _OF_JAX = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max", "amax": "max", "maximum": "max"} | {
     "min": "min", "amin": "min", "minimum": "min", "prod": "prod", "multiply": "prod",
+    "bitwise_and": "band", "bitwise_or": "bor", "bitwise_xor": "bxor",
 }  # fmt: skip
 _SMALL = ((1, 2, 3, 5), (2, 7, 1, 3), (4, 1, 2, 2))
 """What a function is tried on: every number that sums and products of them make is exact in every dtype."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zmqtrain.collectives.calls import Call, Calls, Phases
-from zmqtrain.collectives.matching import Matching
+from zmqtrain.collectives.matching import CLOSING, Matching
 from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.steps import HUB
 from zmqtrain.collectives.transfers import ANY_SOURCE, Transfer
@@ -192,6 +192,8 @@ class Group:
                 error = self._gone[source] = PeerLost(self.names[source], _LEFT, source)
                 alone = all(rank in self._gone for rank in range(self.size) if rank != self.rank)
                 self.matching.lose(source, error, alone)
+            elif kind == Kind.TAKE and head.flag == CLOSING:
+                self.matching.refused(source, head.number, PeerLost(self.names[source], _LEFT, source))
             else:
                 self.matching.hear(source, head, values)
         except FramingError as error:
@@ -264,6 +266,11 @@ class Group:
         self.settle()
         for question in list(self._questions):
             self._answer(question)
+
+    def stop_receiving(self) -> None:
+        """Refuse the messages that nobody here has asked for: this rank is about to leave."""
+        self.matching.stop_receiving()
+        self.settle()
 
     def leave(self) -> None:
         """Tell the others that nothing comes from this rank any more."""

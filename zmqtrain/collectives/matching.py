@@ -36,7 +36,7 @@ from zmqtrain.collectives.trees import read_tree
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
 
-__all__ = ["EAGER_WINDOW_BYTES", "PIECE_BYTES", "WINDOW_BYTES", "Matching"]
+__all__ = ["CLOSING", "EAGER_WINDOW_BYTES", "PIECE_BYTES", "WINDOW_BYTES", "Matching"]
 
 EAGER_WINDOW_BYTES = 1 << 20
 """How much of small messages may be unreceived at a receiver, from each sender."""
@@ -44,6 +44,9 @@ EAGER_WINDOW_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 4 << 20
 """How a large message is cut, and how much of it is on its way at most."""
+
+CLOSING = 2
+"""The flag of a TAKE with which a receiver that closes its communicator refuses a message."""
 
 _ENVELOPE_BYTES = 64  # what an empty message counts for
 
@@ -60,6 +63,7 @@ class Matching:
         self.finished: list[Transfer] = []
         self._name = name
         self._number = 0
+        self._closing = False
         self._sending: dict[int, Sending] = {}  # offered, by number
         self._posted: list[Receiving] = []
         self._probing: list[Finding] = []
@@ -140,6 +144,25 @@ class Matching:
         elif isinstance(transfer, Sending) and not transfer.ended and not transfer.taken:
             self._say(transfer.peer, Head(Kind.WITHDRAW, number=transfer.number))
 
+    def stop_receiving(self) -> None:
+        """Refuse the messages that no receive has matched, those that are here and all later ones: nobody on this rank
+        will ask for them any more, and their senders need not wait."""
+        self._closing = True
+        unexpected, self._unexpected = self._unexpected, []
+        for envelope in unexpected:
+            self._refuse(envelope)
+
+    def refused(self, source: int, number: int, error: ZmqTrainError) -> None:
+        """End a message that its receiver, which closes its communicator, has refused."""
+        sending = self._sending.get(number)
+        if sending is not None and sending.peer == source:
+            del self._sending[number]
+            self._end(sending, error)
+
+    def _refuse(self, envelope: Envelope) -> None:
+        if envelope.values is None:
+            self._say(envelope.source, Head(Kind.TAKE, number=envelope.number, flag=CLOSING))
+
     def fail(self, error: ZmqTrainError) -> None:
         """End everything with this error."""
         for transfer in self.waiting:
@@ -212,6 +235,9 @@ class Matching:
                 _remove(self._posted, receiving)
                 self._begin(receiving, envelope)
                 return
+        if self._closing:
+            self._refuse(envelope)
+            return
         self._unexpected.append(envelope)
         for finding in list(self._probing):
             if matches(finding, envelope):
@@ -276,12 +302,13 @@ class Matching:
         """Return where the values go; raise CollectiveMismatch if they do not fit there."""
         into, tree, source = receiving.into, envelope.tree, envelope.source
         if into is not None:
-            if not tree.is_leaf or (tree.shapes[0].dtype, tree.shapes[0].size) != (into.dtype, into.size):
+            if not tree.is_leaf or tree.shapes[0].dtype != into.dtype or tree.shapes[0].size > into.size:
                 raise CollectiveMismatch(
                     f"{self._name(source)} sent {tree.text[:200]} (tag {envelope.tag}); {self._name(self.rank)}"
-                    f" receives into {into.dtype}{list(into.shape)}"
+                    f" receives into {into.dtype}{list(into.shape)}: that must be one array of the same dtype, at "
+                    "least as large"
                 )
-            return into.reshape(-1).view(np.uint8)
+            return into.reshape(-1)[: tree.shapes[0].size].view(np.uint8)
         try:
             return np.empty(envelope.nbytes, np.uint8)
         except MemoryError as error:

@@ -7,9 +7,11 @@ Rule 3: any thread may call; ranks that call from several threads agree themselv
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,31 +25,32 @@ from zmqtrain.collectives.arrays import dtype_code
 from zmqtrain.collectives.endpoint import Endpoint
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.requests import Request
-from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Envelope, Finding, Receiving, Sending
-from zmqtrain.collectives.trees import take_tree
+from zmqtrain.collectives.transfers import (
+    ANY_SOURCE,
+    ANY_TAG,
+    Envelope,
+    Finding,
+    Receiving,
+    Sending,
+    Status,
+    status_of,
+)
+from zmqtrain.collectives.trees import Tree, is_value, take_tree, take_value
 from zmqtrain.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.interfaces import Port
 
-__all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger", "Status"]
+__all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger"]
 
 TIMEOUT_SECONDS = 120.0
 """How long a wait waits where nobody says otherwise: longer than a first step compiles."""
 
 _GRACE_SECONDS = 5.0  # for the port's own thread to answer
+_LINGER_SECONDS = 1.0  # for the port to send what it has queued
 _HIGHEST_TAG = (1 << 63) - 1
 
+logger = logging.getLogger(__name__)
+
 Self = TypeVar("Self", bound="Messenger")
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A message that is there. shape, dtype: of the array; of a tree of arrays () and "tree"."""
-
-    source: int
-    tag: int
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,6 @@ class CommunicatorStatistics:
     def messages(self) -> int:
         """Messages both ways."""
         return self.messages_sent + self.messages_received
-
-
-def _status(envelope: Envelope) -> Status:
-    tree = envelope.tree
-    shape, dtype = (tree.shapes[0].shape, tree.shapes[0].dtype.name) if tree.is_leaf else ((), "tree")
-    return Status(envelope.source, envelope.tag, shape, dtype, envelope.nbytes)
 
 
 class Messenger:
@@ -171,21 +168,26 @@ class Messenger:
         self._next = smaller
         return smaller
 
-    def close(self, linger_seconds: float = 1.0) -> None:
-        """Leave the group, once what is queued is sent: at most so many seconds. Twice is once.
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Wait until what is in flight has ended, as MPI_Finalize does, and leave the group. Twice is once.
 
-        What is pending here raises PeerLost, and so does on the others what needs this rank from now on. What `shrink`
-        has made of this communicator is closed with it.
+        In flight are sends that their receivers do not have yet, collectives, and receives whose message has begun to
+        come; a receive without a message is not waited for. Messages that nobody here has asked for are refused, so
+        that two ranks that close do not wait for each other.
+        timeout_seconds: how long to wait, the communicator's if None; 0: not at all. What has not ended by then is
+        named in the log, and raises PeerLost, here and on the ranks that need this one. A with block that an exception
+        ends does not wait. What `shrink` has made of this communicator is closed with it.
         """
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         if self._next is not None:
-            self._next.close(linger_seconds)
+            self._next.close(timeout_seconds)
         else:
+            self._finish(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
             self._endpoint.port.call(self._group.leave)
-            self._endpoint.port.close(linger_seconds)
+            self._endpoint.port.close(_LINGER_SECONDS)
             self._group.abandon(error := PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
             for request in list(self._requests):
                 request.complete(error)
@@ -196,18 +198,38 @@ class Messenger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(None if error is None else 0.0)
+
+    def _finish(self, seconds: float) -> None:
+        """Wait until nothing is in flight, at most so long; say in the log what still is."""
+        until, port = time.monotonic() + seconds, self._endpoint.port
+        if seconds <= 0 or threading.get_ident() == self._endpoint.thread:
+            return
+        begun = threading.Event()  # all requests are with the port's thread, unless that has ended
+        port.call(self._group.stop_receiving)
+        port.call(begun.set)
+        if not begun.wait(min(seconds, _GRACE_SECONDS)):
+            return
+        while pending := [request for request in list(self._requests) if _is_in_flight(request)]:
+            over = threading.Event()
+            pending[0].add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
+            if not over.wait(max(0.0, until - time.monotonic())):
+                if (error := self.explain(pending[0], seconds)) is not None:
+                    more = f"; {len(pending) - 1} more in flight" if len(pending) > 1 else ""
+                    logger.warning("the communicator is closed all the same: %s%s", error, more)
+                return
 
     # ------------------------------------------------------------------ from rank to rank
 
     def isend(self, x: Any, dest: int, tag: int = 0) -> Request:
-        """Send an array, a number or a tree of arrays to a rank; the request is over when x may be written over.
+        """Send an array, a tree of arrays or a Python value to a rank; the request is over when x may be written over.
 
-        A small one (under 64 KiB) is over at once; of a large one nothing is copied, and it is when `dest` has it.
+        A Python value is None, a bool, int, float, str or bytes, or a list, tuple or dict of these, without arrays.
+        A small message (under 64 KiB) is over at once; of a large one nothing is copied, and it is when `dest` has it.
         """
         self._check_rank("dest", dest)
         _check_tag(tag)
-        tree = take_tree(x)
+        tree = self._take(x)
         values = tree.join()
         sending = Sending(dest, tag)
 
@@ -225,8 +247,10 @@ class Messenger:
     def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, into: NDArray[Any] | None = None) -> Request:
         """Receive the next message of a source (or any) with a tag (or any); the request's result is what was sent.
 
-        It comes as numpy arrays (a number as a scalar of numpy). into: a contiguous array of as many values of the
-        same dtype, which is then the result.
+        Arrays come as numpy arrays, Python values as they were sent (a tuple of a class of its own as a tuple).
+        into: a contiguous array of the same dtype and at least as many values: it is filled from the beginning, as
+        far as the message goes (`Request.status.count`), and is then the result. One that is too small, or of another
+        dtype, is CollectiveMismatch, on this rank and in the send if that is not over.
         """
         return self._receive(*self._checked(source, tag), into, None)
 
@@ -250,26 +274,26 @@ class Messenger:
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
         """Tell which message a receive would get now, without receiving it; None if there is none."""
         envelope = self._find(*self._checked(source, tag), take=False, seconds=None)
-        return None if envelope is None else _status(envelope)
+        return None if envelope is None else status_of(envelope)
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Status:
         """Wait for a message that a receive would get; raise CollectiveTimeout if none comes."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         envelope = self._find(*self._checked(source, tag), take=False, seconds=seconds)
         assert envelope is not None
-        return _status(envelope)
+        return status_of(envelope)
 
     def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Message | None:
         """Take a message that is there out of the others' reach, for `imrecv`; None if there is none."""
         envelope = self._find(*self._checked(source, tag), take=True, seconds=None)
-        return None if envelope is None else Message(_status(envelope), envelope)
+        return None if envelope is None else Message(status_of(envelope), envelope)
 
     def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout_seconds: float | None = None) -> Message:
         """Wait for a message, and take it out of the others' reach; raise CollectiveTimeout if none comes."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         envelope = self._find(*self._checked(source, tag), take=True, seconds=seconds)
         assert envelope is not None
-        return Message(_status(envelope), envelope)
+        return Message(status_of(envelope), envelope)
 
     def imrecv(self, message: Message, *, into: NDArray[Any] | None = None) -> Request:
         """Receive the message that a matched probe has found; once. into: as for `irecv`."""
@@ -286,6 +310,23 @@ class Messenger:
                 raise LocalProtocolError(f"{what}: this communicator is closed")
             self._requests.add(request)
         return request
+
+    def _take(self, x: Any) -> Tree:
+        """Take apart what a caller gives: arrays, or a Python value."""
+        return take_value(self._pack_value(x)) if is_value(x) else take_tree(x)
+
+    def _rebuild(self, tree: Tree, joined: NDArray[np.uint8]) -> Any:
+        """Return what the bytes of a tree stand for."""
+        made = tree.unpack(tree.split(joined))
+        return self._unpack_value(made[0]) if tree.is_value else made
+
+    def _pack_value(self, value: Any) -> bytes:
+        """Return a Python value as bytes; what knows how to pack them does it here."""
+        raise ConfigError(f"{type(value).__name__} does not travel by this communicator: it carries arrays only")
+
+    def _unpack_value(self, packed: NDArray[np.uint8]) -> Any:
+        """Return the Python value that was packed."""
+        raise LocalProtocolError("a Python value came to a communicator that carries arrays only")
 
     def _post(self, request: Request, transfer: Any, post: Callable[[], object]) -> Request:
         group, request.doing = self._group, transfer
@@ -309,7 +350,7 @@ class Messenger:
                 raise LocalProtocolError("this receive was cancelled")
             assert receiving.envelope is not None and receiving.joined is not None
             tree = receiving.envelope.tree
-            return into if into is not None else tree.unpack(tree.split(receiving.joined))
+            return into if into is not None else self._rebuild(tree, receiving.joined)
 
         request = self._request(f"recv(source={_any(source)}, tag={_any(tag)})", make)
         matching = self._group.matching
@@ -376,6 +417,14 @@ class Messenger:
         self._endpoint.port.call(cancel)
         settled.wait(self.timeout_seconds)
         return transfer.withdrawn if isinstance(transfer, Sending) else transfer.cancelled
+
+
+def _is_in_flight(request: Request) -> bool:
+    """Tell whether a request that is not over will be without a further call of this rank."""
+    doing = request.doing
+    if request.test() or isinstance(doing, Finding):
+        return False
+    return not isinstance(doing, Receiving) or doing.envelope is not None
 
 
 def _check_tag(tag: int) -> None:

@@ -1,4 +1,4 @@
-"""Make one array of two, value by value: sum, mean, max, min, prod, or a function of the caller's.
+"""Make one array of two, value by value: sum, mean, max, min, prod, band, bor, bxor, or a function of the caller's.
 
 Rule 1: a reduction writes where it is told and keeps nothing: no array is made but what a caller's function returns,
 and the parts of complex products.
@@ -34,9 +34,12 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "max": ("bool", "int", "float"),
     "min": ("bool", "int", "float"),
     "prod": _NUMBERS,
+    "band": ("bool", "int"),
+    "bor": ("bool", "int"),
+    "bxor": ("bool", "int"),
 }
 """By name the kinds of dtypes that each is for: of bools sum and prod would be `max` and `min`; the mean of integers is
-no integer; complex numbers have no order."""
+no integer; complex numbers have no order. A name may be in any case: "SUM" is "sum"."""
 
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -44,6 +47,9 @@ _UFUNCS: dict[str, np.ufunc] = {
     "max": np.maximum,
     "min": np.minimum,
     "prod": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
 }
 
 
@@ -64,7 +70,7 @@ class Reduction:
 
 
 def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Reduction:
-    """Return the reduction for arrays of this dtype: of a name in OPERATIONS, or of a caller's function.
+    """Return the reduction for arrays of this dtype: of a name in OPERATIONS, in any case, or of a caller's function.
 
     Python's and numpy's own functions for these (`sum`, `max`, `math.prod`, `np.sum`) are the named operations.
     A function is given pieces of the arrays, flat: it must neither look at the place of a value, nor write into a piece
@@ -78,9 +84,10 @@ def find_reduction(op: str | Function | Reduction, dtype: np.dtype[Any]) -> Redu
         if named is None:
             return _of_function(op, dtype)
         op = named
+    op, given = op.lower(), op
     if op not in OPERATIONS:
         choices = ", ".join(OPERATIONS)
-        raise ConfigError(f"op={op!r}: choose one of {choices}, or give a function of two arrays")
+        raise ConfigError(f"op={given!r}: choose one of {choices}, or give a function of two arrays")
     if (kind := _kind(dtype)) not in OPERATIONS[op]:
         raise ConfigError(
             f"op={op!r} is not for arrays of {dtype}: it is for {', '.join(OPERATIONS[op])}{_advice(op, kind)}"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Status, status_of
 from zmqtrain.errors import CollectiveTimeout, ZmqTrainError
 
 __all__ = ["Host", "Request", "wait_all", "wait_any"]
@@ -34,8 +35,12 @@ class Host(Protocol):
         """Raise LocalProtocolError in the port's own thread."""
 
 
+_EMPTY = Status(ANY_SOURCE, ANY_TAG, (), "", 0, 0)
+"""Of what is over and has received no message: a send, a collective."""
+
+
 class Request:
-    """Something on its way. Made by a communicator.
+    """A message or a collective in flight. Made by a communicator.
 
     what: in words.  timeout_seconds: how long `wait` waits where it is not told.  doing: the machine's side of it.
     make: makes the result, in the thread that asks for it, once.
@@ -59,6 +64,28 @@ class Request:
     def test(self) -> bool:
         """Tell whether it is over, well or not; never waits."""
         return self._over.is_set()
+
+    @property
+    def status(self) -> Status | None:
+        """The status of the message that a receive has got: source, tag, count and so on.
+
+        None as long as it is not over, where it failed, and of every other request.
+        """
+        receiving, over = self.doing, self._over.is_set() and self._error is None
+        if not over or not isinstance(receiving, Receiving) or receiving.envelope is None:
+            return None
+        return status_of(receiving.envelope)
+
+    def get_status(self) -> Status | None:
+        """Return the status of a request that is over, None as long as it is not; never waits, and changes nothing.
+
+        It is `MPI_Request_get_status`. A send and a collective have the empty status: source ANY_SOURCE, tag ANY_TAG,
+        count 0. Raises what `wait` raises if the request has failed or was cancelled.
+        """
+        if not self._over.is_set():
+            return None
+        self.wait()
+        return self.status or _EMPTY
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait until it is over; return its result: of a receive or a collective what came of it, else None.

@@ -25,8 +25,10 @@ __all__ = [
     "Outgoing",
     "Receiving",
     "Sending",
+    "Status",
     "Transfer",
     "matches",
+    "status_of",
 ]
 
 ANY_SOURCE = -1
@@ -39,6 +41,22 @@ NOTHING = memoryview(b"")
 
 Outgoing = tuple[int, Head, Any]
 """To which rank, what, and the values: anything with a buffer, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a message is, or was.
+
+    shape, dtype: of the array; of a tree of arrays () and "tree", of a Python value () and "value".  nbytes: of its
+    values.  count: how many values it has, all arrays of a tree together; of a Python value its bytes.
+    """
+
+    source: int
+    tag: int
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    count: int
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +124,16 @@ class Finding(Transfer):
     take: bool = False
     envelope: Envelope | None = None
     cancelled: bool = False
+
+
+def status_of(envelope: Envelope) -> Status:
+    """Return the status of a message."""
+    tree, count = envelope.tree, sum(shape.size for shape in envelope.tree.shapes)
+    if tree.is_leaf:
+        shape, dtype = tree.shapes[0].shape, tree.shapes[0].dtype.name
+    else:
+        shape, dtype = (), "value" if tree.is_value else "tree"
+    return Status(envelope.source, envelope.tag, shape, dtype, envelope.nbytes, count)
 
 
 def matches(transfer: Transfer, envelope: Envelope) -> bool:

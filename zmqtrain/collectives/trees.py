@@ -1,6 +1,7 @@
 """Take trees of arrays apart, and put them together again: dict, list, tuple, NamedTuple and None, at any depth.
 
     text = leaf / python literal of the tree with each leaf's text in its place:   {'b': 'float32[3]', 'w': [...]}
+         / "value[" bytes "]"                  a Python value without arrays, packed by whoever knows how
 
 Rule 1: the order of leaves is that of jax: dicts by sorted key, so that ranks agree however they filled theirs.
 Rule 2: packed, the leaves of one dtype lie in one flat array, in order: one collective serves them all.
@@ -9,6 +10,7 @@ Rule 2: packed, the leaves of one dtype lie in one flat array, in order: one col
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -22,7 +24,7 @@ from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.containers import children, like
 from zmqtrain.errors import ConfigError, FramingError
 
-__all__ = ["Tree", "read_tree", "take_tree"]
+__all__ = ["Tree", "is_value", "read_tree", "take_tree", "take_value"]
 
 _DEEPEST = 64
 _LONGEST_TEXT = MAX_TEXT_BYTES // 2
@@ -36,12 +38,14 @@ class Tree:
     leaves: in order; where the tree was only described (`read_tree`), their values are not there yet (empty).
     shapes: their dtypes and shapes.  text: what describes it to other ranks.
     structure: the tree with None for None and an int for each leaf: its place in `leaves`.
+    is_value: it stands for a Python value: a list of one array, the packed bytes.
     """
 
     leaves: tuple[Leaf, ...]
     shapes: tuple[LeafShape, ...]
     text: str
     structure: Any
+    is_value: bool = False
 
     @property
     def is_leaf(self) -> bool:
@@ -119,6 +123,31 @@ def take_tree(tree: Any) -> Tree:
     return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
 
 
+def is_value(x: Any) -> bool:
+    """Tell whether this is a Python value without arrays: None, bool, int, float, str, bytes, list, tuple, dict.
+
+    Raise ConfigError for one that is too deep.
+    """
+    return _is_value(x, 0)
+
+
+def _is_value(node: Any, depth: int) -> bool:
+    if depth > _DEEPEST:
+        raise ConfigError(f"a value that is more than {_DEEPEST} deep does not travel")
+    inside = children(node)
+    if inside is None:
+        plain = node is None or isinstance(node, bool | int | float | str | bytes)
+        return plain and not isinstance(node, np.generic)  # which is a float, or a str, of Python's at times
+    return all(_is_value(child, depth + 1) for _, child in inside)
+
+
+def take_value(packed: bytes) -> Tree:
+    """Return the tree that stands for a Python value, of which these are the bytes."""
+    values = np.frombuffer(packed, np.uint8)
+    leaf = Leaf(values, lambda values: values)
+    return Tree((leaf,), (leaf.shape,), f"value[{values.size}]", [0], is_value=True)
+
+
 def _take(node: Any, leaves: list[Leaf], depth: int) -> tuple[Any, Any]:
     """Return the structure and the description of a node; add its leaves to `leaves`."""
     if depth > _DEEPEST:
@@ -154,6 +183,7 @@ def _build(structure: Any, leaves: Sequence[Any]) -> Any:
 
 
 _NOTHING = np.empty(0, np.uint8)
+_VALUE = re.compile(r"value(\[\d{1,18}\])")
 
 
 def read_tree(text: str) -> Tree:
@@ -161,6 +191,9 @@ def read_tree(text: str) -> Tree:
 
     Raise FramingError for what describes no tree.
     """
+    if (found := _VALUE.fullmatch(text)) is not None:
+        bytes_of_it = read_leaf(f"uint8{found[1]}")
+        return Tree((Leaf(_NOTHING, lambda values: values),), (bytes_of_it,), text, [0], is_value=True)
     shapes: list[LeafShape] = []
     structure = _read(_literal(text) if text[:1] in "[({N" else text, shapes)
     leaf = Leaf(_NOTHING, lambda values: values if values.ndim else values[()])

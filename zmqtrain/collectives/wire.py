@@ -49,7 +49,8 @@ class Kind(IntEnum):
     Of message `number` from one rank to another, place: its tag, size: its bytes:
     EAGER      text: what it is; its values are here
     OFFER      text: what it is; the values wait until it is taken
-    TAKE       answer to OFFER: send the values; flag 1: it does not fit (text: why), send nothing
+    TAKE       answer to OFFER: send the values; flag 1: it does not fit (text: why), flag 2: the receiver closes its
+               communicator: send nothing
     PIECE      values of it, from byte `place` on
     TAKEN      `size` bytes of it have been taken
     RETURNED   `size` bytes of EAGER messages have been taken, in all

@@ -14,13 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Integral
 from typing import Any
 
 from zmqtrain.errors import ConfigError
 from zmqtrain.parameter_server.shards import ITEM_BYTES, Piece, ShardMap
 from zmqtrain.types import LeafSpec, PeerId
 
-__all__ = ["MOST_KEYS", "check_key", "Placement", "Placed", "Directory"]
+__all__ = ["MOST_KEYS", "check_key", "key_name", "Placement", "Placed", "Directory"]
 
 MOST_KEYS = MOST_WAITS = 1 << 18
 """Keys in all, and waits for their values of one client."""
@@ -41,9 +42,20 @@ def check_key(key: object) -> None:
     if not fits or any("\ud800" <= character <= "\udfff" for character in str(key)):
         text = repr(key)
         text = text if len(text) <= 80 else f"{text[:80]}..."
-        raise ConfigError(f"a key is a text of 1 to {MAX_KEY_CHARACTERS} characters, not {text}")
+        raise ConfigError(f"a key is a text of 1 to {MAX_KEY_CHARACTERS} characters, or an index from 0 on, not {text}")
     if re.search(r"\[\d+:\d+\]$", str(key)):
         raise ConfigError(f"the key {key!r} is called as a piece of a key is: let it end otherwise")
+
+
+def key_name(key: object) -> str:
+    """Return the name of a key: a text is its own, an index (0, 1, ...) is that of an array in a list: "0", "1".
+
+    Raises ConfigError as `check_key` does.
+    """
+    if not isinstance(key, bool) and isinstance(key, Integral) and int(key) >= 0:
+        return str(int(key))
+    check_key(key)
+    return str(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def disbelief(
         return "run", (
             f"the broker now runs {welcome.run}, this node belongs to {run}. Restart the broker with the checkpoint of "
             "the old run, or stop this node and start it again to join the new run (with --new-run where it has a "
-            "checkpoint)."
+            "checkpoint)"
         )
     if welcome.term < term:
         return "term", (
@@ -33,6 +33,6 @@ def disbelief(
     if welcome.version < version:
         return "version", (
             f"the broker is at version {welcome.version} of {run}, this node has seen {version}: it was restarted from "
-            "an older state. Restart it with the newest checkpoint folder, or stop this node and start it again."
+            "an older state. Restart it with the newest checkpoint folder, or stop this node and start it again"
         )
     return None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from zmqtrain.errors import FramingError
+from zmqtrain.errors import ConfigError, FramingError
 from zmqtrain.protocol.fencing import MAX_INCARNATION, UNSTAMPED, Stamp
 from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
 from zmqtrain.types import MAX_FRAME_BYTES, Buffer
@@ -32,6 +32,8 @@ __all__ = [
     "encode_message",
     "decode_message",
     "decode_head",
+    "pack_value",
+    "unpack_value",
     "split",
     "Assembler",
 ]
@@ -240,6 +242,53 @@ def read_fields(head: Head) -> Message:
         except FramingError as error:
             raise FramingError(f"{name}.{field}: {error}") from None
     return head.kind(**body)
+
+
+_TUPLE = 1
+"""The code of msgpack's extension in which a tuple travels: its items, as a packed list."""
+
+
+def pack_value(value: Any) -> bytes:
+    """Return a Python value as bytes: None, bool, int, float, str, bytes, and lists, tuples and dicts of these.
+
+    Raises ConfigError for anything else, and for a whole number of more than 64 bits.
+    """
+    try:
+        packed: bytes = msgpack.packb(value, default=_plain_value, strict_types=True)
+        return packed
+    except OverflowError as error:
+        raise ConfigError("a whole number of more than 64 bits does not travel: send it as a str") from error
+    except (ValueError, UnicodeEncodeError) as error:  # too deep or too long; half of a surrogate pair
+        raise ConfigError(f"this value does not travel: {error}") from error
+
+
+def _plain_value(value: Any) -> Any:
+    """Return what stands for a value that msgpack does not know: a tuple, or an instance of a subclass."""
+    if isinstance(value, tuple):
+        return msgpack.ExtType(_TUPLE, pack_value(list(value)))
+    kinds: tuple[Callable[[Any], Any], ...] = (int, float, str, bytes, list, dict)
+    for kind in kinds:
+        if isinstance(value, typing.cast("type", kind)):
+            return kind(value)
+    raise ConfigError(
+        f"{type(value).__name__} does not travel: send None, bool, int, float, str, bytes, or a list, tuple or dict of "
+        "these; arrays by themselves"
+    )
+
+
+def unpack_value(packed: Buffer) -> Any:
+    """Return the value of which `pack_value` made these bytes. Raises FramingError for any others."""
+
+    def extension(code: int, inside: bytes) -> Any:
+        items = unpack_value(inside) if code == _TUPLE else None
+        if type(items) is not list:
+            raise FramingError(f"a value of extension {code}, which no version of ours packs")
+        return tuple(items)
+
+    try:
+        return msgpack.unpackb(packed, ext_hook=extension, strict_map_key=False)
+    except Exception as error:  # msgpack raises several kinds, ValueError and its own among them
+        raise FramingError(f"no packed value: {error!r:.200}") from None
 
 
 def split(transfer: int, frames: Sequence[Buffer], stamp: Stamp = UNSTAMPED) -> list[tuple[bytes, Buffer]]:

@@ -45,7 +45,7 @@ NO_OPERATOR = (
 )
 TAKES_OVER = "it takes over"
 """The reason of a standby's Goodbye to a first that is there: who was told to take over says so before it does."""
-PATIENCE_SECONDS, PATIENCE_SHARE = 2.0, 0.05
+PATIENCE_SECONDS, PATIENCE_SHARE = 1.0, 0.05
 """Nodes wait for a standby at most so long at once, and in the long run for this share of the time."""
 FREE_SECONDS, FREE_BYTES_PER_SECOND = 0.1, 10e6
 """What is no waiting: so long for each version, and as long as its bytes take at this rate."""

@@ -57,7 +57,8 @@ class Seat:
     """A peer's place. name: under which it came.  key: its public key.  life: what tells its connections from those of
     its former lives.  newest: the number of its newest connection.  descriptors: of those that have been heard, with
     their numbers.  lanes: those heard in this life, since it was last without any connection, each with
-    when that was first.  spoke: more than the empty first message has come in this life."""
+    when that was first.  spoke: more than the empty first message has come in this life.  told: that it has come is
+    logged, once."""
 
     name: str
     key: str
@@ -66,6 +67,7 @@ class Seat:
     descriptors: dict[int, int] = field(default_factory=dict)
     lanes: dict[Lane, float] = field(default_factory=dict)
     spoke: bool = False
+    told: bool = False
 
 
 class Seats:

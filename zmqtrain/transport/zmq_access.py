@@ -37,7 +37,8 @@ SPARE_DESCRIPTORS, LEAST_CONNECTIONS = 128, 16
 """Open files that are left for all else; and what a hub takes in however few there may be."""
 
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_FAILED = _REFUSED | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_UNFINISHED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_FAILED = _REFUSED | _UNFINISHED | int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _ACCEPTED, _DISCONNECTED, _CLOSED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_CLOSED)
 _NUMBERS = itertools.count()
 
@@ -149,7 +150,7 @@ class Doorway:
             self.gone(value)
             self._told()
         elif event & _FAILED and event != _REFUSED:  # that was counted by who refused it
-            self._refusals.count("handshake")
+            self._refusals.count("unfinished" if event == _UNFINISHED else "handshake")
 
     def _accepted(self, descriptor: int) -> None:
         try:

@@ -153,6 +153,11 @@ class RouterChannel:
         return Counter(self._refusals.counts)
 
     @property
+    def turned_away(self) -> int:
+        """How many of them were refused in the last minute, but for what happens in normal life."""
+        return self._refusals.recent
+
+    @property
     def connections(self) -> int:
         """How many TCP connections there are now."""
         self._doorway.look()
@@ -327,7 +332,8 @@ class RouterChannel:
         if reason:
             self._refusals.count(reason, name or _name_in_a_log(peer))
             return False
-        if name and peer not in (there[0] for there in self._speakers.values()):
+        if name and (seat := self._seats.get(peer)) is not None and not seat.told:
+            seat.told = True
             logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
         self._speakers[descriptor] = speaker
         self._seats.note_lane(peer, lane, self._doorway.clock())

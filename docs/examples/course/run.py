@@ -101,7 +101,7 @@ def broker():
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "zmqtrain.cli", "broker", "--bind", address]
+        command = [sys.executable, "-m", "zmqtrain.cli", "broker", "--bind", address, "--no-checkpoint"]
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment())
         try:
             yield address

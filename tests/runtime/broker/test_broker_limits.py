@@ -169,7 +169,7 @@ def test_the_roster_says_what_the_broker_has_refused_and_whether_its_disk_has_ro
         await peers.join("a#1")
         peers.wire.say("a#1", Publish(7, 0, 0, 0, DENSE, (1,) * 50, 8, 1, nan, True))
         await peers.until(lambda: peers.told("a#1", Refused))
-        peers.broker._refusals = lambda: {"key": 2, "full": 3}
+        peers.broker._turned_away = lambda: 5
         peers.broker.keeper.waits_for_room = True
         peers.wire.say("o#1", Hello("o", "observer"))
         await peers.until(lambda: peers.told("o#1", Roster))

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.runtime.broker import keeper as keeper_module
 from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.runtime.broker.keeper import Keeper
+from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
 from zmqtrain.runtime.checkpoints import files
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.equation import aggregator as aggregator_module
@@ -34,11 +36,11 @@ MODEL = (LeafSpec("w", (10,), "float32"),)
 class Run:
     """A hub and an aggregator of one model, and a keeper over them."""
 
-    def __init__(self, folder, every=None):
+    def __init__(self, folder, every=None, made_late=False):
         self.hub = Hub(SETTINGS, release_rule_from_spec(SETTINGS.release), "run-1")
         self.aggregator = Aggregator(SETTINGS)
         self.errors = []
-        self.keeper = Keeper(folder, self.errors.append, every)
+        self.keeper = Keeper(folder, self.errors.append, every, made_late=made_late)
         self.resumed = self.keeper.resume(self.hub, self.aggregator)
 
     def found(self, moments=()):
@@ -370,3 +372,25 @@ def test_the_model_is_the_last_version_where_that_is_the_best_or_not_evaluated(t
 def test_a_version_that_was_evaluated_too_late_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(aggregator_module, "RECORD_EXCHANGES", 1)
     assert of_losses(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5]) == {"model.safetensors": 5.0}
+
+
+def test_a_folder_that_is_the_runs_own_is_made_when_the_run_has_begun_and_not_before(tmp_path):
+    idle = Run(tmp_path / "idle", made_late=True)
+    idle.keeper.close(idle.hub.state(), idle.aggregator)
+    assert not list(tmp_path.iterdir()), "nobody joined: nothing is left behind"
+    run = Run(tmp_path / "run-1", made_late=True)
+    run.found()
+    with pytest.raises(CheckpointError, match="is in use by the process"):
+        Run(tmp_path / "run-1", made_late=True)
+    run.release()
+    run.keeper.close(run.hub.state(), run.aggregator)
+    again = Run(tmp_path / "run-1", made_late=True)
+    assert again.hub.version == 1, "one that is there is gone on from"
+    again.keeper.close(again.hub.state(), again.aggregator)
+
+
+def test_every_run_has_a_folder_of_its_own():
+    folders, run = RunFolders(), new_run()
+    assert run != new_run() and folders.folder(run) == Path("zmqtrain-runs") / run
+    assert folders.folder("run-1", 2, 4) == Path("zmqtrain-runs/run-1/shard-2")
+    assert folders.folder("run-1", term=1) == Path("zmqtrain-runs/run-1-term-1"), "not that of the first, if both live"

@@ -87,7 +87,7 @@ def test_what_has_landed_or_was_withdrawn_is_kept_no_more():
 
 def test_a_failure_says_what_to_do_where_that_is_known(caplog):
     unreadable = say_codec_failure("pc-1", CodecError("3 bytes too many"))
-    assert "pc-1 cannot read what the broker sent: 3 bytes too many. Start this node again." in str(unreadable)
+    assert "pc-1 cannot read what the broker sent: 3 bytes too many. Start this node again" in str(unreadable)
     for error in (NonFiniteDelta("nan"), ZmqTrainError("another")):
         assert say_codec_failure("pc-1", error) is error
     assert CodecJobs.__module__ not in [record.name for record in caplog.records]

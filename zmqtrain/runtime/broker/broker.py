@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from zmqtrain.runtime.broker.loads import Loads
 from zmqtrain.runtime.broker.receiver import Receiver
 from zmqtrain.runtime.broker.registration import Registration
 from zmqtrain.runtime.broker.replicas import OpenLine, Replicas
+from zmqtrain.runtime.broker.run_folders import new_run
 from zmqtrain.runtime.broker.serving import Serving
 from zmqtrain.runtime.broker.standby import Inheritance
 from zmqtrain.runtime.broker.telling import Telling
@@ -100,8 +101,10 @@ class Broker:
     the first's.  open_line: how the broker itself reaches another.  inheritance: what a standby takes over, in place of
     what is in the checkpoint's folder.  has_our_keys: whether a peer came in with this hub's own pair, as masters and
     standbys must: they can end this broker, or have the nodes look for their parameters elsewhere.  key_name: of the
-    key with which a peer came in, "" where there are none: a node's id stays that key's.  refusals: how many
-    connections and messages the channel has refused, by reason.
+    key with which a peer came in, "" where there are none: a node's id stays that key's.  turned_away: how many
+    connections and messages the channel has refused in the last minute.
+    run: the id of the run, if it is new; "": one is drawn.  own_folder: the checkpoint's folder is named by the run,
+    and made when there is something to keep.
     Raises ConfigError, CheckpointError.
     """
 
@@ -120,12 +123,14 @@ class Broker:
         inheritance: Inheritance | None = None,
         has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
         key_name: Callable[[PeerId], str] = lambda peer: "",
-        refusals: Callable[[], Mapping[str, int]] = dict,
+        turned_away: Callable[[], int] = lambda: 0,
+        run: str = "",
+        own_folder: bool = False,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
-        run = f"run-{secrets.token_hex(4)}" if registration is None else registration.run
-        self.share, self._refusals = share or LinkShare(), refusals
+        run = (run or new_run()) if registration is None else registration.run
+        self.share, self._turned_away = share or LinkShare(), turned_away
         rule = preemption_from_spec(settings.preemption)
         self.hub = Hub(
             self.settings,
@@ -148,7 +153,9 @@ class Broker:
         self.aggregator = Aggregator(self.settings, shard) if inheritance is None else inheritance.aggregator
         self._jobs = Jobs("zmqtrain-aggregate", self.stop)
         every = every_from_text(checkpoint_every, settings.mode == "strict")
-        self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep)
+        self.folder = checkpoint
+        """Where the run is kept; None: nowhere."""
+        self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep, made_late=own_folder)
         moments: Sequence[Buffer] = ()
         if inheritance is None:
             moments = self.keeper.resume(self.hub, self.aggregator)
@@ -361,7 +368,7 @@ class Broker:
 
     def describe(self, roster: Roster) -> Roster:
         """Return a roster of the hub's with what only the living half knows."""
-        here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": sum(self._refusals().values())}
+        here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": self._turned_away()}
         here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.unsaved}
         if (noise := self.aggregator.meter.noise) is not None and roster.members:
             here["noise"] = noise

@@ -60,7 +60,8 @@ class Doorkeeper:
         first = self._stamp is None
         gone = self._channel.admit(names)
         if not first or gone:
-            logger.info("%d keys are authorised now", len(names) - 1)
+            count = len(names) - 1
+            logger.info("%d key%s authorised now", count, " is" if count == 1 else "s are")
         self._gone |= gone
         self._stamp = stamp
         for key, name in self._gone.items():

@@ -61,14 +61,21 @@ class Keeper:
     """The checkpoints and the journal of a living broker.
 
     folder: None keeps nothing.  failed: called, in any thread, with an error that nobody thought of.
-    every: how often to save.  keep: how many checkpoints stay.  waits_for_room: a release waits, as the journal has no
+    every: how often to save.  keep: how many checkpoints stay.  made_late: a folder that is not there is made when
+    there is something to keep.  waits_for_room: a release waits, as the journal has no
     room for it.  unsaved: the last checkpoint could not be written, and is tried again.
     """
 
     def __init__(
-        self, folder: Path | None, failed: Callable[[BaseException], None], every: Every | None = None, keep: int = 3
+        self,
+        folder: Path | None,
+        failed: Callable[[BaseException], None],
+        every: Every | None = None,
+        keep: int = 3,
+        made_late: bool = False,
     ) -> None:
         self._folder = RunFolder(folder, keep) if folder is not None else None
+        self._untaken = made_late and folder is not None and not folder.exists()
         self._failed, self._every = failed, every or Every()
         self._writer: threading.Thread | None = None
         self._ending = threading.Event()
@@ -90,7 +97,7 @@ class Keeper:
         Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read, or
         another process has it.
         """
-        if self._folder is None:
+        if self._folder is None or self._untaken:
             return ()
         self._folder.lock()
         try:
@@ -107,6 +114,7 @@ class Keeper:
         if self._folder is None:
             return
         self._folder.lock()
+        self._untaken = False
         try:
             self._folder.forget_after(-1)
         except BaseException:
@@ -140,7 +148,7 @@ class Keeper:
         if difference:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
-                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one."
+                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one"
             )
         hub.restore(state)
         aggregator.plan(hub.model)
@@ -244,6 +252,9 @@ class Keeper:
         """
         if self._folder is None:
             return
+        if self._untaken:
+            self._folder.lock()
+            self._untaken = False
         if self._writer is not None and self._writer.is_alive():
             if not self._every.together:
                 self._again_at = time.monotonic() + AGAIN_SECONDS

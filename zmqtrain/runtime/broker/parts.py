@@ -39,8 +39,8 @@ MOST_MASTERS = 9999
 _FORMAT = "zmqtrain part 1"
 
 
-def part_file(shard: int, masters: int) -> str:
-    """Return the name of the file that has one shard's share of the parameters."""
+def part_file(shard: int | str, masters: int | str) -> str:
+    """Return the name of the file that has one shard's share of the parameters; with "*" a pattern of such names."""
     return f"model-{shard}-of-{masters}.safetensors"
 
 

@@ -19,6 +19,7 @@ from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.broker import Broker, BrokerStatistics
 from zmqtrain.runtime.broker.doorkeeper import Doorkeeper
 from zmqtrain.runtime.broker.registration import MasterPlace, Registration, public_address
+from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
 from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.rules import canonical
@@ -42,9 +43,10 @@ def serve(
     settings: RunSettings | None,
     *,
     keys: CurveKeys | KeyFolder | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | RunFolders | None = None,
     checkpoint_every: str = "",
     checkpoint_keep: int = 3,
+    run: str = "",
     ready: Callable[[Broker], None] = lambda broker: None,
     watch: Callable[[Roster], None] | None = None,
     interrupted: Callable[[int], None] | None = None,
@@ -59,7 +61,8 @@ def serve(
     keys: the folder that says who comes in, looked at every second; of a pair alone, whoever knows its public key does;
     None: whoever reaches the address.
     settings: of the run; None with a place.  place: what belongs to this broker if it is not the first of its run's
-    masters; it takes the settings from the first.  checkpoint, checkpoint_every, checkpoint_keep: as of a `Broker`.
+    masters; it takes the settings from the first.  checkpoint, checkpoint_every, checkpoint_keep: as of a `Broker`; of
+    `RunFolders` the run's own.  run: the id of the run, if it is new; "": one is drawn.
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
     interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
     thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
@@ -115,12 +118,22 @@ def serve(
                 registration = Registration(place, public)
                 await registration.welcomed()
             given = settings if inheritance is None else inheritance.settings
-            run = registration.settings if registration is not None else given
-            assert run is not None, "a broker has settings, or another that gives them"
+            agreed = registration.settings if registration is not None else given
+            assert agreed is not None, "a broker has settings, or another that gives them"
+            name, term = run or new_run(), 0
+            if registration is not None:
+                name = registration.run
+            elif inheritance is not None:
+                name, term = str(inheritance.state["run"]), int(inheritance.state["term"])
+            if isinstance(checkpoint, RunFolders):
+                shard = 0 if place is None else place.shard
+                folder_of_run: Path | None = checkpoint.folder(name, shard, agreed.masters, term)
+            else:
+                folder_of_run = checkpoint
             broker = Broker(
                 channel,
-                run,
-                checkpoint,
+                agreed,
+                folder_of_run,
                 checkpoint_every,
                 checkpoint_keep,
                 watch,
@@ -131,7 +144,9 @@ def serve(
                 inheritance,
                 lambda peer: folder is None or channel.name_of(peer) == HUB,
                 channel.name_of,
-                lambda: channel.refusals,
+                lambda: channel.turned_away,
+                name,
+                isinstance(checkpoint, RunFolders),
             )
             channel.remember(broker.hub.records.owner)
         except BaseException:
@@ -177,7 +192,7 @@ def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    watch: called in the broker's thread with every roster.  keys, events, share, place: as for `serve`.
+    watch: called in the broker's thread with every roster.  The others: as for `serve`.
     Raises what `serve` raises before the broker listens.
     """
 
@@ -190,6 +205,7 @@ class BrokerThread:
         checkpoint: Path | None = None,
         checkpoint_every: str = "",
         checkpoint_keep: int = 3,
+        run: str = "",
         watch: Callable[[Roster], None] = lambda roster: None,
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
@@ -211,6 +227,7 @@ class BrokerThread:
                     checkpoint=checkpoint,
                     checkpoint_every=checkpoint_every,
                     checkpoint_keep=checkpoint_keep,
+                    run=run,
                     ready=self._ready,
                     watch=self._see,
                     events=events,

@@ -34,9 +34,7 @@ class Telling:
         self._hub, self._events = hub, events
         self._log = SparingLogger(logger)
         self._of_other_data: dict[PeerId, None] = {}
-        self._of_same_data: dict[PeerId, None] = {}
-        self._without_units: dict[PeerId, None] = {}
-        self._worse = False
+        self._called: dict[PeerId, str] = {}  # how those were called that were named last
 
     # ------------------------------------------------------------------ the run
 
@@ -47,7 +45,7 @@ class Telling:
 
     def founding(self, peer: PeerId, model: ModelSpec) -> None:
         """The run has parameters: this peer's."""
-        logger.info("%s founded %s: %d values", _name(peer), self._hub.run, count_values(model))
+        logger.info("%s founded %s: %d values", self._name(peer), self._hub.run, count_values(model))
 
     def founded(self, peer: PeerId) -> None:
         """They are with the aggregator (codec thread)."""
@@ -61,12 +59,12 @@ class Telling:
 
     def unrelated(self, peers: Sequence[PeerId], why: str) -> None:
         """It does not: there is none."""
-        names = ", ".join(_name(peer) for peer in peers)
+        names = ", ".join(self._name(peer) for peer in peers)
         logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
 
     def preempted(self, peer: PeerId, lender: PeerId) -> None:
         """One of a population is to go on from another's parameters."""
-        logger.info("%s is preempted: it goes on from the parameters of %s", _name(peer), _name(lender))
+        logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
 
     def scheduled(self, schedule: Schedule) -> None:
         """Another k, d, codec or outer optimizer holds."""
@@ -84,56 +82,27 @@ class Telling:
 
     def overflowed(self, version: Version, reduce: Reduce) -> None:
         """A version's sum was not finite."""
-        names = ", ".join(_name(peer) for peer, _ in reduce.landed)
+        names = ", ".join(self._name(peer) for peer, _ in reduce.landed)
         logger.error("version %d: the deltas of %s add up to infinity; not used", version, names)
 
     def evaluated(self, report: Report) -> None:
-        """A node has scored the shared model: an evaluation that is ten times worse than the best is said, once."""
-        worse = self._hub.worse
-        if worse is not None and not self._worse:
-            version, best = worse
-            loss = self._hub.scores["loss"]
-            text = (
-                "held-out loss %.6g at version %d, %.0f times the best (%.6g at version %d): the usual cause is a "
-                "learning rate that is too high. The best version that was evaluated is kept with the checkpoint"
-            )
-            logger.warning(text, loss, self._hub.score_version, loss / best, best, version)
-        self._worse = worse is not None
+        """A node has scored the shared model."""
         if report.scores and self._events is not None:
             self._events.evaluated(report.score_version, self._hub.samples, report.scores)
 
     def reported(self, peer: PeerId, report: Report) -> None:
-        """A node has said how it trains: what of that is not as the run needs it is said, once for each node."""
-        self._compare_data(peer, report)
-        member = self._hub.members.get(peer)
-        if member is None:
+        """A node has said which data it has: others than the run's are named, once."""
+        if not report.data or report.data == self._hub.data or peer in self._of_other_data:
             return
-        other = self._hub.same_start(member)
-        if other is not None and _first_time(self._of_same_data, peer):
-            _first_time(self._of_same_data, other.peer)
-            text = (
-                "%s and %s made the same first step (the same loss, the same parameters after it): they seem to train "
-                "on the same batches, and two such nodes are no faster than one. Have the broker deal the data "
-                "(`for batch in node.batches(batches_of)`), or shuffle them by a seed from the node's name"
-            )
-            self._log.warning(text, _name(peer), _name(other.peer))
-        if self._hub.takes_no_units(member) and _first_time(self._without_units, peer):
-            text = (
-                "%s takes no data units: --units %d neither counts nor ends what it does. In a loop of one's own "
-                "`for batch in node.batches(batches_of)` takes them"
-            )
-            self._log.warning(text, _name(peer), self._hub.ledger.total)
-
-    def _compare_data(self, peer: PeerId, report: Report) -> None:
-        """Name a node that has other data than the run's."""
-        if not report.data or report.data == self._hub.data or not _first_time(self._of_other_data, peer):
-            return
+        self._of_other_data[peer] = None
+        while len(self._of_other_data) > OTHERS_NAMED:
+            del self._of_other_data[next(iter(self._of_other_data))]
         theirs, ours = (words(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
         text = (
             "%s has other data than the run's first node: %s, not %s (digests of training/held-out data). If that is "
             "not meant, start it with the same data; only nodes with the same held-out data evaluate the run"
         )
-        self._log.warning(text, _name(peer), theirs, ours)
+        self._log.warning(text, self._name(peer), theirs, ours)
 
     def going_back(self, version: Version) -> None:
         """All nodes are back after a restart, in strict mode: whether the run goes back to a version that all have."""
@@ -172,31 +141,31 @@ class Telling:
 
     def joined(self, peer: PeerId, version: Version) -> None:
         """A node is brought to the parameters for the first time."""
-        self._log.info("%s joined at version %d (%s)", _name(peer), version, self._count_nodes("train"))
+        self._log.info("%s joined at version %d (%s)", self._name(peer), version, self._count_nodes("train"))
         if self._events is not None:
             self._events.member(peer, "joined", f"at version {version}")
 
     def refused(self, peer: PeerId, error: Exception) -> None:
         """What a peer sent is of no use."""
-        self._log.warning("refused what %s sent: %s", _name(peer), error)
+        self._log.warning("refused what %s sent: %s", self._name(peer), error)
 
     def quarantined(self, peer: PeerId, quarantine: Quarantine) -> None:
         """A node's deltas are not taken for a while."""
         text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
-        logger.warning("%s is quarantined %s", _name(peer), text)
+        logger.warning("%s is quarantined %s", self._name(peer), text)
         if self._events is not None:
             self._events.member(peer, "quarantined", text)
 
     def taking_back(self, peer: PeerId, version: Version, before: Version) -> None:
         """What a node contributed that diverges is taken back."""
         text = f"what was published since version {version} is taken back (the run was at {before})"
-        logger.warning("%s has diverged, and was a part of the last versions: %s", _name(peer), text)
+        logger.warning("%s has diverged, and was a part of the last versions: %s", self._name(peer), text)
         if self._events is not None:
             self._events.member(peer, "taken back", text)
 
     def rebased(self, peers: Sequence[PeerId], why: str) -> None:
         """So many nodes were turned away for their norm that the gate may be wrong. why: it is not made wider."""
-        names = ", ".join(map(_name, peers))
+        names = ", ".join(map(self._name, peers))
         if why:
             text = (
                 "the norm gate turns away %s, half of the nodes or more, and is not made wider for them: %s. They stay "
@@ -220,7 +189,7 @@ class Telling:
     def sent_away(self, peer: PeerId, error: Exception) -> str:
         """A peer cannot stay; return why, in words for it."""
         text = words(str(error), LOGGED_CHARACTERS)
-        self._log.warning("sending %s away: %s", _name(peer), text)
+        self._log.warning("sending %s away: %s", self._name(peer), text)
         return text
 
     def left(self, peer: PeerId, reason: str, text: str) -> None:
@@ -233,27 +202,23 @@ class Telling:
             rest = "" if text.endswith(TAKES_OVER) else "; the nodes go on here without it"
             logger.warning("the standby left: %s%s", text, rest)
         elif reason == "master":
-            self._log.warning("%s left: %s; its shard is exchanged again when it is back", _name(peer), text)
+            self._log.warning("%s left: %s; its shard is exchanged again when it is back", self._name(peer), text)
         else:
-            self._log.log(level, "%s left: %s (%s)", _name(peer), text, self._count_nodes("remain"))
+            self._log.log(level, "%s left: %s (%s)", self._name(peer), text, self._count_nodes("remain"))
         if self._events is not None and reason not in ("observer", "process", "master", "standby"):
             self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+
+    def _name(self, peer: PeerId) -> str:
+        """What people call a peer: its name; where others here have the same (nodes of one PC), as a Roster does."""
+        if (member := self._hub.members.get(peer)) is not None:
+            self._called.pop(peer, None)
+            self._called[peer] = member.called
+            while len(self._called) > OTHERS_NAMED:
+                del self._called[next(iter(self._called))]
+        name = peer.rpartition("#")[0] or peer
+        several = any(one != peer and one.rpartition("#")[0] == name for one in self._hub.members)
+        return self._called.get(peer, name) if several else name
 
     def _count_nodes(self, verb: str) -> str:
         count = self._hub.nodes
         return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
-
-
-def _first_time(told: dict[PeerId, None], peer: PeerId) -> bool:
-    """Return whether nothing was told of this peer yet, and record that it is now; the newest are remembered."""
-    if peer in told:
-        return False
-    told[peer] = None
-    while len(told) > OTHERS_NAMED:
-        del told[next(iter(told))]
-    return True
-
-
-def _name(peer: PeerId) -> str:
-    """What people call a peer: its id without the random part."""
-    return peer.rpartition("#")[0] or peer

@@ -1,6 +1,7 @@
 """Give processes that know one address a communicator: over sockets of their own, met at the broker.
 
-Rule: what is said and when is `zmqtrain.collectives`; here it gets its port, and its codecs by their names.
+Rule: what is said and when is `zmqtrain.collectives`; here it gets its port, its codecs by their names, and the way in
+which Python values are packed (msgpack, never pickle).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives import communicator
 from zmqtrain.collectives.messenger import TIMEOUT_SECONDS
+from zmqtrain.protocol.framing import pack_value, unpack_value
 from zmqtrain.runtime.groups.rendezvous import open_port
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
@@ -47,3 +49,9 @@ class Communicator(communicator.Communicator):
 
     def _read_codec(self, codec: Any) -> Any:
         return codec_from_spec(codec) if isinstance(codec, str) else codec
+
+    def _pack_value(self, value: Any) -> bytes:
+        return pack_value(value)
+
+    def _unpack_value(self, packed: Any) -> Any:
+        return unpack_value(packed)

@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from zmqtrain.collectives.arrays import HUB_DTYPES, dtype_of_name
 from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reduction
 from zmqtrain.collectives.steps import Values
 from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
@@ -31,7 +32,6 @@ __all__ = [
     "FOLD_BYTES",
     "GROUP_FOLD_BYTES",
     "MAX_OWN_BYTES",
-    "DTYPES",
     "Reducers",
     "check_chunk",
     "find_fold",
@@ -46,10 +46,6 @@ GROUP_FOLD_BYTES = 128 << 20
 """What of a whole group may be: of a large one each rank has less."""
 MAX_OWN_BYTES, MAX_OWN_FRAMES = 4096, 2
 """What a rank may have come back with the result."""
-DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
 
 Send = Callable[[PeerId, Folded, Sequence[Buffer], Callable[[], object]], None]
 
@@ -64,11 +60,12 @@ def find_fold(op: str, dtype: str) -> tuple[Reduction, np.dtype[np.generic]]:
     do, for any other."""
     if op not in OPERATIONS:
         raise ConfigError(f"op={op[:32]!r}: the hub reduces by {', '.join(OPERATIONS)}; take another algorithm")
-    if dtype not in DTYPES:
+    if dtype not in HUB_DTYPES:
         raise ConfigError(
-            f"the hub reduces no arrays of {dtype[:32]}, but of {', '.join(DTYPES)}; cast, or take another"
+            f"the hub reduces no arrays of {dtype[:32]}, but of {', '.join(HUB_DTYPES)}; cast them, or take another "
+            "algorithm"
         )
-    kind = np.dtype(dtype)
+    kind = dtype_of_name(dtype)
     return find_reduction(op, kind), kind
 
 

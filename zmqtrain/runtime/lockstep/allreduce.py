@@ -61,8 +61,8 @@ class Group(Protocol):
     def statistics(self) -> Any:
         """Return its figures: bytes_sent, bytes_received."""
 
-    def close(self) -> None:
-        """Leave."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Leave, once what is in flight has ended; wait at most so long for that."""
 
 
 class AllreduceExchange:
@@ -146,7 +146,7 @@ class AllreduceExchange:
 
     def close(self) -> None:
         """See GradientExchange."""
-        self._group.close()
+        self._group.close(timeout_seconds=0.0)  # a node that is stopped waits for nobody
 
     def _sum(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         total: NDArray[np.int64] = self._group.allreduce(numbers, "sum", timeout_seconds=self.timeout_seconds)

@@ -190,7 +190,7 @@ class CodecJobs:
 def say_codec_failure(name: str, error: BaseException) -> ZmqTrainError:
     """Return what is raised in the training thread where a job of the codec thread has failed: it says what to do."""
     if isinstance(error, CodecError) and not isinstance(error, NonFiniteDelta):
-        return ZmqTrainError(f"{name} cannot read what the broker sent: {error}. Start this node again.")
+        return ZmqTrainError(f"{name} cannot read what the broker sent: {error}. Start this node again")
     if isinstance(error, ZmqTrainError):
         return error
     logger.error("the codec thread of %s failed", name, exc_info=error)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from zmqtrain.interfaces import Exchange
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.units import UnitQueue
 from zmqtrain.settings import RunSettings
@@ -49,6 +50,10 @@ class Line(Exchange, Protocol):
         """Who is in the run."""
 
     @property
+    def alone(self) -> Solitude | None:
+        """How the node trains without the master; None: that is there."""
+
+    @property
     def waiting_for(self) -> str:
         """What it is waiting for."""
 
@@ -56,12 +61,6 @@ class Line(Exchange, Protocol):
         """Wait for the master's Welcome."""
 
     def describe_data(self, digests: str) -> None:
-        """See Describes."""
-
-    def describe_device(self, device: str) -> None:
-        """See Describes."""
-
-    def describe_first_step(self, digest: str) -> None:
         """See Describes."""
 
     def begin_join(

@@ -125,6 +125,16 @@ class HubLink:
         return self._met[1] or self.peer.obstacle
 
     @property
+    def why_alone(self) -> str:
+        """Why there is no hub now, as far as it is known."""
+        return (self.obstacle or self.trouble[1] or "nobody answers").rstrip(".")
+
+    def alone_seconds(self) -> float | None:
+        """For how long this node has had no hub; None: it has one, or has never had one."""
+        since = self._alone.since
+        return None if since is None else time.monotonic() - since
+
+    @property
     def refused(self) -> str:
         """Why the hub ended the last handshake with this node, as in Channel; "" once it is welcomed."""
         return self._met[0]
@@ -221,7 +231,7 @@ class HubLink:
             self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
             return
         if self.trouble[0] != reason and not (self.undecided and reason == "run"):  # once, not with every attempt
-            logger.warning("%s: %s. %s; trying again.", self.peer.name, text.rstrip("."), self._meanwhile)
+            logger.warning("%s: %s. %s; trying again", self.peer.name, text.rstrip("."), self._meanwhile)
         self.trouble = (reason, text)
         self._connect()
         self.listener.on_changed()
@@ -318,9 +328,9 @@ class HubLink:
     def _say_alone(self, now: float) -> None:
         """Say once a minute that a node of a run has no hub."""
         if seconds := self._alone.look(self.peer, now):
-            where, why = say_addresses(self.whereabouts), self.obstacle or self.trouble[1] or "nobody answers"
-            text = "%s has had no hub for %.0f s, at %s: %s. %s; trying again."
-            logger.warning(text, self.peer.name, seconds, where, why.rstrip("."), self._meanwhile)
+            where = say_addresses(self.whereabouts)
+            text = "%s has had no hub for %.0f s, at %s: %s. %s; trying again"
+            logger.warning(text, self.peer.name, seconds, where, self.why_alone, self._meanwhile)
 
     async def _receive_forever(self) -> None:
         while True:

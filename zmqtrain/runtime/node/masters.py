@@ -18,6 +18,7 @@ from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.errors import LocalProtocolError
 from zmqtrain.interfaces import Clock, Layout
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.batches import UnitSource
 from zmqtrain.runtime.node.line import Line
 from zmqtrain.runtime.node.lines import Lines
@@ -79,6 +80,11 @@ class MastersNode:
         return self._first.settings
 
     @property
+    def alone(self) -> Solitude | None:
+        """How this node trains without the first master; None: that is there."""
+        return self._first.alone
+
+    @property
     def address(self) -> str:
         """Where the first master is."""
         return self._first.address
@@ -119,14 +125,6 @@ class MastersNode:
     def describe_data(self, digests: str) -> None:
         """See Describes."""
         self._first.describe_data(digests)
-
-    def describe_device(self, device: str) -> None:
-        """See Describes."""
-        self._first.describe_device(device)
-
-    def describe_first_step(self, digest: str) -> None:
-        """See Describes."""
-        self._first.describe_first_step(digest)
 
     def vote(self, score: float) -> Update | None:
         """See Exchange: no mean is made of shards."""

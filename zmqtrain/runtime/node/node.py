@@ -32,6 +32,7 @@ from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
 from zmqtrain.runtime.mailbox import Worker
+from zmqtrain.runtime.node.alone import Solitude
 from zmqtrain.runtime.node.codec_jobs import say_codec_failure
 from zmqtrain.runtime.node.coder_place import CodecOn, CoderPlace
 from zmqtrain.runtime.node.exchange import PeerExchange
@@ -237,6 +238,14 @@ class Node(PeerExchange):
         return ""
 
     @property
+    def alone(self) -> Solitude | None:
+        """How this node trains without a hub; None: it has one."""
+        if (seconds := self._link.alone_seconds()) is None:
+            return None
+        where = say_addresses(self._link.whereabouts)
+        return Solitude(seconds, where, self._link.why_alone, self._progress.step, self._progress.loss)
+
+    @property
     def settings(self) -> RunSettings:
         """The run's settings, as the broker gave them."""
         return self.wait_welcome()
@@ -291,7 +300,7 @@ class Node(PeerExchange):
                 raise AggregateTimeout(
                     f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._offers.version} "
                     f"from {waiting}. In strict mode every node must contribute; who does not is said by "
-                    f"`zmqtrain status {self.address}`."
+                    f"`zmqtrain status {self.address}`"
                 )
             logger.info("%s waits for the aggregate after version %d: %s", self.name, self._offers.version, waiting)
         update = self.poll()
@@ -320,7 +329,6 @@ class Node(PeerExchange):
             publishes_refused=self._withdrawals,
             round_trip_seconds=self._peer.round_trip_seconds,
             link_rate=self._link.link_rate,
-            run_samples=self._peer.run_samples,
         )
 
     def close(self, reason: str = "") -> None:
@@ -384,7 +392,7 @@ class Node(PeerExchange):
             text = (
                 f"{error}, and nothing of it was sent. Start this node again (it takes the shared parameters); if it "
                 "happens again, use a smaller learning rate, and let its optimizer begin anew where `take_adoption` "
-                "says so."
+                "says so"
             )
             raise NonFiniteDelta(text, error.leaf) from None
 

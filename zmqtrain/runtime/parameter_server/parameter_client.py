@@ -29,7 +29,7 @@ from zmqtrain.errors import (
     LocalProtocolError,
 )
 from zmqtrain.parameter_server.consistency import consistency_from_spec
-from zmqtrain.parameter_server.directory import check_key
+from zmqtrain.parameter_server.directory import check_key, key_name
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
@@ -37,7 +37,10 @@ from zmqtrain.runtime.parameter_server.key_masters import KeyMasters
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import LeafSpec
 
-__all__ = ["ParameterRequest", "ParameterStatistics", "ParameterClient"]
+__all__ = ["Key", "ParameterRequest", "ParameterStatistics", "ParameterClient"]
+
+Key = str | int
+"""The name of one array: a text, or the index of an array in a list."""
 
 T = TypeVar("T")
 Vector = NDArray[Any]
@@ -148,19 +151,20 @@ class ParameterClient:
 
     # ------------------------------------------------------------------ one key
 
-    def init(self, key: str, array: Any, *, timeout_seconds: float | None = None) -> Vector:
+    def init(self, key: Key, array: Any, *, timeout_seconds: float | None = None) -> Vector:
         """Begin a key with these values, unless it is there; return what is there now. The first to do so wins.
 
         array: numpy or jax, float32 or float64.  Raises ConfigError for another dtype, and for another shape or dtype
         than the key has; PeerLost, CollectiveTimeout (who came first does not bring its values), NonFiniteDelta.
         """
-        return self._init({key: array}, timeout_seconds)[key]
+        name = key_name(key)
+        return self._init({name: array}, timeout_seconds)[name]
 
-    def push(self, key: str, gradient: Any, *, timeout_seconds: float | None = None) -> None:
+    def push(self, key: Key, gradient: Any, *, timeout_seconds: float | None = None) -> None:
         """Give the server a gradient; return when it has it. Raises as `ParameterRequest.wait`."""
         self.ipush(key, gradient).wait(timeout_seconds)
 
-    def pull(self, key: str, *, into: Vector | None = None, timeout_seconds: float | None = None) -> Vector:
+    def pull(self, key: Key, *, into: Vector | None = None, timeout_seconds: float | None = None) -> Vector:
         """Return a key's values: all that this client pushed is in them, and of the others' what the consistency says.
 
         into: put them there, and return that.  Raises as `ParameterRequest.wait`.
@@ -168,42 +172,45 @@ class ParameterClient:
         return self.ipull(key, into=into).wait(timeout_seconds)
 
     def push_pull(
-        self, key: str, gradient: Any, *, into: Vector | None = None, timeout_seconds: float | None = None
+        self, key: Key, gradient: Any, *, into: Vector | None = None, timeout_seconds: float | None = None
     ) -> Vector:
         """Give the server a gradient, and return the values that hold it. Raises as `ParameterRequest.wait`."""
         return self.ipush_pull(key, gradient, into=into).wait(timeout_seconds)
 
-    def ipush(self, key: str, gradient: Any) -> ParameterRequest[None]:
+    def ipush(self, key: Key, gradient: Any) -> ParameterRequest[None]:
         """Begin `push`; never waits. Raises ConfigError at once for a dtype that no server takes, and for a shape or
         dtype that is not the server's, if this client knows the key; the request raises it where it does not yet."""
-        arrays = self._gradients({key: gradient})
+        name = key_name(key)
+        arrays = self._gradients({name: gradient})
 
         async def push() -> None:
-            await self._masters.placed(key)
-            await self._masters.push(key, self._checked(key, arrays[key]))
+            await self._masters.placed(name)
+            await self._masters.push(name, self._checked(name, arrays[name]))
 
-        return self._call(push(), f"push of {key!r}")
+        return self._call(push(), f"push of {name!r}")
 
-    def ipull(self, key: str, *, into: Vector | None = None) -> ParameterRequest[Vector]:
+    def ipull(self, key: Key, *, into: Vector | None = None) -> ParameterRequest[Vector]:
         """Begin `pull`; never waits."""
-        self._check_target(key, into)
+        name = key_name(key)
+        self._check_target(name, into)
 
         async def pull() -> Vector:
-            await self._masters.placed(key)
-            return await self._masters.pull(key, self._target(key, into))
+            await self._masters.placed(name)
+            return await self._masters.pull(name, self._target(name, into))
 
-        return self._call(pull(), f"pull of {key!r}")
+        return self._call(pull(), f"pull of {name!r}")
 
-    def ipush_pull(self, key: str, gradient: Any, *, into: Vector | None = None) -> ParameterRequest[Vector]:
+    def ipush_pull(self, key: Key, gradient: Any, *, into: Vector | None = None) -> ParameterRequest[Vector]:
         """Begin `push_pull`; never waits. Raises as `ipush`."""
-        arrays = self._gradients({key: gradient})
-        self._check_target(key, into)
+        name = key_name(key)
+        arrays = self._gradients({name: gradient})
+        self._check_target(name, into)
 
         async def push_pull() -> Vector:
-            await self._masters.placed(key)
-            return await self._masters.push_pull(key, self._checked(key, arrays[key]), self._target(key, into))
+            await self._masters.placed(name)
+            return await self._masters.push_pull(name, self._checked(name, arrays[name]), self._target(name, into))
 
-        return self._call(push_pull(), f"push_pull of {key!r}")
+        return self._call(push_pull(), f"push_pull of {name!r}")
 
     # ------------------------------------------------------------------ trees of keys
 
@@ -291,9 +298,9 @@ class ParameterClient:
         """The keys that this client knows."""
         return tuple(self._masters.places)
 
-    def version(self, key: str) -> int:
+    def version(self, key: Key) -> int:
         """Return how many steps were in a key's values when they last came here; of several pieces, the fewest."""
-        return self._masters.versions.get(key, 0)
+        return self._masters.versions.get(key_name(key), 0)
 
     def statistics(self) -> ParameterStatistics:
         """Return the running figures."""
