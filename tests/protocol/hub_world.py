@@ -131,7 +131,7 @@ class HubWorld:
                     self.transfers[peer, announcement.transfer] = announcement
                 case Disconnect(peer, reason):
                     assert peer in known
-                    if reason != "again":  # nothing of its work has come: others do it
+                    if reason != "again" or self.states()[peer] in NO_NODES[1:]:  # nothing of its work has come
                         self.done -= self.unbacked.pop(peer, set()) if self.done != self.units else set()
                     for here in (self.asked, self.served, self.quarantined, self.voters):
                         here.discard(peer)

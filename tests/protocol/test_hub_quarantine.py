@@ -13,7 +13,7 @@ from zmqtrain.protocol.quarantine import OVER
 
 def offend(hub, peer, sequence, now=0.0, reason="norm"):
     """Send a delta that is refused for what is in it; return what the hub has to say."""
-    message = publish(sequence)
+    message = publish(sequence, base_version=hub.version)
     assert hub.receive(peer, message, now) == [Expect(peer, message)]
     return hub.broken(peer, message.transfer, reason, "too large", now)
 

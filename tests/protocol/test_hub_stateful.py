@@ -217,6 +217,29 @@ def test_where_the_run_drops_what_is_too_stale_it_lands_and_is_marked():
     world.check_the_end()
 
 
+def test_units_of_a_node_of_which_a_delta_has_come_stay_done_however_often_it_is_lost():
+    world = world_of(release="time:seconds=0.3", units=9)
+    world.ask_for_units(A, 1)
+    world.ask_for_units(A, 0)
+    world.offer(A, 0)
+    for _ in range(2):
+        world.tell(A, Hello(A, "node", "run-1", 0))
+        world.offer(A, 1)  # out of place: it costs the node its place
+        world.check()
+    world.check_the_end()
+
+
+def test_units_of_a_node_that_comes_again_as_another_are_dealt_again_where_no_delta_of_it_has_come():
+    for role in ("observer", "process"):
+        world = world_of(release="time:seconds=0.3", units=9)
+        world.ask_for_units(A, 2)
+        world.ask_for_units(A, 0)
+        world.tell(A, Hello(A, role, "run-1", 0))
+        world.crash(A)
+        world.check()
+        world.check_the_end()
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_under_every_rule_what_all_offer_is_released_once(release):
     world = world_of(release=release, fragments=2, units=30)

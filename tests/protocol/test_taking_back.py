@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.protocol.hubs import WIRE, contribute, contribution, live_hub, of, publish, sent
 from zmqtrain.protocol.effects import Accumulate, Expect, Reduce, Serve, TakeBack
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Fetch, Preempt, Refused
+from zmqtrain.protocol.messages import Fetch, Hello, Preempt, Refused
 
 SEEN = range(3)
 
@@ -90,3 +90,31 @@ def test_a_hub_that_is_started_again_goes_on_from_the_version_that_took_back():
     again = Hub(hub.settings, hub.rounds.rule, "")
     again.restore(hub.state())
     assert again.version == 7
+
+
+def test_a_node_that_has_asked_for_the_snapshot_publishes_nothing_of_what_it_computed_before_that_came():
+    hub = trained("a", "b")
+    late = publish(50, base_version=6)
+    assert hub.receive("a", late, 0.0) == [Expect("a", late)]
+    hub.take_back("b", 2)
+    assert of(Serve, hub.receive("a", Fetch(5, WIRE), 0.0)) == [] and hub.members["a"].restarts
+    assert of(Serve, hub.receive("a", Fetch(-1, WIRE), 0.0))
+    assert [m.reason for _, m in sent(hub.received("a", late.transfer, 0.0), Refused)] == ["restart"]
+    for base_version in (2, 3, 6):
+        (refused,) = sent(hub.receive("a", publish(51 + base_version, base_version=base_version), 0.0), Refused)
+        assert refused[1].reason == "restart"
+    assert of(Accumulate, contribute(hub, "a", 60, base_version=7))
+
+
+def test_who_was_away_begins_again_if_what_it_has_is_gone_and_goes_on_if_it_has_an_earlier_version():
+    for version, begins_again in ((2, False), (3, True), (6, True), (7, False)):
+        hub = trained("a", "b")
+        hub.gone("a", "crashed", 0.0)
+        hub.take_back("b", 2)
+        hub.receive("a", Hello("a", run="run-1", version=version), 0.0)
+        effects = hub.receive("a", Fetch(version, WIRE), 0.0)
+        assert bool(sent(effects, Preempt)) == begins_again != bool(of(Serve, effects))
+        if begins_again:
+            assert of(Serve, hub.receive("a", Fetch(-1, WIRE), 0.0))
+        else:
+            assert of(Accumulate, contribute(hub, "a", 50, base_version=version))

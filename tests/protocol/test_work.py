@@ -156,3 +156,6 @@ def test_what_a_node_has_done_of_which_nothing_has_come_is_dealt_again_when_it_i
     assert ledger.done_count == 0 and ledger.deal("b", 3) == (0, 1, 2)
     ledger.done("b", (0,), backed=False), ledger.done("b", (1,))
     assert ledger.lost("b", unbacked=True) == (2,), "a delta of it has come meanwhile"
+    ledger.done("c", ledger.deal("c", 1), backed=False)
+    ledger.back("c")
+    assert ledger.lost("c") == ledger.lost("c", unbacked=True) == ()

@@ -14,7 +14,7 @@ from tests.runtime.numpy_node import BULK, CONTROL, TOLERANCE, NumpyNode, crc
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.errors import CodecError
-from zmqtrain.protocol.effects import Accumulate, Broadcast, Disconnect, Expect, Found, Reduce, SendTo, Serve
+from zmqtrain.protocol.effects import Accumulate, Broadcast, Disconnect, Expect, Found, Reduce, SendTo, Serve, TakeBack
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.protocol.rounds import release_rule_from_spec
@@ -27,12 +27,19 @@ MODEL = (LeafSpec("w", (5000,), "float32"), LeafSpec("b", (7,), "float32"))
 """Three blocks: up to three fragments."""
 
 
+HISTORY = 128
+"""Of so many versions it is known what was published: of more than can be taken back."""
+
+
 def doubles(flats):
     return [flat.astype(np.float64) for flat in flats]
 
 
 class World:
-    """The hub, its codec thread, its checkpoints, and a ledger of all that it did, in float64."""
+    """The hub, its codec thread, its checkpoints, and a ledger of all that it did, in float64.
+
+    history: what was published at the last versions.  taken_back: the versions that are gone, by each that took back.
+    """
 
     def __init__(self, settings, folder=None, model=MODEL, shard=0, planner=None):
         self.settings, self.folder, self.now = settings, folder, 0.0
@@ -44,6 +51,7 @@ class World:
         self.following, self.whole, self.transfer = set(), {}, 0
         self.saved, self.journal = None, []
         self.crcs, self.landed_at, self.ledger = {}, {}, {}
+        self.history, self.taken_back = {}, []
         self.crashed = False
 
     def make_hub(self, run):
@@ -71,6 +79,12 @@ class World:
         try:
             if isinstance(announcement, Publish):
                 self.aggregator.check(announcement, frames)
+                if node.too_large:
+                    node.too_large -= 1
+                    self.carry_out(self.hub.broken(node.id, transfer, "norm", "too large", self.now))
+                    if self.hub.quarantines.rest(node.id, self.now):
+                        node.too_large = 0
+                    return
             self.whole[node.id, transfer] = frames
             self.carry_out(self.hub.received(node.id, transfer, self.now))
         except CodecError as error:
@@ -81,6 +95,7 @@ class World:
             self.nodes[peer].line.down[lane].append(message)
 
     def carry_out(self, effects):
+        diverged = []
         for effect in effects:
             match effect:
                 case SendTo(peer, message):
@@ -96,6 +111,10 @@ class World:
                     self.found(self.whole.pop((peer, announcement.transfer)))
                 case Accumulate(peer, publish):
                     self.accumulate(peer, publish, self.whole.pop((peer, publish.transfer)))
+                case TakeBack(peer):
+                    diverged.append(peer)
+                case Reduce() if effect.back_to >= 0:
+                    self.take_back(effect)
                 case Reduce():
                     self.release(effect)
                 case Serve(peer, known, landed):
@@ -107,6 +126,8 @@ class World:
                     self.following.discard(peer)
                     if peer in self.nodes:
                         self.nodes[peer].line.down[BULK].clear()
+        for peer in diverged:  # the codec thread is asked first, and what is due is released meanwhile
+            self.carry_out(self.hub.take_back(peer, self.version_before(peer)))
 
     def push(self, peer, kind, payload, **fields):
         self.transfer += 1
@@ -122,10 +143,11 @@ class World:
         self.momentum = [np.zeros(flat.size) for flat in self.expected]
         self.outer = self.aggregator.outer.name
         self.sums = [np.zeros(flat.size) for flat in self.expected]
-        self.crcs[0] = crc(self.aggregator.published)
+        self.published()
         self.save()
 
     def accumulate(self, peer, publish, frames):
+        assert not any(publish.base_version in versions for versions in self.taken_back), "computed on what is gone"
         self.aggregator.accumulate(peer, publish, frames)
         layout = self.aggregator.layout
         codecs = coding_from_spec(publish.codec).of_fragment(layout, publish.fragment)
@@ -157,8 +179,37 @@ class World:
             else:
                 self.momentum[f] = 0.5 * self.momentum[f] + g
                 self.expected[f] += 0.8 * (g + 0.5 * self.momentum[f])
+        self.announce(released, reduce)
+
+    def version_before(self, peer):
+        """The version before the first, of those that can be taken back, in which a delta of this node has landed."""
+        versions = sorted(version for (one, _), version in self.landed_at.items() if one == peer)
+        known = [version for version in versions if self.aggregator.published_at(version - 1) is not None]
+        return known[0] - 1 if known else -1
+
+    def take_back(self, reduce):
+        """What was published at an earlier version is what is published: nothing that has landed since counts."""
+        assert not reduce.landed and reduce.version == self.aggregator.version + 1
+        released = self.aggregator.release(reduce)
+        self.whole.clear()
+        self.expected = [flat.copy() for flat in self.history[reduce.back_to]]
+        self.momentum = [np.zeros(flat.size) for flat in self.expected]
+        self.sums = [np.zeros(flat.size) for flat in self.expected]
+        for published, before in zip(self.aggregator.published, self.expected, strict=True):
+            np.testing.assert_allclose(published, before, rtol=0, atol=TOLERANCE)
+        self.taken_back.append(range(reduce.back_to + 1, reduce.version))
+        self.announce(released, reduce)
+
+    def published(self):
+        self.crcs[self.aggregator.version] = crc(self.aggregator.published)
+        self.history[self.aggregator.version] = doubles(self.aggregator.published)
+        while len(self.history) > HISTORY:
+            del self.history[min(self.history)]
+
+    def announce(self, released, reduce):
+        """Check a version, write it down, and tell it to the nodes."""
         self.check_parameters()
-        self.crcs[reduce.version] = crc(self.aggregator.published)
+        self.published()
         record = (released, reduce.landed, reduce.samples)
         self.journal.append(record)
         if self.folder is not None:
@@ -244,6 +295,11 @@ class World:
         it waits for a count, who is done says so.
         """
         nodes = list(self.nodes.values())
+        for node in nodes:
+            node.corrupt_next, node.too_large = False, 0
+        while any(self.hub.quarantines.rest(node.id, self.now) for node in nodes):
+            self.pass_time(0.5)
+            self.settle()
         rule = self.settings.release.partition(":")[0]
         todo = {node.id: deque(range(self.fragments)) for node in nodes}
         dense = {}
@@ -285,7 +341,7 @@ class World:
                 np.testing.assert_allclose(params, reference.params[f], rtol=0, atol=TOLERANCE)
             landed = [np.zeros(flat.size) for flat in node.params]
             for (peer, sequence), (fragment, u) in self.ledger.items():
-                if peer == node.id and (peer, sequence) in self.landed_at:
+                if peer == node.id and (peer, sequence) in self.landed_at and node.is_own(sequence):
                     landed[fragment] += u
             for mine, there in zip(node.computed, landed, strict=True):
                 np.testing.assert_allclose(mine, there, rtol=0, atol=TOLERANCE)  # computed == landed: each exactly once

@@ -59,7 +59,8 @@ class NumpyNode:
         self.anchor = None
         self.version, self.sequence, self.transfer = -1, 0, 0
         self.applied, self.offered, self.outgoing = [], set(), {}
-        self.corrupt_next, self.codecs = False, None
+        self.corrupt_next, self.too_large, self.codecs = False, 0, None
+        self.coded_in = {}  # by sequence: how often pending had been dropped when it was coded
         self.zero()
         self.carry_out(self.peer.join(world.model, world.now) + self.peer.start(world.now))
 
@@ -82,7 +83,7 @@ class NumpyNode:
         return self.anchor is not None
 
     def offer(self, fragment, dense=False):
-        live = self.peer.state is PeerState.LIVE
+        live = self.peer.state is PeerState.LIVE and self.world.now >= self.peer.quarantined_until
         settings = self.peer.timetable.at(self.version) if self.peer.timetable is not None else self.world.settings
         most = settings.offers_in_flight * (self.world.fragments if settings.carries_all else 1)
         if self.begin() and live and len(self.offered) < most:
@@ -109,6 +110,11 @@ class NumpyNode:
             assert update.anchor is not None and not own
             self.anchor = self.layout.split(self.leaves_of(update))
             self.params = [flat.copy() for flat in self.anchor]
+        elif update.reset:  # what was computed before is of no use any more
+            self.anchor = self.layout.split(self.leaves_of(update))
+            self.params = [flat.copy() for flat in self.anchor]
+            self.zero()
+            own = {}
         elif update.anchor is not None:
             new = self.layout.split(self.leaves_of(update))
             pending = [p - a for p, a in zip(self.params, self.anchor, strict=True)]
@@ -135,6 +141,10 @@ class NumpyNode:
             assert self.world.landed_at[self.id, sequence] <= update.version, "told to have landed before it has"
         self.check_pending()
 
+    def is_own(self, sequence):
+        """Whether what was offered so holds some of what was computed since pending was dropped last."""
+        return self.coded_in[sequence] == self.coder.restarts
+
     def leaves_of(self, update):
         leaves = [np.zeros(0, np.float32) for _ in self.world.model]
         for part in update.anchor:
@@ -150,6 +160,7 @@ class NumpyNode:
 
     def publish(self, offer, base):
         encoded = self.coder.encode(offer)
+        self.coded_in[offer.sequence] = self.coder.restarts
         if encoded.codec == "float32":
             self.check_on_the_way(offer)
         if self.peer.state is not PeerState.LIVE:

@@ -1,7 +1,7 @@
 """The laws of the one equation, whatever the network does: equal anchors bit for bit, nothing lost or landed twice.
 
-A schedule of deliveries, delays, cut connections, deaths, newcomers, corrupt bytes, dropped aggregates and restarts of
-the hub happens to the world of ledger_world.py.
+A schedule of deliveries, delays, cut connections, deaths, newcomers, corrupt bytes, dropped aggregates, restarts of
+the hub, and nodes that diverge and whose contributions are taken back, happens to the world of ledger_world.py.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def happen(world, event, number):
         world.add_node()
     elif event == "corrupt":
         node.corrupt_next = True
+    elif event == "diverge" and len(names) > 1:
+        node.too_large = 3  # so many are refused for their size: it is out, and what it had contributed is taken back
     elif event == "slow":
         node.slow = True
     elif event == "drop":
@@ -81,7 +83,7 @@ def happen(world, event, number):
 
 
 USUAL = ["train"] * 6 + ["settle"] * 4 + ["poll"] * 5 + ["work"] * 3 + ["up"] * 2 + ["down"] * 2 + ["pass"] * 4
-FAULTS = ["cut", "kill", "join", "corrupt", "slow", "drop", "silence", "save", "crash"]
+FAULTS = ["cut", "kill", "join", "corrupt", "diverge", "slow", "drop", "silence", "save", "crash"]
 RELEASES = (
     "all",
     "quorum:count=0,share=0.5,patience=2",
@@ -226,6 +228,19 @@ def test_the_laws_hold_over_a_long_run_with_faults(release, codec):
     for _ in range(1200):
         happen(world, random.choice(FAULTS if random.random() < 0.04 else USUAL), random.randrange(12))
     assert world.hub.version >= 12, "too little happened for a test"
+    world.drain()
+    world.check_the_end()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_laws_hold_where_what_nodes_contributed_that_diverge_is_taken_back_again_and_again(release):
+    random = Random(f"{release}, taken back")
+    codec, outer = random.choice(CODECS), random.choice(("sgd:rate=1", "nesterov:rate=0.8,momentum=0.5"))
+    world = live_world(fixed_run(release=release, codec=codec, outer=outer, every=2, delay=4, fragments=2), 4)
+    for turn in range(900):
+        fault = random.choice(("cut", "drop", "slow", "join", "save", "crash")) if random.random() < 0.02 else ""
+        happen(world, "diverge" if turn % 100 == 50 else fault or random.choice(USUAL), random.randrange(12))
+    assert world.taken_back, "too little happened for a test"
     world.drain()
     world.check_the_end()
 

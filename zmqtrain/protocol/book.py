@@ -28,7 +28,7 @@ from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 from zmqtrain.protocol.standby import Tenure
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, count_values
+from zmqtrain.types import ModelSpec, PeerId, Version, count_values
 
 __all__ = ["HubBook"]
 
@@ -85,6 +85,8 @@ class HubBook:
         """When the norm gate was last let be wider: the version, and the loss then; None: never."""
         self.rests_until = 0
         """The version before which nothing is taken back again."""
+        self.taken_back: tuple[Version, Version] = (0, 0)
+        """The version to which the run went back last, and the one by which it did: what was between is gone."""
         self.plan = ""
         self.began_at: float | None = None
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
@@ -133,6 +135,11 @@ class HubBook:
     def backs(self, member: Member) -> bool:
         """Return whether work of this node is in the run: deltas have come, or it exchanges past this hub."""
         return bool(self.exchange or member.contributions)
+
+    def is_taken_back(self, version: Version) -> bool:
+        """Return whether what was published at this version is taken back, and what was computed on it with that."""
+        back_to, by = self.taken_back
+        return back_to < version < by
 
     def voter_of(self, peer: PeerId) -> str:
         """Return whose word that of a peer is: that of its key, with which others may have come in; else its own."""

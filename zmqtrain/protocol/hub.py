@@ -51,7 +51,17 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
 )
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
-from zmqtrain.protocol.publishing import RESTART, fault_of, is_double, offended, refuse, release, take_back
+from zmqtrain.protocol.publishing import (
+    RESTART,
+    fault_of,
+    is_double,
+    is_of_before,
+    offended,
+    refuse,
+    release,
+    restart,
+    take_back,
+)
 from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote
@@ -188,11 +198,12 @@ class Hub(HubBook):
         if isinstance(announcement, Snapshot):
             return self._begun(self.founding.whole(member, announcement))
         assert isinstance(announcement, Publish)
-        if member.restarts:
+        if is_of_before(self, member, announcement):
             return [refuse(self, member, announcement, *RESTART)]
         self.rounds.add(peer, announcement, now)
         self.quarantines.accepted(peer, self.voter_of(peer), now)
         member.contributions, member.counted = member.contributions + 1, True
+        self.ledger.back(peer)
         member.samples += announcement.samples
         settings = self.timetable.at(self.version)
         member.steps += min(announcement.steps, 2 * (settings.every + settings.delay))
@@ -266,10 +277,14 @@ class Hub(HubBook):
 
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         member.digest, member.held = fetch.digest[:MAX_NAME], fetch.held
+        if member.state is MemberState.LIVE and not fetch.model:
+            return []  # how the mean scores, or its own: of a time that is over
+        if self.is_taken_back(fetch.version):  # it was not here when the others were told
+            return [restart(member, "what this node has is of versions that the run has taken back")]
+        if member.restarts or member.quarantined:
+            member.begins_at, member.restarts = self.version, False
         if member.state is MemberState.LIVE:
-            if not fetch.model:  # how the mean scores, or its own: of a time that is over
-                return []
-            member.known_version, member.restarts = fetch.version, False
+            member.known_version = fetch.version
             landed = self.records.landed(member.peer)
             return [Serve(member.peer, member.known_version, landed, digest=fetch.digest, held=fetch.held)]
         if self.shard and fetch.founding > self.founding.number and self.version > 0:

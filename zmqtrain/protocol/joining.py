@@ -121,7 +121,9 @@ def join(book: HubBook, sender: PeerId, hello: Hello, now: float) -> list[HubEff
         effects.append(SendTo(sender, book.roster(now)))
     if member.state is MemberState.MASTER:  # nodes may wait for it
         effects.append(Broadcast(book.roster(now)))
-    effects += book.dealing.lost(sender)  # units may have been on their way to it: it will ask again
+    # units may have been sent on the old connection: it will ask again; one that is no node any more will not
+    left = before if before is not None and before.is_node and not member.is_node else None
+    effects += book.dealing.lost(sender, unbacked=left is not None and not book.backs(left))
     if before is not None:
         effects += book.founding.left(before)
     effects += release(book, now)

@@ -28,7 +28,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.standby_messages import Holding, Promote
 from zmqtrain.protocol.words import words
-from zmqtrain.types import ModelSpec, PeerId
+from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "counted", "crew"]
 
@@ -89,8 +89,9 @@ class Member:
     steps, units: that its deltas stand for, and data units that it has done, since it came in.  counted: rounds await
     it, and it is one of those that a mean is over.
     quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.
-    restarts: it was told to begin again from the shared parameters, and has not fetched them yet.  digest, held: as in
-    its last Fetch.
+    restarts: it was told to begin again from the shared parameters, and has not fetched them yet.  begins_at: the
+    version at which it has begun again, None: it has not; what it computed on an earlier one is not taken.
+    digest, held: as in its last Fetch.
     asked_at: when it was last sent something because nothing was heard of it.  founds_since: when it was asked for its
     parameters, None: it is not.
     unreachable_since: when its connection was first found gone; None: it was not.
@@ -126,6 +127,7 @@ class Member:
     quarantined: bool = False
     voter: str = ""
     restarts: bool = False
+    begins_at: Version | None = None
     digest: str = ""
     held: int = 0
     asked_at: float = 0.0

@@ -19,7 +19,17 @@ from zmqtrain.protocol.messages import Preempt, Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
 from zmqtrain.types import PeerId, count_values, is_barrier
 
-__all__ = ["MOST_WAITING_BYTES", "is_double", "fault_of", "refuse", "offended", "take_back", "restart", "release"]
+__all__ = [
+    "MOST_WAITING_BYTES",
+    "is_double",
+    "fault_of",
+    "is_of_before",
+    "refuse",
+    "offended",
+    "take_back",
+    "restart",
+    "release",
+]
 
 GRACE_SECONDS = 5.0
 """Nodes that came before the first release are awaited for so long after it, though no delta of theirs has come."""
@@ -51,7 +61,7 @@ def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str]
         return "duplicate", f"sequence {publish.sequence} was heard before"
     if member.quarantined:
         return "quarantine", "this node is quarantined: nothing of it is taken now"
-    if member.restarts:
+    if is_of_before(book, member, publish):
         return RESTART
     if not 0 <= publish.fragment < book.fragments:
         return "fragment", f"fragment {publish.fragment} of a run with {book.fragments}"
@@ -75,6 +85,15 @@ def fault_of(book: HubBook, member: Member, publish: Publish) -> tuple[str, str]
         text = f"{len(waiting)} publishes of this node have not landed; no node that keeps to the settings has so "
         return "waiting", f"{text}many, or such large ones"
     return None
+
+
+def is_of_before(book: HubBook, member: Member, publish: Publish) -> bool:
+    """Return whether a publish was computed before its node began again, or on parameters that are taken back.
+
+    A node that has asked for the snapshot to begin again from may publish until that has come.
+    """
+    base, begins_at = publish.base_version, member.begins_at
+    return member.restarts or (begins_at is not None and base < begins_at) or book.is_taken_back(base)
 
 
 def refuse(book: HubBook, member: Member, publish: Publish, reason: str, text: str) -> SendTo:
@@ -134,7 +153,7 @@ def take_back(book: HubBook, version: int, text: str) -> list[HubEffect]:
     book.clear_rounds()
     fragments, taken = tuple(range(book.fragments)), book.version - version
     book.version += 1
-    book.rests_until = book.version + taken
+    book.rests_until, book.taken_back = book.version + taken, (version, book.version)
     live = max(1, len(training(book.members)))
     effects.append(Reduce(book.version, fragments, (), live, dense=True, back_to=version))
     return effects + [restart(one, text) for one in book.members.values() if one.state is MemberState.LIVE]

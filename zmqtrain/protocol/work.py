@@ -100,15 +100,19 @@ class WorkLedger:
     def done(self, peer: PeerId, numbers: Iterable[int], backed: bool = True) -> int:
         """Mark units as done by the node that has them; return how many were. Others' and unknown ones are ignored.
 
-        backed: deltas of this node have come; until then what it has done may be dealt again (`lost`).
+        backed: deltas of this node have come; until then (`back`) what it has done may be dealt again (`lost`).
         """
         numbers = self._put_down(peer, numbers)
         self.done_count += len(numbers)
         if backed:
-            self._unbacked.pop(peer, None)
+            self.back(peer)
         elif numbers:
             self._unbacked.setdefault(peer, []).extend(numbers)
         return len(numbers)
+
+    def back(self, peer: PeerId) -> None:
+        """Record that a delta of this node has come: what it has done until now stays done."""
+        self._unbacked.pop(peer, None)
 
     def give_back(self, peer: PeerId, numbers: Iterable[int]) -> tuple[int, ...]:
         """Deal units again that a node has in hand, as its work on them is not in the run; return which."""
