@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
+import os
 import socket
-from contextlib import closing, suppress
+import subprocess
+import sys
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +20,7 @@ from channels import HERE, StrangeSockets, meet, run
 
 from zmqtrain.errors import PeerLost
 from zmqtrain.runtime.broker import doorkeeper
+from zmqtrain.runtime.node.connect import connect
 from zmqtrain.transport import refusals
 from zmqtrain.transport.address import is_own_address, parse_address
 from zmqtrain.transport.admission import Admission
@@ -333,6 +338,52 @@ def test_silent_connections_that_hold_all_places_give_way_to_a_node_that_speaks(
         await end(known, hub)
 
     run(main)
+
+
+def test_connections_are_cut_also_when_the_process_has_no_descriptor_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE, limits=ConnectionLimits(half_open_per_address=4))
+        monkeypatch.setattr(os, "dup", no_descriptor)
+        raw = [connect_raw(hub) for _ in range(8)]
+        assert await asyncio.to_thread(is_shut, raw[0])
+        while hub.refusals["half-open"] < 4:
+            await hub.changed()
+        for connection in raw:
+            connection.close()
+        await end(hub)
+
+    run(main)
+
+
+BROKER_OF_64_DESCRIPTORS = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from zmqtrain.runtime.broker.serve import serve
+from zmqtrain.settings import RunSettings
+def ready(broker): print(broker.channel.address, flush=True)
+serve("tcp://127.0.0.1:0", RunSettings(), ready=ready, interrupted=lambda count: None)
+"""
+
+
+def test_a_late_node_joins_a_broker_of_64_descriptors_while_120_silent_connections_are_held() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BROKER_OF_64_DESCRIPTORS], stdout=subprocess.PIPE, text=True
+    ) as broker:
+        assert broker.stdout is not None
+        try:
+            hub = SimpleNamespace(address=broker.stdout.readline().strip())
+            with connect(hub.address, "early", codec_on="host", timeout_seconds=60.0) as early, ExitStack() as held:
+                for index in range(120):
+                    raw = held.enter_context(connect_raw(hub, f"127.0.0.{2 + index % 4}"))
+                    with suppress(ConnectionError):  # cut already
+                        raw.sendall(b"" if index % 3 == 0 else null_handshake(f"C{index}".encode()))
+                with connect(hub.address, "late", codec_on="host", timeout_seconds=60.0) as late:
+                    assert late.run == early.run
+        finally:
+            broker.kill()
 
 
 def test_a_peer_that_is_dismissed_reads_why_is_cut_with_all_it_has_queued_and_may_connect_again() -> None:

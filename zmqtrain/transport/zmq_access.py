@@ -1,8 +1,9 @@
 """Stand at the door of a ROUTER: answer libzmq who may come in (ZAP), watch its connections, and cut some.
 
 Rule 1: as in zmq_port, no call waits inside zmq: each socket is read until nothing is left.
-Rule 2: a descriptor that libzmq names may be closed, and its number taken by another connection, while its event is on
-its way.  So it is duplicated, looked at, and only then shut down: what was looked at is what is shut.
+Rule 2: a descriptor that libzmq names may be closed, and its number taken by another connection, while its event is in
+flight.  So it is duplicated, looked at, and only then shut down: what was looked at is what is shut.  The number of the
+duplicate is reserved from the beginning: connections are cut also when they have taken all descriptors of the process.
 Rule 3: who is refused is told so (status 400), and nothing else.  libzmq then tries no more; a channel of ours does
 (`zmq_watch`), so that a key that is authorised later comes in.
 
@@ -19,7 +20,7 @@ import socket as sockets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import zmq
 import zmq.utils.z85
@@ -112,6 +113,32 @@ class ZapHandler:
         self._reader.close()
 
 
+class _Duplicates:
+    """One descriptor, reserved for duplicates of others."""
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
+        self._reserved = os.dup(self._nothing)
+
+    @contextlib.contextmanager
+    def of(self, descriptor: int) -> Iterator[sockets.socket]:
+        """Lend a duplicate of this connection's descriptor. Raises OSError if there is no such connection."""
+        os.dup2(descriptor, self._reserved, inheritable=False)
+        try:
+            duplicate = sockets.socket(fileno=self._reserved)
+            try:
+                yield duplicate
+            finally:
+                duplicate.detach()
+        finally:
+            os.dup2(self._nothing, self._reserved, inheritable=False)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        os.close(self._reserved)
+        os.close(self._nothing)
+
+
 class Doorway:
     """The connections of a bound socket, as its monitor tells of them; cuts those that are too many.
 
@@ -135,6 +162,7 @@ class Doorway:
         monitor = socket.context.socket(zmq.PAIR)
         monitor.rcvhwm = 0  # no bound: libzmq's own thread would wait for us
         monitor.connect(address)
+        self._duplicates = _Duplicates()
         self._reader = _Reader(monitor, self._take)
 
     def look(self) -> None:
@@ -154,7 +182,7 @@ class Doorway:
 
     def _accepted(self, descriptor: int) -> None:
         try:
-            with sockets.socket(fileno=os.dup(descriptor)) as connection:
+            with self._duplicates.of(descriptor) as connection:
                 address, port = connection.getpeername()[:2]
         except OSError:  # it is gone already
             return
@@ -164,27 +192,27 @@ class Doorway:
 
     def _shut(self, cut: Cut) -> None:
         self._refusals.count(cut.reason, cut.connection.address)
-        _shut_down(cut.connection)
+        self._shut_down(cut.connection)
 
     def cut(self, descriptor: int) -> None:
         """Shut the connection with this descriptor, if it is still there; libzmq then closes it."""
         self.look()
         if (connection := self.connections.get(descriptor)) is not None:
             self.connections.closed(descriptor)
-            _shut_down(connection)
+            self._shut_down(connection)
+
+    def _shut_down(self, connection: Connection) -> None:
+        """End a TCP connection both ways, if its descriptor still is this connection's."""
+        with contextlib.suppress(OSError), self._duplicates.of(connection.descriptor) as duplicate:
+            address, port = duplicate.getpeername()[:2]
+            if (address.removeprefix("::ffff:"), port) == (connection.address, connection.port):
+                duplicate.shutdown(sockets.SHUT_RDWR)
 
     def close(self) -> None:
         """Watch no more; before the socket is closed."""
         self._socket.disable_monitor()
         self._reader.close()
-
-
-def _shut_down(connection: Connection) -> None:
-    """End a TCP connection both ways, if its descriptor still is this connection's."""
-    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection.descriptor)) as duplicate:
-        address, port = duplicate.getpeername()[:2]
-        if (address.removeprefix("::ffff:"), port) == (connection.address, connection.port):
-            duplicate.shutdown(sockets.SHUT_RDWR)
+        self._duplicates.close()
 
 
 def descriptor_room(wanted: int, grow: bool = False) -> int:
