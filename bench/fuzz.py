@@ -8,7 +8,7 @@
 Rule 1: an input is mutated from honest ones by mutations that know what a message is (fuzz_inputs); frames are counted.
 Rule 2: a crash is written to a file, with the line that reproduces it, and is smaller than it was: records that it does
 not need are taken out.  Rule 3: each target has a process of its own, or as many as --jobs says; without atheris
-(`pip install zmqtrain[fuzz]`), or with --plain, the same mutations are drawn from a seed, without guidance.
+(`pip install -e ".[fuzz]"`), or with --plain, the same mutations are drawn from a seed, without guidance.
 Source: libFuzzer and atheris, custom mutators.
 """
 

@@ -18,7 +18,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zmqtrain"
 
 FLOORS = {
-    **dict.fromkeys(["types", "interfaces", "errors", "specs", "settings", "quantities", "containers"], ("ground", 1)),
+    **dict.fromkeys(
+        ["types", "interfaces", "errors", "specs", "settings", "quantities", "containers", "installed"], ("ground", 1)
+    ),
     **{name: (name, 2) for name in ("protocol", "codecs", "strategies", "transport", "train")},
     **{name: (name, 2) for name in ("engine", "collectives", "parameter_server")},
     **{name: (name, 3) for name in ("runtime", "programs", "monitor", "pipeline", "plan")},

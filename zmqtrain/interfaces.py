@@ -228,10 +228,16 @@ class Closes(Protocol):
 
 @runtime_checkable
 class Describes(Protocol):
-    """An exchange that tells its hub which data a node trains on and evaluates with."""
+    """An exchange that tells its hub on which data a node trains and evaluates, and on what device."""
 
     def describe_data(self, digests: str) -> None:
         """Say the digests of this node's data: of those that it trains on, "/", of those that are held out."""
+
+    def describe_device(self, device: str) -> None:
+        """Say on what this node trains, in at most 64 characters."""
+
+    def describe_first_step(self, digest: str) -> None:
+        """Say a digest of the first step: of its loss, and of the parameters after it."""
 
 
 class GradientExchange(Protocol):

@@ -225,6 +225,7 @@ class ExchangeStatistics:
     """Running figures of an exchange. encode_seconds, decode_seconds: CPU time, not of the training thread.
 
     link_rate: of this machine's port, in bytes of payload per second, one way, as told or measured; 0: not known.
+    run_samples: of all nodes, those that the deltas in the shared parameters stand for, as the hub last said.
     """
 
     version: Version
@@ -237,6 +238,7 @@ class ExchangeStatistics:
     publishes_refused: int
     round_trip_seconds: float | None
     link_rate: float = 0.0
+    run_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,5 +145,5 @@ def test_the_ideal_has_the_batch_of_all_nodes_and_a_step_of_it_takes_the_pace() 
 
 def test_without_matplotlib_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"zmqtrain\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[plot\]'"):
         demo._load_matplotlib()

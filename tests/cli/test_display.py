@@ -307,3 +307,57 @@ def test_a_log_line_holds_no_escape_code(capsys) -> None:
 def test_every_command_shows_its_text_on_the_terminal_that_reads_no_markup() -> None:
     others = [path for path in Path(terminal.__file__).parent.glob("*.py") if path.name != "terminal.py"]
     assert others and not [path.name for path in others if "rich.console import Console" in path.read_text()]
+
+
+def wide(table: object) -> str:
+    console = Terminal(io.StringIO())
+    console.width = 140
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_device_of_each_node_is_shown_without_its_maker_once_one_is_known() -> None:
+    known = roster_table(roster(TRAINING | {"device": "NVIDIA GeForce RTX 3060"}, NEW, member("pc-3", device="cpu")))
+    lines = wide(known).splitlines()
+    assert "device" in lines[0] and "RTX 3060" in lines[1] and "NVIDIA" not in lines[1] and "cpu" in lines[3]
+    assert len(lines) == 4
+    assert render(known, 80).splitlines()[-1].strip() == "RTX 3060: pc-1  cpu: pc-3"
+    unknown = roster_table(roster(TRAINING, NEW))
+    assert "device" not in wide(unknown) and len(render(unknown, 80).splitlines()) == 3
+
+
+def test_a_device_is_its_nodes_words_and_cannot_move_the_cursor() -> None:
+    shown = roster_table(roster(TRAINING | {"device": "[red]x\x1b[2J" + "y" * 500}))
+    for text in (render(shown, 80), wide(shown)):
+        assert "\x1b" not in text and "[red]x?[2Jyyy" in text and "y" * 30 not in text
+
+
+def test_on_80_columns_no_figure_is_cut_by_a_device() -> None:
+    known = TRAINING | {"device": "NVIDIA GeForce RTX 4070 Ti SUPER", "link_rate": 119.5e6}
+    shown = render(roster_table(roster(known)), 80)
+    for figure in ("128", "3.4 k", "2.250", "1.2 MB", "999 B", "956 Mb/s", "RTX 4070 Ti SUPER: pc-1"):
+        assert figure in shown
+
+
+def test_on_80_columns_with_links_a_long_name_cuts_no_figure_and_what_is_said_of_a_node_stands_below() -> None:
+    figures = {"link_rate": 119.5e6, "step": 123_456, "bytes_sent": 123_400_000, "bytes_received": 999_000_000}
+    long = TRAINING | figures | {"name": "the-pc-by-the-window-of-room-12", "state": "quarantined"}
+    lines = render(roster_table(roster(TRAINING | figures, long)), 80).splitlines()
+    shown = "* 123456 3.4 k 2.250 5 1 123 MB 999 MB 956 Mb/s"
+    assert [" ".join(line.split()) for line in lines[1:3]] == [f"pc-1 {shown}", f"the-pc-by-th… {shown}"]
+    assert [line.strip() for line in lines[3:]] == ["the-pc-by-the-window-of…: quarantined"]
+
+
+def test_the_same_batches_and_a_loop_without_units_are_said_of_the_node() -> None:
+    remarks = TRAINING | {"same_batches_as": "pc-2#1", "takes_no_units": True}
+    shown = " ".join(wide(roster_table(roster(remarks, NEW))).split())
+    assert "trains on the same batches as pc-2;" in shown and "takes no data units" in shown
+    line = roster_line(roster(remarks, NEW))
+    assert line.endswith("pc-1 trains on the same batches as pc-2; takes no data units")
+
+
+def test_an_evaluation_far_worse_than_the_best_is_in_the_headline() -> None:
+    hub = {"best_loss": 2.31, "best_version": 40}
+    text = roster_headline(roster(TRAINING, scores={"loss": 489.2}, hub=hub))
+    assert "held-out loss 489.2000 (212 times the best, 2.3100 at version 40: is the learning rate too high?)" in text
+    assert "times the best" not in roster_headline(roster(TRAINING))

@@ -13,6 +13,7 @@ from zmqtrain.cli import doctor, main
 from zmqtrain.cli.doctor import judge_link, judge_machine, judge_way
 from zmqtrain.cli.machine import Machine, WayToHub, find_way
 from zmqtrain.errors import HubUnreachable
+from zmqtrain.installed import how_to_install
 from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips
 from zmqtrain.settings import RunSettings
 
@@ -100,13 +101,13 @@ CPU = ({"platform": "cpu", "kind": "cpu", "memory_bytes": None},)
 @pytest.mark.parametrize(
     ("change", "what", "remedy"),
     [
-        ({"devices": CPU, "versions": {"numba": "0.61"}}, "cards", "jax[cuda12] is not installed"),
+        ({"devices": CPU, "versions": {"numba": "0.61"}}, "cards", "without CUDA"),
         (
             {"devices": None, "devices_error": "jax is not installed", "versions": {"numba": "1"}},
             "cards",
             "not installed",
         ),
-        ({"devices": CPU, "has_nvidia_driver": False}, "numba", "zmqtrain[fast]"),
+        ({"devices": CPU, "has_nvidia_driver": False}, "numba", "pip install -e '.[fast]'"),
         ({"load": 9.0}, "cores", "see them with top"),
         ({"free_memory_bytes": 10**9}, "memory", "close other programs"),
         ({"free_disk_bytes": 10**8}, "disk", "free some"),
@@ -208,5 +209,6 @@ def test_a_remedy_with_brackets_is_shown_whole(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "measure_link", lambda *_: LINK)
     monkeypatch.setattr(doctor, "look_at_machine", lambda _: without)
     assert doctor.main(["tcp://10.0.0.1:5555"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "pip install 'zmqtrain[cuda12]'" in said and "pip install 'zmqtrain[fast]'" in said
+    said = capsys.readouterr().out
+    for extra in ("cuda12", "fast"):
+        assert f"\n    {how_to_install(extra)}\n" in said, "in one line, to be copied"

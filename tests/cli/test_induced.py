@@ -40,7 +40,7 @@ class Mean:
 class Node(ScriptedExchange):
     """What the command has of a node: an exchange whose hub takes everything at once."""
 
-    address, roster, message_delay = "tcp://127.0.0.1:5555", None, None
+    address, roster, message_delay, alone = "tcp://127.0.0.1:5555", None, None, None
 
     def __enter__(self):
         return self

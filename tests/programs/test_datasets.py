@@ -150,7 +150,7 @@ def test_a_folder_that_is_none_or_holds_none_says_so(tmp_path):
 
 def test_without_scikit_learn_the_digits_say_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"pip install scikit-learn .*--program-arguments data=FOLDER"):
+    with pytest.raises(DataError, match=r"--program-arguments data=FOLDER .*pip install -e '\.\[datasets\]'"):
         load_digits()
 
 

@@ -30,6 +30,7 @@ from zmqtrain.cli.local import LOOK_SECONDS, Federation
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.installed import how_to_install
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.settings import RunSettings
 
@@ -328,8 +329,8 @@ def _load_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "the demo draws with matplotlib, which is not installed: pip install 'zmqtrain[plot]' (bin/demo does it by "
-            "itself)"
+            "the demo draws with matplotlib, which is not installed (bin/demo installs it by itself). Type:  "
+            f"{how_to_install('plot')}"
         ) from error
     return Figure
 

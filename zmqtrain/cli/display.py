@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from rich.console import Group, RenderableType
+from rich import console as rich_console
+from rich.console import Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +51,11 @@ NOTHING = "–"
 MOST_COUNT = 1 << 63
 MOST_DIGITS = 1e12
 """Numbers from here on are written with an exponent, or a unit."""
-NAME_LENGTH = 24
+NAME_LENGTH, SHORT_NAME = 24, 13
+WIDE = 110
+"""From so many columns on a table has a column for devices."""
+MAKERS = ("NVIDIA ", "GeForce ")
+"""What is left out of a device's name in a table."""
 ORDINALS = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 DROPPED = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.NOW)
 """What the hub counts of the messages that it has dropped."""
@@ -175,8 +180,19 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
         parts.append(f"serves {keys}, {size}: {pushes}, {clients} now")
     line = " · ".join(parts)
     line += f"{separator}held-out {format_scores(roster.scores)}" if roster.scores else ""
+    line += _worse(roster)
     gain = roster_gain(roster)
     return line + (f"{separator}{gain}" if gain else "")
+
+
+def _worse(roster: Roster) -> str:
+    """Say that the last evaluation is far worse than the best; "" where it is not."""
+    best, loss = _figure(roster.hub, "best_loss"), roster.scores.get("loss", math.nan)
+    if not (math.isfinite(best) and best > 0 and loss >= best):
+        return ""
+    version = _count(roster.hub, "best_version")
+    times = format_count(loss / best) if math.isfinite(loss / best) else "many"
+    return f" ({times} times the best, {format_number(best, 4)} at version {version}: is the learning rate too high?)"
 
 
 def roster_gain(roster: Roster) -> str:
@@ -246,9 +262,28 @@ def roster_line(roster: Roster) -> str:
     if losses:
         line += f" · loss {format_number(sum(losses) / len(losses))}"
     line += f" · up {format_bytes(sent)}, down {format_bytes(received)}"
-    named = zip(_names(roster), roster.members, strict=True)
-    waiting = [f"{name} waits for {_word(member, 'waiting')}" for name, member in named if member.get("waiting")]
-    return visible(line + (f" · {'; '.join(waiting)}" if waiting else ""))
+    said = [f"{name} {text}" for name, text in _remarks(roster) if text]
+    return visible(line + (f" · {'; '.join(said)}" if said else ""))
+
+
+def _remarks(roster: Roster, with_state: bool = False) -> list[tuple[str, str]]:
+    """Return of each member its name, and what it waits for and what of its training is not as the run needs it.
+
+    with_state: and how it stands with the hub, if it is not live.
+    """
+    names = _names(roster)
+    called = {_word(member, "peer"): name for name, member in zip(names, roster.members, strict=True)}
+    remarks = []
+    for name, member in zip(names, roster.members, strict=True):
+        said = [f"waits for {_word(member, 'waiting')}"] if member.get("waiting") else []
+        if with_state and not said and member.get("state") != "live":
+            said.append(_word(member, "state"))
+        if other := _word(member, "same_batches_as"):
+            said.append(f"trains on the same batches as {called.get(other, _cut(other, NAME_LENGTH))}")
+        if member.get("takes_no_units"):
+            said.append("takes no data units")
+        remarks.append((name, "; ".join(said)))
+    return remarks
 
 
 def roster_legend(roster: Roster) -> str:
@@ -264,26 +299,54 @@ def roster_legend(roster: Roster) -> str:
     return "; ".join(parts)
 
 
-def roster_table(roster: Roster) -> Table:
+def roster_table(roster: Roster) -> RenderableType:
     """Return one row a member. age: steps from offer to application; stale: versions its last delta was behind.
 
-    link: the rate of its port, as it said or as it was measured; the column is there once one is known.
+    link: the rate of its port, as it said or as it was measured; the column is there once one is known.  device: on
+    what it trains, without the maker's name; where the terminal is narrower than WIDE, it stands below the rows.
 
     Long names are cut short, so that on 80 columns no figure is.
     """
+    return _RosterTable(roster)
+
+
+class _RosterTable:
+    """The members of a roster, in as many columns as the terminal has room for."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def __rich_console__(self, console: rich_console.Console, options: rich_console.ConsoleOptions) -> RenderResult:
+        roster, wide = self._roster, options.max_width >= WIDE
+        devices = _devices(roster)
+        no_room = not wide and any("link_rate" in member for member in roster.members)
+        yield _table(roster, bool(devices) and wide, no_room)
+        if no_room:
+            for name, text in _remarks(roster, with_state=True):
+                if text:
+                    yield Text(f"{name}: {text}")
+        if devices and not wide:
+            yield Text("  ".join(f"{device}: {', '.join(names)}" for device, names in devices.items()))
+
+
+def _table(roster: Roster, with_device: bool, no_room: bool) -> Table:
+    """no_room: for what is said of a node besides figures, and for a long name."""
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("node", no_wrap=True, overflow="ellipsis")
+    if with_device:
+        table.add_column("device", no_wrap=True)
     measured = any("link_rate" in member for member in roster.members)
     names = ("step", "samples/s", "loss", "age", "stale", "up", "down", *(["link"] if measured else []))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for called, member in zip(_names(roster), roster.members, strict=True):
-        state = "" if member.get("state") == "live" else _word(member, "state")
-        doing = f"waits for {_word(member, 'waiting')}" if member.get("waiting") else state
+    if not no_room:
+        table.add_column("", overflow="fold")
+    shown, remarks = _names(roster, SHORT_NAME if no_room else NAME_LENGTH), _remarks(roster, with_state=True)
+    for called, (_, doing), member in zip(shown, remarks, roster.members, strict=True):
         evaluates = member.get("peer") == roster.evaluator and len(roster.members) > 1
         table.add_row(
             called + (" *" if evaluates else ""),
+            *([_device(member) or NOTHING] if with_device else []),
             _cell(_figure(member, "step"), "{:.0f}"),
             format_count(_figure(member, "samples_per_second")),
             format_number(_figure(member, "loss")),
@@ -292,17 +355,34 @@ def roster_table(roster: Roster) -> Table:
             format_bytes(_figure(member, "bytes_sent")),
             format_bytes(_figure(member, "bytes_received")),
             *([format_rate(_figure(member, "link_rate"))] if measured else []),
-            doing,
+            *([] if no_room else [doing]),
         )
     return table
 
 
-def _names(roster: Roster) -> list[str]:
+def _devices(roster: Roster) -> dict[str, list[str]]:
+    """Return who trains on what, where that is known."""
+    devices: dict[str, list[str]] = {}
+    for name, member in zip(_names(roster), roster.members, strict=True):
+        if device := _device(member):
+            devices.setdefault(device, []).append(name)
+    return devices
+
+
+def _device(member: Member) -> str:
+    """On what a member trains, without the maker's name, cut short."""
+    device = _word(member, "device")
+    for maker in MAKERS:
+        device = device.replace(maker, "")
+    return _cut(device, NAME_LENGTH)
+
+
+def _names(roster: Roster, most: int = NAME_LENGTH) -> list[str]:
     """The members' names, cut short; those that several have (nodes of one PC) with the hub's numbers behind them."""
     names = [_word(member, "name") for member in roster.members]
     numbers = ["#" + _word(member, "peer").rpartition("#")[2] for member in roster.members]
     return [
-        _cut(name, NAME_LENGTH - len(number)) + number if names.count(name) > 1 else _cut(name, NAME_LENGTH)
+        _cut(name, most - len(number)) + number if names.count(name) > 1 else _cut(name, most)
         for name, number in zip(names, numbers, strict=True)
     ]
 

@@ -22,6 +22,7 @@ from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.installed import how_to_install
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
@@ -34,6 +35,8 @@ PROGRAM = "zmqtrain doctor"
 SICK = 1
 
 OK, FIX = "ok", "fix"
+TYPE = "Type:  "
+"""What stands before a command in a remedy."""
 FAST_ETHERNET = (60e6, 105e6)
 """Between these rates, in bits per second, a link of 100 Mb/s is at work."""
 SLOW_BITS = 500e6
@@ -100,6 +103,8 @@ def _run(config: DoctorConfig) -> int:
             findings.append(finding)
             if not config.json:
                 console.print(_line(finding))
+                if command := finding.remedy.partition(TYPE)[2]:
+                    print(f"    {command}", flush=True)  # whole, to be copied: a table would break it into lines
 
     way: WayToHub | None = None
     link: LinkFigures | None = None
@@ -143,7 +148,7 @@ def _line(finding: Finding) -> Table:
     line.add_column(overflow="fold")
     line.add_row(finding.what, finding.state, finding.text)
     if finding.remedy:
-        line.add_row("", "", f"-> {finding.remedy}")
+        line.add_row("", "", f"-> {''.join(finding.remedy.partition(TYPE)[:2]).rstrip()}")
     return line
 
 
@@ -246,7 +251,10 @@ def judge_machine(machine: Machine) -> Iterator[Finding]:
     yield Finding("versions", OK, versions)
     on_a_card = any(device["platform"] != "cpu" for device in machine.devices or ())
     if machine.versions.get("numba") is None and not on_a_card:
-        remedy = "pip install 'zmqtrain[fast]': without a card, the codecs then cost a fraction of the processor's time"
+        remedy = (
+            "without a card, the codecs cost a fraction of the processor's time with numba. "
+            f"{TYPE}{how_to_install('fast')}"
+        )
         yield Finding("numba", FIX, "not installed", remedy)
 
 
@@ -261,7 +269,7 @@ def _judge_devices(machine: Machine) -> Finding:
         )
         return Finding("cards", OK, names)
     if machine.has_nvidia_driver:
-        remedy = "jax[cuda12] is not installed: pip install 'zmqtrain[cuda12]'"
+        remedy = f"JAX is installed without CUDA. {TYPE}{how_to_install('cuda12')}"
         return Finding("cards", FIX, "an NVIDIA driver is there, but JAX sees no card", remedy)
     return Finding("cards", OK, "none: this PC trains on its processor")
 

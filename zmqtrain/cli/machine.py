@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import HubUnreachable
+from zmqtrain.installed import has_nvidia_driver, how_to_install
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.zmq_port import libzmq_version
 from zmqtrain.types import VERSION
@@ -176,7 +177,7 @@ def look_at_machine(folder: Path) -> Machine:
         free_disk_bytes=shutil.disk_usage(folder).free,
         devices=devices,
         devices_error=error,
-        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+        has_nvidia_driver=has_nvidia_driver(),
         versions={
             "zmqtrain": VERSION,
             "python": platform.python_version(),
@@ -189,7 +190,7 @@ def look_at_machine(folder: Path) -> Machine:
 def _ask_devices() -> tuple[tuple[dict[str, Any], ...] | None, str]:
     """Ask JAX in a process of its own, that takes no more of a card than it needs; return (devices, why none)."""
     if importlib.util.find_spec("jax") is None:
-        return None, "jax is not installed: pip install zmqtrain, or zmqtrain[cuda12] on a PC with an NVIDIA card"
+        return None, f"jax is not installed. Type:  {how_to_install('cuda12' if has_nvidia_driver() else '')}"
     asking = [sys.executable, "-m", "zmqtrain.train.seen"]
     if (env := shutil.which("env")) is not None:  # else three quarters of a card that trains are asked for
         asking = [env, "XLA_PYTHON_CLIENT_PREALLOCATE=false", *asking]

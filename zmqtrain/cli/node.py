@@ -102,7 +102,8 @@ def _run(config: NodeConfig) -> int:
             check_card(program, node.settings, config)
             induced = induced_from_spec(config.induce, node.settings.seed) if config.induce else Induced()
             slowed = f", with induced delays ({config.induce})" if config.induce else ""
-            title = f"{node.name}: training {program.name} at {node.address}{slowed}"
+            device = _name_device(config.devices == "all")
+            title = f"{node.name}: training {program.name} at {node.address} on {device}{slowed}"
             display = Display(lambda: node.roster, title, note=lambda: say_alone(node.name, node.alone))
             interruption.display = display
             with display:
@@ -162,6 +163,13 @@ def _on_all_devices(program: Program) -> Program:
     from zmqtrain.train.parallel import on_all_devices  # imports jax
 
     return on_all_devices(program)
+
+
+def _name_device(everywhere: bool) -> str:
+    """Return on what this node is about to train, for people."""
+    from zmqtrain.train.seen import name_device  # imports jax
+
+    return name_device(everywhere=everywhere)
 
 
 def _record_end(recorder: NodeRecorder, result: TrainingResult) -> None:

@@ -35,8 +35,8 @@ class StatusConfig:
 
     age: steps from an offer to the aggregate that answers it. stale: how many versions the node's last delta was
     behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker saw
-    it. k, d: steps between two offers, and until their aggregate is applied. *: the node that scores the shared model
-    on held-out data.
+    it. device: what the node trains on. k, d: steps between two offers, and until their aggregate is applied. *: the
+    node that scores the shared model on held-out data.
     """
 
     hub: Hubs

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zmqtrain.errors import DataError
+from zmqtrain.installed import how_to_install
 
 __all__ = ["Images", "Text", "digest", "read_idx", "load_image_folder", "load_digits", "load_text"]
 
@@ -144,8 +145,9 @@ def load_digits() -> Images:
         digits = import_module("sklearn.datasets").load_digits()
     except ImportError as error:
         raise DataError(
-            "the digits come with scikit-learn, which is not installed; type: pip install scikit-learn -- or "
-            "train on images of your own: --program-arguments data=FOLDER (a folder in the format of MNIST)"
+            "the digits come with scikit-learn, which is not installed here. Train on images of your own "
+            "(--program-arguments data=FOLDER at the broker, a folder in the format of MNIST), or type:  "
+            f"{how_to_install('datasets')}"
         ) from error
     images = np.rint(digits.images * (255 / DIGITS_LARGEST)).astype(np.uint8)
     labels = digits.target.astype(np.int32)

@@ -7,7 +7,7 @@ Rule 2: `state` is what a checkpoint holds besides the arrays, `books` what of t
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import isfinite, nan
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from zmqtrain.protocol.fragment_rounds import FragmentRounds
 from zmqtrain.protocol.groups import Groups
 from zmqtrain.protocol.masters import Masters
 from zmqtrain.protocol.members import Member, MemberState, crew, training
-from zmqtrain.protocol.messages import Publish, Roster, model_from_wire
+from zmqtrain.protocol.messages import Publish, Roster, Scalar, model_from_wire
 from zmqtrain.protocol.quarantine import Quarantines
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import ReleaseRule
@@ -32,6 +32,8 @@ from zmqtrain.types import ModelSpec, PeerId, Version, count_values
 
 __all__ = ["HubBook"]
 
+WORSE = 10.0
+"""So many times the best loss of an evaluation: from there on a later one is said to have become worse."""
 MOST_SECONDS = 1e10
 MOST_VERSIONS = 1 << 62
 """A checkpoint that says more versions, or samples, than this was not written by a hub."""
@@ -67,6 +69,8 @@ class HubBook:
         self.samples = self.contributions = self.refused = 0
         self.scores: dict[str, float] = {}
         self.score_version = -1
+        self.best: tuple[int, float] | None = None
+        """The evaluation with the lowest loss: its version and that loss."""
         self.evaluated_on = self.data = ""
         """Digests of the held-out data of the run's first evaluation, and of all data of the first node with any."""
         self.timetable = Timetable(settings)
@@ -177,12 +181,56 @@ class HubBook:
         """Whether this hub, without its standby, may let nodes hear of what is new: see `standby.Tenure`."""
         return self.tenure.holds
 
+    @property
+    def worse(self) -> tuple[int, float] | None:
+        """The best evaluation, if the last one has ten times its loss or more; else None."""
+        loss = self.scores.get("loss", nan)
+        return self.best if self.best is not None and self.best[1] > 0 and loss >= WORSE * self.best[1] else None
+
+    def evaluated(self, version: int, scores: Mapping[str, float]) -> None:
+        """Record an evaluation of the shared parameters."""
+        self.scores, self.score_version = dict(scores), version
+        loss = self.scores.get("loss", nan)
+        if isfinite(loss) and (self.best is None or loss < self.best[1]):
+            self.best = version, loss
+
+    def compare_start(self, member: Member) -> None:
+        """Look for another node that made the same first step as this one, on a batch that was not dealt to both: then
+        both train on the same data, as far as is known."""
+        mine = member.report
+        for other in self.members.values():
+            theirs = other.report
+            if mine is None or other is member or not other.is_node or theirs is None:
+                continue
+            if theirs.first_step == mine.first_step and (mine.first_unit < 0 or mine.first_unit != theirs.first_unit):
+                member.same_as, other.same_as = other.peer, member.peer
+                return
+
+    def same_start(self, member: Member) -> Member | None:
+        """Return a node that is here and made the same first step; see `compare_start`."""
+        return None if member.same_as is None else self.members.get(member.same_as)
+
+    def takes_no_units(self, member: Member) -> bool:
+        """Return whether a node trains and takes no data units, in a run that ends when so many are done."""
+        report = member.report
+        counted = self.ledger.total > 0 and not self.shard
+        return counted and report is not None and report.step > 0 and report.first_unit < 0
+
+    def _describe(self, member: Member) -> dict[str, Scalar]:
+        entry = member.describe()
+        if (other := self.same_start(member)) is not None:
+            entry["same_batches_as"] = other.called
+        if self.takes_no_units(member):
+            entry["takes_no_units"] = True
+        return entry
+
     def roster(self, now: float) -> Roster:
         """Describe the run and its members as they stand."""
         settings = self.timetable.at(self.version)
+        worse = self.worse
         return Roster(
             version=self.version,
-            members=tuple(member.describe() for member in self.members.values() if member.is_node),
+            members=tuple(self._describe(member) for member in self.members.values() if member.is_node),
             evaluator="" if (evaluator := self.evaluator) is None else self.members[evaluator].called,
             samples=self.samples,
             contributions=self.contributions,
@@ -204,6 +252,7 @@ class HubBook:
                 "outer": settings.outer,
                 "plan": self.plan,
                 **self.fence.dropped,
+                **({} if worse is None else {"best_version": worse[0], "best_loss": worse[1]}),
             },
         )
 
@@ -233,6 +282,7 @@ class HubBook:
             "ledger": self.ledger.state(),
             "scores": self.scores,
             "score_version": self.score_version,
+            "best": self.best,
             "data": [self.data, self.evaluated_on],
             "schedules": [list(one) for one in self.timetable.since(self.version)],
             "quarantines": self.quarantines.state(),
@@ -267,6 +317,8 @@ class HubBook:
                 self._seconds_before = min(max(0.0, seconds), MOST_SECONDS)
             self.scores = {str(name): float(score) for name, score in state["scores"].items()}
             self.score_version = int(state["score_version"])
+            best = state.get("best")
+            self.best = None if best is None else (int(best[0]), float(best[1]))
             self.data, self.evaluated_on = map(str, state.get("data", ("", "")))
             self.records.restore(state["records"], self.latest_incarnation)
             for schedule in state.get("schedules", ()):

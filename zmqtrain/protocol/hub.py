@@ -312,6 +312,7 @@ class Hub(HubBook):
     def _begun(self, effects: list[HubEffect]) -> list[HubEffect]:
         if self.version >= 0 and not self.founding.founded:  # it begins anew: what is pending is of no use any more
             self.clear_rounds()
+            self.best = None
         self.version = max(self.version, 0) if self.founding.founded else -1
         return effects
 
@@ -344,14 +345,18 @@ class Hub(HubBook):
     def _on_report(self, member: Member, report: Report, now: float) -> list[HubEffect]:
         names = report.scores or {}
         long = max(len(report.waiting), len(report.data)) > MAX_WORDS or len(names) > MAX_SCORES
-        long |= not report.data.isprintable()
+        long |= max(len(report.device), len(report.first_step)) > MAX_NAME
+        long |= not (report.data + report.device + report.first_step).isprintable()
         if long or any(len(name) > MAX_NAME or not name.isprintable() for name in names):
             raise RemoteProtocolError(member.peer, member.state.value, "a Report of that length")
+        begins = bool(report.first_step) and (member.report is None or not member.report.first_step)
         member.report, self.news = report, True
+        if begins:
+            self.compare_start(member)
         self.data = self.data or report.data
         if self.believes(member.peer, report):
             self.evaluated_on = self.evaluated_on or member.held_out
-            self.scores, self.score_version = dict(report.scores or {}), report.score_version
+            self.evaluated(report.score_version, report.scores or {})
         return []
 
     def believes(self, peer: PeerId, report: Report) -> bool:

@@ -144,6 +144,7 @@ def _member(peer: PeerId, hello: Hello, before: Member | None, number: int, now:
         member.number = before.number
         member.contributions, member.samples, member.report = before.contributions, before.samples, before.report
         member.dropped, member.steps, member.units = before.dropped, before.steps, before.units
+        member.same_as = before.same_as
     return member
 
 
@@ -192,6 +193,7 @@ def _welcome(book: HubBook, peer: PeerId) -> Welcome:
         term=book.term,
         standby=book.tenure.standby,
         called=book.members[peer].called,
+        samples=book.samples,
     )
 
 

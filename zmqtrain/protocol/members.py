@@ -27,7 +27,7 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
 )
 from zmqtrain.protocol.standby_messages import Holding, Promote
-from zmqtrain.protocol.words import words
+from zmqtrain.protocol.words import MAX_NAME, words
 from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "counted", "crew"]
@@ -95,6 +95,7 @@ class Member:
     asked_at: when it was last sent something because nothing was heard of it.  founds_since: when it was asked for its
     parameters, None: it is not.
     unreachable_since: when its connection was first found gone; None: it was not.
+    same_as: the last node that was found to have made the same first step; None: none.
     """
 
     peer: PeerId
@@ -134,6 +135,7 @@ class Member:
     founds_since: float | None = None
     unreachable_since: float | None = None
     number: int = 0
+    same_as: PeerId | None = None
     open: dict[int, Announcement] = field(default_factory=dict)
 
     @property
@@ -181,6 +183,8 @@ class Member:
                 "bytes_received": self.report.bytes_received,
                 "waiting": words(self.report.waiting),
             }
+            if self.report.device:
+                entry["device"] = words(self.report.device, MAX_NAME)
         return entry
 
     @property

@@ -118,7 +118,7 @@ class Welcome:
     next one if there is one.
     shard: which of several masters this is.  masters: by shard where nodes reach it ("": it is not here), as the first
     knows; another says where the first is.  term: how many standbys have taken over this run so far.  standby: where
-    the hub's successor is ("": it has none).  called: what a Roster calls this peer.
+    the hub's successor is ("": it has none).  called: what a Roster calls this peer.  samples: as in Roster.
     """
 
     run: str
@@ -134,6 +134,7 @@ class Welcome:
     term: int = 0
     standby: str = ""
     called: str = ""
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,9 @@ class Report:
     data: digests of its program's data, "training/held out" ("": not known).
     exchange_seconds: CPU of the codec for one offer and what comes of it, encode and decode (0: none yet).
     held_seconds: how long the training thread is held for one exchange, of all it offers at once (0: not known).
+    device: on what it trains, for people.  first_step: a digest of the loss and the parameters of this node's first
+    step: two nodes with the same parameters that train on the same batch say the same ("": not known).  first_unit:
+    the data unit that it trained on first (-1: it takes none, or has not begun).
     """
 
     step: int
@@ -195,6 +199,9 @@ class Report:
     exchange_seconds: float = 0.0
     held_seconds: float = 0.0
     data: str = ""
+    device: str = ""
+    first_step: str = ""
+    first_unit: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +215,8 @@ class Roster:
     standby, without which nodes are to let it go on (the number of that, as in Hello; 0: no), and how many messages it
     has dropped, by what they were (`fencing`); of a living one besides: how many deltas it has refused, how many
     connections and messages it has turned away at its port in the last minute, whether it waits for room on its disk
-    (waits_for_room: to release; unsaved: for a checkpoint), and once measured `noise` (the noise scale in units of one
+    (waits_for_room: to release; unsaved: for a checkpoint), while an evaluation is ten times worse than the best
+    `best_loss` and `best_version`, and once measured `noise` (the noise scale in units of one
     node's delta), `gain_next` and `gain_last`: by which part of the speed one more node would raise it, and the last
     one does.
     """

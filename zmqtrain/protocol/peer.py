@@ -164,6 +164,7 @@ class Peer(PeerBook):
                 return self._withdraw_unheard(sent, heard)
             case Roster():
                 self.roster, self.masters = message, message.masters or self.masters
+                self.run_samples = message.samples
                 self.know(str(message.hub.get("standby", "")))
                 return self._let_go_on(message, now)
             case Schedule() if self.timetable is not None and self.state is not PeerState.CONNECTING:
@@ -293,7 +294,7 @@ class Peer(PeerBook):
         for schedule in welcome.schedules:
             self.timetable.add(schedule_from_plain(schedule))
         self.run_model, self.run_version = model_from_wire(welcome.model), welcome.version
-        self.shard, self.masters = welcome.shard, welcome.masters
+        self.shard, self.masters, self.run_samples = welcome.shard, welcome.masters, welcome.samples
         self._move(Welcome)
         self.obstacle = ""
         self._search.answered()

@@ -118,6 +118,8 @@ class PeerBook:
         self.model: ModelSpec = ()
         self.run_model: ModelSpec = ()
         self.roster: Roster | None = None
+        self.run_samples = 0
+        """Of all nodes, as the hub last said."""
         self.shard = self.founding = 0
         self.masters: tuple[str, ...] = ()
         self.over = False

@@ -122,6 +122,7 @@ class SimExchange(PeerExchange):
             publishes=self.link.publishes,
             publishes_refused=self._withdrawals,
             round_trip_seconds=self._peer.round_trip_seconds,
+            run_samples=self._peer.run_samples,
         )
 
     # ------------------------------------------------------------------ Listener (network thread)

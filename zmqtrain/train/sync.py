@@ -21,13 +21,15 @@ import jax
 import numpy as np
 
 from zmqtrain.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch
-from zmqtrain.interfaces import Closes, Exchange, Keeps
+from zmqtrain.interfaces import Closes, Describes, Exchange, Keeps
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.drain import Drain
+from zmqtrain.train.first_step import FirstStep
 from zmqtrain.train.keeping import pack_loop, unpack_loop
 from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.rhythm import Rhythm
+from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
 from zmqtrain.types import Array, ModelSpec, Update, Version, number_of
 
@@ -132,6 +134,10 @@ class DelayedSync:
         leaves, self._tree = jax.tree.flatten(params)
         model = _describe_floats(params)
         self._shapes = [spec.shape for spec in model]
+        self._first_step: FirstStep | None = None
+        if isinstance(exchange, Describes):
+            exchange.describe_device(say_device(exchange.name, leaves))
+            self._first_step = FirstStep(leaves)
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
         self._model, elastic, self._judge = model, self.settings.elastic, judge
         self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
@@ -163,7 +169,10 @@ class DelayedSync:
     def params(self) -> Any:
         """A copy of the shared parameters as this node has them (the anchor), in the caller's tree and dtypes."""
         self._adopted = False
-        return jax.tree.unflatten(self._tree, self._moves.parameters(self._anchor))
+        leaves = self._moves.parameters(self._anchor)
+        if self._first_step is not None:
+            self._first_step.begins_with(leaves)
+        return jax.tree.unflatten(self._tree, leaves)
 
     @property
     def start(self) -> Any:
@@ -191,6 +200,15 @@ class DelayedSync:
     def steps(self) -> int:
         """How many step boundaries there have been."""
         return self._account.step
+
+    @property
+    def run_samples(self) -> int:
+        """How many samples of all nodes are in the shared parameters, as the hub last said (it does once a second).
+
+        A learning rate that follows this goes on where the run is at a node that joins later, where one that follows
+        the node's own steps begins again: docs/examples/schedule_loop.py.
+        """
+        return self.exchange.statistics().run_samples
 
     @property
     def version(self) -> Version:
@@ -222,6 +240,8 @@ class DelayedSync:
             self._score_before.block_until_ready()
         self._score_before = score
         began = self._clock.monotonic()
+        if self._first_step is not None:
+            self._tell_first_step(self._flatten(params), score, self._first_step)
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             params = self.params
@@ -282,6 +302,11 @@ class DelayedSync:
         self._account = Account.from_plain(kept.account)
         self._rhythm.restore(kept.rhythm)
         self._resumed = self._untaken = True
+
+    def _tell_first_step(self, leaves: list[Any], score: Any, first_step: FirstStep) -> None:
+        self._first_step = None
+        if isinstance(self.exchange, Describes) and not (self.steps or self._resumed):
+            self.exchange.describe_first_step(first_step.digest(leaves, score))
 
     def take_note(self, steps: int, samples: int) -> None:
         """Take note of steps that were made without an exchange: what they have moved is pending."""

@@ -64,3 +64,21 @@ def test_a_node_of_other_data_is_named_once(caplog):
     lived(story, start_nodes=2, initial="founder")
     named = [line for line in caplog.messages if "has other data than the run's first node" in line]
     assert len(named) == 1 and named[0].startswith("b has other data") and "ab/12, not aa/11" in named[0]
+
+
+def test_nodes_of_the_same_batches_one_without_units_and_an_evaluation_far_worse_are_said_once(caplog):
+    async def story(peers):
+        await peers.join("a#1", "b#1")
+        peers.broker.hub.version = 9
+        report = Report(1, 8, 1.0, 0.5, 0.0, 0, 0, 0, first_step="0a", first_unit=3)
+        for version, loss in enumerate((2.31, 489.0, 500.0), 1):
+            peers.wire.say("a#1", replace(report, scores={"loss": loss}, score_version=version))
+            peers.wire.say("b#1", replace(report, first_unit=-1))
+        await peers.until(lambda: peers.broker.hub.scores == {"loss": 500.0} and peers.wire.heard.empty())
+
+    lived(story, start_nodes=2, initial="founder", units=100)
+    said = [line for line in caplog.messages if "first step" in line or "no data units" in line or "the best" in line]
+    assert len(said) == 3
+    assert any(line.startswith("b and a made the same first step") and "node.batches" in line for line in said)
+    assert any(line.startswith("b takes no data units: --units 100") for line in said)
+    assert any("held-out loss 489 at version 2, 212 times the best (2.31 at version 1)" in line for line in said)

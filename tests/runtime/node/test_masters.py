@@ -159,6 +159,12 @@ class FakeLine:
     def say_idle(self):
         self.log.append(("idle",))
 
+    def describe_device(self, device):
+        self.device = device
+
+    def describe_first_step(self, digest):
+        self.first_step = digest
+
     def report(self, **figures):
         self.log.append(("report", figures["step"]))
 

@@ -20,6 +20,7 @@ from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
     Fetch,
+    Roster,
     Snapshot,
     Welcome,
     WorkRequest,
@@ -443,3 +444,32 @@ def test_a_second_model_of_one_node_is_refused_with_what_to_do(node):
         for _ in range(2):
             hear(node, welcome(-1))
             node.begin_join(MODEL, LEAVES)
+
+
+@pytest.mark.parametrize(("units", "takes", "said"), [(100, False, 1), (100, True, 0), (0, False, 0)])
+def test_a_loop_that_takes_no_units_of_a_run_that_counts_them_is_warned_once(node, caplog, units, takes, said):
+    hear(node, welcome(units=units))
+    if takes:
+        node.on_work(WorkUnit((7,)))
+        next(node.batches(lambda unit: iter([unit])))
+    for step in (1, 2):
+        node.report(step=step, samples=8 * step, loss=0.5, age_steps=1.0, offers_refused=0)
+    assert sum("takes no data units" in line and "--units 100" in line for line in caplog.messages) == said
+    assert node.make_report().first_unit == (7 if takes else -1)
+
+
+def test_a_report_never_says_a_first_step_without_the_unit_that_it_was_on(node):
+    hear(node, welcome())
+    node.on_work(WorkUnit((7,)))
+    next(node.batches(lambda unit: iter([unit])))
+    node.describe_first_step("0a")
+    node.describe_device("cpu")
+    report = node.make_report()
+    assert (report.first_step, report.first_unit, report.device) == ("0a", 7, "cpu")
+
+
+def test_a_newcomer_knows_the_samples_of_the_run_at_once_and_from_each_roster_on(node):
+    hear(node, replace(welcome(), samples=4096))
+    assert node.statistics().run_samples == 4096
+    hear(node, Roster(0, (), "", 5000, 0, 0, 0, 1.0, {}, -1))
+    assert node.statistics().run_samples == 5000

@@ -35,6 +35,9 @@ class Telling:
         self._log = SparingLogger(logger)
         self._of_other_data: dict[PeerId, None] = {}
         self._called: dict[PeerId, str] = {}  # how those were called that were named last
+        self._of_same_data: dict[PeerId, None] = {}
+        self._without_units: dict[PeerId, None] = {}
+        self._worse = False
 
     # ------------------------------------------------------------------ the run
 
@@ -86,17 +89,46 @@ class Telling:
         logger.error("version %d: the deltas of %s add up to infinity; not used", version, names)
 
     def evaluated(self, report: Report) -> None:
-        """A node has scored the shared model."""
+        """A node has scored the shared model: an evaluation that is ten times worse than the best is said, once."""
+        worse = self._hub.worse
+        if worse is not None and not self._worse:
+            version, best = worse
+            loss = self._hub.scores["loss"]
+            text = (
+                "held-out loss %.6g at version %d, %.0f times the best (%.6g at version %d): the usual cause is a "
+                "learning rate that is too high. The best version that was evaluated is kept with the checkpoint"
+            )
+            logger.warning(text, loss, self._hub.score_version, loss / best, best, version)
+        self._worse = worse is not None
         if report.scores and self._events is not None:
             self._events.evaluated(report.score_version, self._hub.samples, report.scores)
 
     def reported(self, peer: PeerId, report: Report) -> None:
-        """A node has said which data it has: others than the run's are named, once."""
-        if not report.data or report.data == self._hub.data or peer in self._of_other_data:
+        """A node has said how it trains: what of that is not as the run needs it is said, once for each node."""
+        self._compare_data(peer, report)
+        member = self._hub.members.get(peer)
+        if member is None:
             return
-        self._of_other_data[peer] = None
-        while len(self._of_other_data) > OTHERS_NAMED:
-            del self._of_other_data[next(iter(self._of_other_data))]
+        other = self._hub.same_start(member)
+        if other is not None and _first_time(self._of_same_data, peer):
+            _first_time(self._of_same_data, other.peer)
+            text = (
+                "%s and %s made the same first step (the same loss, the same parameters after it): they seem to train "
+                "on the same batches, and two such nodes are no faster than one. Have the broker deal the data "
+                "(`for batch in node.batches(batches_of)`), or shuffle them by a seed from the node's name"
+            )
+            self._log.warning(text, self._name(peer), self._name(other.peer))
+        if self._hub.takes_no_units(member) and _first_time(self._without_units, peer):
+            text = (
+                "%s takes no data units: --units %d neither counts nor ends what it does. In a loop of one's own "
+                "`for batch in node.batches(batches_of)` takes them"
+            )
+            self._log.warning(text, self._name(peer), self._hub.ledger.total)
+
+    def _compare_data(self, peer: PeerId, report: Report) -> None:
+        """Name a node that has other data than the run's."""
+        if not report.data or report.data == self._hub.data or not _first_time(self._of_other_data, peer):
+            return
         theirs, ours = (words(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
         text = (
             "%s has other data than the run's first node: %s, not %s (digests of training/held-out data). If that is "
@@ -222,3 +254,13 @@ class Telling:
     def _count_nodes(self, verb: str) -> str:
         count = self._hub.nodes
         return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
+
+
+def _first_time(told: dict[PeerId, None], peer: PeerId) -> bool:
+    """Return whether nothing was told of this peer yet, and record that it is now; the newest are remembered."""
+    if peer in told:
+        return False
+    told[peer] = None
+    while len(told) > OTHERS_NAMED:
+        del told[next(iter(told))]
+    return True

@@ -79,6 +79,7 @@ class PeerExchange(ABC):
         )  # fmt: skip
         self._joining = Joining(peer, self._offers, self._inbox, self._jobs)
         self._withdrawals = 0
+        self._without_units = False
         self._scheduled: tuple[int, int, str, str] | None = None
 
     # ------------------------------------------------------------------ threads and time: of who runs it
@@ -312,6 +313,15 @@ class PeerExchange(ABC):
         """See Describes."""
         self._progress.data = digests
 
+    def describe_device(self, device: str) -> None:
+        """See Describes."""
+        self._progress.device = device
+
+    def describe_first_step(self, digest: str) -> None:
+        """See Describes."""
+        self._progress.first_unit = self.units.first  # first: no report says the one without the other
+        self._progress.first_step = digest
+
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
     ) -> None:
@@ -320,6 +330,14 @@ class PeerExchange(ABC):
         progress.step, progress.samples, progress.loss = step, samples, loss
         progress.age_steps, progress.offers_refused = age_steps, offers_refused
         progress.held_seconds = held_seconds
+        progress.first_unit = self.units.first
+        if self.units.first < 0 and self.settings.units and not self._without_units:
+            self._without_units = True
+            text = (
+                "%s takes no data units, and the run has --units %d: they neither count nor end what this loop does. "
+                "`for batch in node.batches(batches_of)` takes them; leave --units out at the broker otherwise"
+            )
+            logger.warning(text, self.name, self.settings.units)
         if self._joining.checkpoint is not None:
             self._joining.checkpoint.stepped()
         if self._events is not None:

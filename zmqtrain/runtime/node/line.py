@@ -63,6 +63,12 @@ class Line(Exchange, Protocol):
     def describe_data(self, digests: str) -> None:
         """See Describes."""
 
+    def describe_device(self, device: str) -> None:
+        """See Describes."""
+
+    def describe_first_step(self, digest: str) -> None:
+        """See Describes."""
+
     def begin_join(
         self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
     ) -> None:

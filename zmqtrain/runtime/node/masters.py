@@ -126,6 +126,14 @@ class MastersNode:
         """See Describes."""
         self._first.describe_data(digests)
 
+    def describe_device(self, device: str) -> None:
+        """See Describes."""
+        self._first.describe_device(device)
+
+    def describe_first_step(self, digest: str) -> None:
+        """See Describes."""
+        self._first.describe_first_step(digest)
+
     def vote(self, score: float) -> Update | None:
         """See Exchange: no mean is made of shards."""
         return None

@@ -329,6 +329,7 @@ class Node(PeerExchange):
             publishes_refused=self._withdrawals,
             round_trip_seconds=self._peer.round_trip_seconds,
             link_rate=self._link.link_rate,
+            run_samples=self._peer.run_samples,
         )
 
     def close(self, reason: str = "") -> None:

@@ -40,7 +40,8 @@ class Progress:
         self.held_seconds = 0.0
         self.scores: dict[str, float] | None = None
         self.score_version: Version = -1
-        self.data = ""
+        self.data = self.device = self.first_step = ""
+        self.first_unit = -1
         self._loss_known, self._loss_read_at = math.nan, -math.inf
         self._counted: tuple[int, int, float] = (0, 0, math.nan)  # samples, those of the last step, when it ended
         self._measured: tuple[int, float, float] = (0, math.nan, 0.0)  # samples, when, and the pace until then
@@ -91,6 +92,9 @@ class Progress:
             exchange_seconds=exchange_seconds,
             data=self.data,
             held_seconds=self.held_seconds,
+            device=self.device,
+            first_step=self.first_step,
+            first_unit=self.first_unit,
         )
 
     def _pace(self) -> tuple[int, float]:

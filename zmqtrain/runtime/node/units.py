@@ -42,6 +42,8 @@ class UnitQueue:
         self._units: deque[int] = deque()
         self._done: list[int] = []
         self._finished = self._asked = self._idle = self._drained = False
+        self.first = -1
+        """The unit on which training began here, -1 until then."""
         self._begun: tuple[int, int] | None = None  # the unit in hand, and how many of its batches were given
         self._passed: dict[int, int] = {}  # by unit of a checkpoint: so many of its batches were given before that
         self._held: tuple[int, ...] = ()  # the units of a checkpoint, until the broker has said which are still ours
@@ -88,6 +90,7 @@ class UnitQueue:
         """Take note that training begins on a unit; return how many of its batches were given before (a checkpoint)."""
         passed = self._passed.pop(unit, 0)
         self._begun = (unit, passed)
+        self.first = unit if self.first < 0 else self.first
         return passed
 
     def given(self) -> None:

@@ -1,0 +1,51 @@
+"""Look at how zmqtrain is installed here, and whether this PC has an NVIDIA driver: for what messages say to type.
+
+Rule: what is said to type works as it is printed, in any folder; the project is in no package index.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["clone_folder", "has_nvidia_driver", "how_to_install"]
+
+PACKAGE = Path(__file__).parent
+DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether this PC has the driver of an NVIDIA card."""
+    return any(Path(file).exists() for file in DRIVER_FILES) or shutil.which("nvidia-smi") is not None
+
+
+def clone_folder() -> Path | None:
+    """Return the folder of the clone that this package is from; None if that is not known or not there any more."""
+    found = [PACKAGE.parent]
+    try:
+        origin = json.loads(distribution("zmqtrain").read_text("direct_url.json") or "{}")
+        found.append(Path(unquote(urlsplit(str(origin.get("url", ""))).path)))
+    except (PackageNotFoundError, ValueError, OSError, AttributeError):
+        pass
+    return next((folder for folder in found if _is_clone(folder)), None)
+
+
+def _is_clone(folder: Path) -> bool:
+    try:
+        return 'name = "zmqtrain"' in (folder / "pyproject.toml").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def how_to_install(extra: str = "") -> str:
+    """Return the line that installs zmqtrain, with this extra of pyproject.toml, into the Python that runs here."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install -e " + (f"'.[{extra}]'" if extra else ".")
+    folder = clone_folder()
+    if folder is None:
+        return f"in the folder of your clone of zmqtrain: {pip}"
+    return f"cd {shlex.quote(str(folder))} && {pip}"
