@@ -65,7 +65,7 @@ RATES = {"fetch_again_and_again": 1e9}
 """Of the attackers' port in a row of its own, where --attack-rate would hide what the broker sends."""
 SECONDS = {"confirm_late": 60.0}
 """Of an attack whose cost is bounded over a minute (protocol.standby.Patience), not at once."""
-STAR_SECONDS, LEARNING_SECONDS = 20.0, 150.0
+STAR_SECONDS, LEARNING_SECONDS = 20.0, 90.0
 """What it takes to build a star and have its nodes train, and all rows of bench/hostile_learning.py."""
 
 
