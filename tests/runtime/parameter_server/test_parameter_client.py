@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import numpy as np
@@ -46,6 +47,28 @@ def client():
     yield made
     made._masters.answer.set()
     made.close()
+
+
+def test_a_client_that_closes_waits_for_its_pushes(client):
+    ones, masters = np.ones(3, np.float32), client._masters
+    push = client.ipush("a", ones)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    assert not push.test() and closing.is_alive()
+    masters.answer.set()
+    closing.join(20)
+    assert not closing.is_alive() and push.test() and push.wait() is None and ("push", "a", 1.0) in masters.asked
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_client_does_not_wait_for_its_pushes_for_ever(client, fails, caplog):
+    with contextlib.suppress(ValueError), client:
+        client.timeout_seconds = 0.05
+        client.ipush("a", np.ones(3, np.float32))
+        if fails:
+            client.timeout_seconds = 60.0
+            raise ValueError("a mistake of the caller's")
+    assert ("1 of its pushes" in caplog.text) is not fails
 
 
 def test_what_is_begun_for_a_key_that_is_not_known_does_not_wait_and_keeps_its_order(client):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -41,6 +42,8 @@ __all__ = ["Key", "ParameterRequest", "ParameterStatistics", "ParameterClient"]
 
 Key = str | int
 """The name of one array: a text, or the index of an array in a list."""
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Vector = NDArray[Any]
@@ -89,6 +92,7 @@ class ParameterClient:
     def __init__(self, name: str, timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
         self._masters = KeyMasters(name, timeout_seconds)
+        self._pushes = set[Future[None]]()  # that the masters do not have yet
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zmqtrain-parameters", daemon=True)
         self._thread.start()
@@ -187,7 +191,7 @@ class ParameterClient:
             await self._masters.placed(name)
             await self._masters.push(name, self._checked(name, arrays[name]))
 
-        return self._call(push(), f"push of {name!r}")
+        return self._push(push(), f"push of {name!r}")
 
     def ipull(self, key: Key, *, into: Vector | None = None) -> ParameterRequest[Vector]:
         """Begin `pull`; never waits."""
@@ -241,7 +245,7 @@ class ParameterClient:
 
             await self._masters.in_order(list(arrays), begin)
 
-        return self._call(push(), _name_all("push", arrays))
+        return self._push(push(), _name_all("push", arrays))
 
     def ipull_all(self, tree: Any) -> ParameterRequest[Any]:
         """Begin `pull_all`; never waits."""
@@ -311,10 +315,21 @@ class ParameterClient:
             self._masters.pulls,
         )
 
-    def close(self) -> None:
-        """Say goodbye to the masters, and end the thread; what is not done yet is not waited for. Twice is once."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the masters have the gradients that were pushed, say goodbye, and end the thread. Twice is once.
+
+        timeout_seconds: how long to wait, the client's if None; 0: not at all. Pushes that are not done by then are
+        lost, which the log says. Values that are still to come are not waited for: `wait` raises ChannelClosed. A with
+        block that an exception ends does not wait.
+        """
         atexit.unregister(self.close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            if seconds > 0 and (lost := wait(list(self._pushes), seconds).not_done):
+                logger.warning(
+                    "%s is closed after %g s; %d of its pushes were not done and may be lost: %s",
+                    *(self.name, seconds, len(lost), self._masters.say_waiting()),
+                )
             with contextlib.suppress(Exception):
                 asyncio.run_coroutine_threadsafe(self._masters.close(), self._loop).result(5.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -326,9 +341,16 @@ class ParameterClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(None if error is None else 0.0)
 
     # ------------------------------------------------------------------ the caller's thread
+
+    def _push(self, work: Coroutine[Any, Any, None], what: str) -> ParameterRequest[None]:
+        """Begin work that `close` waits for."""
+        request = self._call(work, what)
+        self._pushes.add(request._future)
+        request._future.add_done_callback(self._pushes.discard)
+        return request
 
     def _call(self, work: Coroutine[Any, Any, T], what: str) -> ParameterRequest[T]:
         """Begin work in the client's thread."""
