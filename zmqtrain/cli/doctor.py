@@ -134,8 +134,8 @@ def _run(config: DoctorConfig) -> int:
 def _unreached(error: HubUnreachable | JoinRefused, listens: bool) -> Finding:
     if isinstance(error, HubUnreachable) and listens:
         text, _, why = str(error).partition(": ")
-        return Finding("hub", FIX, text, f"something listens there and does not answer: {why or 'is it a broker?'}")
-    if isinstance(error, JoinRefused):
+        return Finding("hub", FIX, text, why or "something listens there: is it a zmqtrain-broker?")
+    if isinstance(error, JoinRefused) and error.reason == "protocol":
         return Finding("hub", FIX, str(error), "install the same zmqtrain on the hub and on every node")
     text, _, remedy = str(error).partition(": ")
     return Finding("hub", FIX, text, remedy)

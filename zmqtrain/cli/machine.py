@@ -85,7 +85,7 @@ def find_way(address: str, wait_seconds: float) -> WayToHub:
     except ConnectionRefusedError as error:
         raise HubUnreachable(
             f"{host} is there, but nothing listens on port {port}: start the broker on it (zmqtrain-broker --bind "
-            f"tcp://*:{port} --insecure), or correct the port",
+            f"tcp://*:{port}), or correct the port",
             address,
         ) from error
     except TimeoutError as error:

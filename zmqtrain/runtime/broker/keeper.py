@@ -128,7 +128,11 @@ class Keeper:
             return ()
         state, arrays = loaded
         if not isinstance(state.get("settings"), dict) or "run" not in state or type(state.get("version")) is not int:
-            raise CheckpointError(f"the checkpoint in {folder.folder} is not of a broker's run: name another folder")
+            whose = "a node's" if str(state.get("format", "")).startswith("zmqtrain node") else "no broker's"
+            raise CheckpointError(
+                f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of their "
+                "own; name another one for this broker"
+            )
         if state.get("shard", 0) != hub.shard:
             raise ConfigError(
                 f"the checkpoint in {folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "

@@ -91,7 +91,11 @@ def read_saved(folder: CheckpointFolder, version: int | None = None) -> SavedNod
         return None
     facts, arrays = loaded
     if facts.get("format") != FORMAT:
-        raise CheckpointError(f"{folder.folder} holds no node's checkpoints: name a folder that is this node's own")
+        whose = "a broker's" if "contributions" in facts else "no node's"
+        raise CheckpointError(
+            f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of their own; "
+            "name another one for this node"
+        )
     try:
         strict = facts["node"]["settings"].get("mode") == "strict"
         versions = folder.good_versions() if strict and version is None else ()
