@@ -116,8 +116,13 @@ class LeafSpec:
         """The number of values in this leaf."""
         return prod(self.shape)
 
+    @property
+    def form(self) -> str:
+        """Its dtype and shape, as float32[2,3]."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
     def __str__(self) -> str:
-        return f"{self.path} {self.dtype}[{','.join(map(str, self.shape))}]"
+        return f"{self.path} {self.form}"
 
 
 ModelSpec = tuple[LeafSpec, ...]
@@ -135,7 +140,7 @@ def describe_mismatch(run: ModelSpec, node: ModelSpec) -> tuple[str, str] | None
         if path not in theirs:
             return path, f"the run's model has the leaf {leaf}, this node's has none of that name"
         if theirs[path] != leaf:
-            return path, f"the leaf {path} is {leaf} in the run and {theirs[path]} on this node"
+            return path, f"the leaf {path} is {leaf.form} in the run and {theirs[path].form} on this node"
     for path, leaf in theirs.items():
         if path not in ours:
             return path, f"this node's model has the leaf {leaf}, the run's has none of that name"

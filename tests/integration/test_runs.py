@@ -180,7 +180,7 @@ def test_another_model_is_refused_with_the_leaf_and_both_shapes():
         first = Trainer(hub.address, "pc-1")
         first.wait_until(lambda: first.steps > 1)
         other = Trainer(hub.address, "pc-2", params={**parameters(), "w": jax.numpy.zeros((40, 9))})
-        with pytest.raises(ModelMismatch, match=r"w float32\[40,8\] in the run and w float32\[40,9\]"):
+        with pytest.raises(ModelMismatch, match=r"w is float32\[40,8\] in the run and float32\[40,9\]"):
             other.join()
         steps = first.steps
         first.wait_until(lambda: first.steps > steps + 10)

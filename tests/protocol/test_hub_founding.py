@@ -86,7 +86,7 @@ def test_a_node_with_another_model_is_refused_with_the_leaf_that_differs(early):
         effects = join(hub, "b", OTHER)
     ((peer, refused),) = sent(effects, Refused)
     assert (peer, refused.reason) == ("b", "model")
-    assert "the leaf b is b float32[4] in the run and b float32[5] on this node" in refused.text
+    assert "the leaf b is float32[4] in the run and float32[5] on this node" in refused.text
     assert of(Disconnect, effects) == [Disconnect("b", "model", refused.text)]
     assert set(hub.members) == {"a"}
 

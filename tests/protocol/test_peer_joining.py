@@ -100,7 +100,7 @@ def test_a_node_with_another_model_leaves_and_names_the_leaf():
     assert goodbye == Send(Goodbye("another model"))
     assert (disconnect.reason, peer.state) == ("model", PeerState.CLOSED)
     assert disconnect.text == (
-        "the leaf b is b float32[4] in the run and b bfloat16[4] on this node. "
+        "the leaf b is float32[4] in the run and bfloat16[4] on this node. "
         "Start this node with the run's model, or another broker for this one"
     )
 

@@ -10,6 +10,7 @@ import pytest
 from tests.train.scripted_exchange import ScriptedExchange, run, tree, value
 from zmqtrain.errors import ConfigError, ModelMismatch
 from zmqtrain.train.sync import DelayedSync
+from zmqtrain.types import Part
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -62,7 +63,11 @@ def test_what_is_no_node_is_refused_with_an_example():
     [
         (lambda: [jnp.ones(3)], "without the leaf", ""),
         (lambda: tree() | {"more": jnp.ones(2)}, r"with a further leaf more float32\[2\]", "more"),
-        (lambda: {name: leaf[:1] for name, leaf in tree().items()}, r"whose leaf .* is .*\[1\] now", ""),
+        (
+            lambda: {name: leaf[:1] for name, leaf in tree().items()},
+            r"whose leaf (b|w) is float32\[1.*\], where it was float32\[2",
+            "",
+        ),
         (lambda: tree() | {"b": "text"}, "the leaf b is no array", "b"),
     ],
     ids=["another tree", "a leaf more", "another shape", "a text"],
@@ -79,3 +84,11 @@ def test_parameters_that_were_not_given_away_are_still_there():
     mine = tree(3.0)
     exchange.land(others=1.0)
     assert value(sync.step(mine)) == 4.0 and value(mine) == 3.0
+
+
+def test_a_newcomer_whose_parameters_have_another_shape_hears_so_at_its_first_step():
+    exchange = ScriptedExchange(anchor=[Part(index, 0, np.asarray(leaf)) for index, leaf in enumerate(tree().values())])
+    sync = DelayedSync(exchange, tree())
+    with pytest.raises(ModelMismatch, match="where it was"):
+        sync.step({name: leaf[:1] for name, leaf in tree().items()})
+    assert sync.steps == 0

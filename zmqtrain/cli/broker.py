@@ -256,8 +256,9 @@ def check_checkpoint(folder: Path | None) -> None:
     except OSError as error:
         if error.errno in NO_ROOM and any(folder.glob("checkpoint-*.safetensors")):
             return
+        why = "it is a file, not a folder" if folder.is_file() else error.strerror
         raise CheckpointError(
-            f"cannot write to {folder}: {error.strerror}; name another folder (--checkpoint FOLDER), or save nothing "
+            f"cannot write to {folder}: {why}; name another folder (--checkpoint FOLDER), or save nothing "
             "(--no-checkpoint)"
         ) from error
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zmqtrain import __version__
 from zmqtrain.errors import ConfigError, NotHereYet
@@ -50,6 +51,32 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
         args=arguments,
         default=default,
         config=(tyro.conf.FlagCreatePairsOff,),
+        registry=NUMBERS,
+    )
+
+
+NUMBERS = ConstructorRegistry()
+"""How whole numbers and numbers are read from flags: what is none is refused in words of ours, not of Python's."""
+
+
+@NUMBERS.primitive_rule
+def _read_number(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    kind: Any = asked.type
+    if kind not in (int, float):
+        return None
+
+    def read(written: list[str]) -> Any:
+        try:
+            return kind(written[0])
+        except ValueError:
+            raise ValueError(f"{written[0]!r} is no {'whole ' * (kind is int)}number") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int | float) if kind is float else isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
     )
 
 

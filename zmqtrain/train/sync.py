@@ -235,6 +235,7 @@ class DelayedSync:
         LocalProtocolError after `finish` or `close`.
         """
         self._check_open("step")
+        leaves = self._flatten(params)
         self._last = None  # before more memory is needed
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
             self._score_before.block_until_ready()
@@ -244,12 +245,12 @@ class DelayedSync:
             self._tell_first_step(self._flatten(params), score, self._first_step)
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
-            params = self.params
+            leaves = jax.tree.leaves(self.params)
             self._account.forget_unsaid()
         if self._untaken:  # likewise, before it had those of its checkpoint
-            params = self.start
+            leaves = jax.tree.leaves(self.start)
         self._own = None
-        leaves = self._apply_due(self._flatten(params))
+        leaves = self._apply_due(leaves)
         self._rhythm.follow()
         if self.exchange.wanted:
             self.exchange.lend(_to_host(leaves), moments())
@@ -323,9 +324,9 @@ class DelayedSync:
         """
         if self._ended == "close":
             self._check_open("finish")
+        leaves = self._flatten(params)
         self._ended, self._last = "finish", None
         until = self._clock.monotonic() + timeout_seconds
-        leaves = self._flatten(params)
         # who never made a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
         # the beginning; and an empty round would only move the outer momentum on
         begun = self.exchange.founded and (self.steps or moved or self._own is not None)
@@ -569,7 +570,11 @@ def _changed_model(joined: ModelSpec, given: ModelSpec) -> ModelMismatch:
     advice = "give `step` and `finish` the tree with which DelayedSync was made: the same leaves, each in its shape"
     if changed:
         path, one, other = changed[0]
-        what = f"without the leaf {one}" if other is None else f"whose leaf {one} is {other} now"
+        what = (
+            f"without the leaf {one}"
+            if other is None
+            else f"whose leaf {path} is {other.form}, where it was {one.form}"
+        )
     else:
         path, what = (added[0].path, f"with a further leaf {added[0]}") if added else ("", "in other containers")
     return ModelMismatch(f"the parameters that the loop gave came {what}: {advice}", path)

@@ -147,13 +147,13 @@ class DealerChannel:
                 "--server-key) is of another hub, or that broker asks for no keys (then leave the file out), or it is "
                 "no zmqtrain-broker"
             )
-        looked = f"; none was found here ({self._access.looked})" if self._access.looked else ""
+        looked = f". No key file was found here ({self._access.looked})" if self._access.looked else ""
         if self._refused == "handshake":
             return f"what listens there wants keys: give the file that was made for this PC (--keys FILE){looked}"
         if self._refused:
             return (
-                "what listens there ends every connection before it is greeted: does it want keys (--keys FILE, made "
-                f"for this PC), or is it no zmqtrain-broker?{looked}"
+                "what listens there ends every connection before it is greeted: it wants keys (--keys FILE, made for "
+                f"this PC), or it is no zmqtrain-broker{looked}"
             )
         return ""
 

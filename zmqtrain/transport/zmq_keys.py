@@ -126,8 +126,8 @@ def read_credentials(server_key: GivenServerKey, keys: GivenKeys) -> Credentials
     if server is None and pair is not None:
         if not pair.server:
             raise ConfigError(
-                "keys are given, and their file does not say for which hub: give its public key too (--server-key), as "
-                "the broker prints it"
+                "the file of --keys does not say for which hub it is: give that hub's public key too (--server-key, "
+                "the file hub.key in its folder of keys), or a file that zmqtrain keys new made there"
             )
         server = pair.server
     return server, pair
@@ -155,8 +155,8 @@ def _read_server_key(given: bytes | str | Path) -> bytes:
         return load_public_key(given)
     else:
         raise ConfigError(
-            f"server_key is a key of {KEY_CHARACTERS} characters, as the broker prints it, or a file NAME.key; "
-            f"{str(given)!r} is neither"
+            f"server_key is a key of {KEY_CHARACTERS} characters, or the file that holds it (hub.key in the hub's "
+            f"folder of keys); {str(given)!r} is neither"
         )
     check_key("public", key)
     return key
@@ -176,7 +176,9 @@ def _load(path: Path | str) -> tuple[bytes, bytes | None]:
     try:
         return load_certificate(path)
     except (OSError, ValueError, IndexError) as error:  # the last: a line that has no "="
-        raise ConfigError(f"cannot read a key from {path}: {error}") from error
+        raise ConfigError(
+            f"there is no key in {path}: a PC's key is the file NAME.key_secret that zmqtrain keys new makes on the hub"
+        ) from error
 
 
 def _write(path: Path, mode: int, text: str) -> None:

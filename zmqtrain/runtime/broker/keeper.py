@@ -130,8 +130,8 @@ class Keeper:
         if not isinstance(state.get("settings"), dict) or "run" not in state or type(state.get("version")) is not int:
             whose = "a node's" if str(state.get("format", "")).startswith("zmqtrain node") else "no broker's"
             raise CheckpointError(
-                f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of their "
-                "own; name another one for this broker"
+                f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of "
+                "their own; name another one for this broker"
             )
         if state.get("shard", 0) != hub.shard:
             raise ConfigError(

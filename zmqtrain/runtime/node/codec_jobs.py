@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from zmqtrain.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot, mean_score
@@ -132,8 +134,15 @@ class CodecJobs:
             frames = encode_snapshot(layout, layout.split(leaves))
             state = encode_moments(moments)
         except NonFiniteDelta as error:
-            text = f"{self.name}: the initial parameters are not finite ({error}); check how they are initialised"
-            raise NonFiniteDelta(text, error.leaf) from None
+            bad = (
+                one.path
+                for one, leaf in zip(self.joined_coder.model, leaves, strict=True)
+                if not np.isfinite(leaf).all()
+            )
+            leaf = next(bad, error.leaf)
+            what = f"the leaf {leaf} holds" if leaf else "the optimizer's state holds"
+            text = f"{self.name}: {what} NaN or infinity at the beginning: check how the parameters are initialised"
+            raise NonFiniteDelta(text, leaf) from None
         return frames, state, digest_of([*frames, *state])
 
     # ------------------------------------------------------------------ what has come (codec thread)

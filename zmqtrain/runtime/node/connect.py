@@ -39,6 +39,8 @@ NO_CHECKPOINT_IN_LOCKSTEP = (
     "from the others; leave --checkpoint out here, or --exchange"
 )
 
+NO_CHECKPOINT_OF_OBSERVERS = "an observer trains nothing, and has nothing to save: leave checkpoint out (or observer)"
+
 
 def connect(
     address: str,
@@ -99,7 +101,7 @@ def connect(
     if checkpoint_keep < 1:
         raise ConfigError(f"checkpoint_keep must be at least 1, got {checkpoint_keep}")
     if checkpoint is not None and (exchange or observer):
-        raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else "who only looks on has nothing to save")
+        raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
 
     def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:

@@ -93,8 +93,8 @@ def read_saved(folder: CheckpointFolder, version: int | None = None) -> SavedNod
     if facts.get("format") != FORMAT:
         whose = "a broker's" if "contributions" in facts else "no node's"
         raise CheckpointError(
-            f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of their own; "
-            "name another one for this node"
+            f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of "
+            "their own; name another one for this node"
         )
     try:
         strict = facts["node"]["settings"].get("mode") == "strict"
