@@ -18,7 +18,7 @@ from tests.fixed import fixed_run
 from tests.runtime.ledger_world import live_world
 from tests.runtime.numpy_node import BULK
 from zmqtrain.protocol.messages import Aggregate
-from zmqtrain.protocol.schedules import Plan
+from zmqtrain.protocol.schedules import Plan, Replanning
 from zmqtrain.runtime.broker.checkpoint import RunFolder
 from zmqtrain.settings import AUTO_FRAGMENTS, RunSettings
 from zmqtrain.types import LeafSpec
@@ -186,6 +186,36 @@ def test_the_laws_hold_when_a_hub_whose_codecs_have_changed_comes_back_from_its_
     world.drain()
     world.check_the_end()
     world.folder.close()
+
+
+def test_a_hub_that_comes_back_without_a_schedule_that_nodes_know_takes_their_deltas_all_the_same():
+    wanted = ["bf16"]
+
+    def planner(model, members, now):
+        return Plan(2, 1, "", wanted[-1], wanted[-1], gain=9.0)
+
+    def train(turns, codec=""):
+        """Train for so many turns, or until all nodes code so."""
+        for _ in range(turns):
+            for event in ("train", "settle", "poll", "poll", "work", "settle", "pass"):
+                happen(world, event, 0), happen(world, event, 1)
+            if all(node.codecs is not None and node.codecs[0] == codec for node in world.nodes.values()):
+                break
+
+    world = live_world(RunSettings(release="immediately"), 2, planner=planner)
+    train(1000, "bf16")
+    world.save()
+    wanted.append("int8:block=256")
+    train(1000, "int8:block=256")
+    assert world.hub.timetable.takes("int8:block=256")
+    world.crash()
+    world.hub.replanning = Replanning(world.hub.timetable, None)  # no word of another schedule comes to help
+    assert not world.hub.timetable.takes("int8:block=256")
+    before = set(world.landed_at)
+    train(20)
+    assert len(world.landed_at.keys() - before) > 20
+    world.drain()
+    world.check_the_end()
 
 
 @pytest.mark.parametrize("masters", [2, 4])

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from zmqtrain.protocol.fencing import Connection
 from zmqtrain.protocol.following import Following
 from zmqtrain.protocol.masters import Claim
 from zmqtrain.protocol.members import MOST_WAITING
-from zmqtrain.protocol.messages import Aggregate, Fetch, Message, Preempt, Quarantine, Roster, Snapshot, Welcome
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Fetch,
+    Message,
+    Preempt,
+    Quarantine,
+    Roster,
+    Snapshot,
+    Welcome,
+    WireSchedule,
+)
 from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.protocol.search import Search
 from zmqtrain.settings import RunSettings
@@ -151,14 +161,17 @@ class PeerBook:
         in_flight: Sequence[int],
         checkpoints: tuple[int, ...] = (),
         next_sequence: int = -1,
+        schedules: Iterable[WireSchedule] = (),
     ) -> None:
         """Be a node of this run, as it was at this version: before `start`. checkpoints: as in Hello.
 
         next_sequence: of the first offer that the checkpoint does not know of, -1 for none: that a former life made.
+        schedules: as `Timetable.since` gave them; a hub that was started again may not know the last ones: what its
+        Welcome says holds instead.
         """
         self.run, self.settings, self.run_model = run, settings, model
         self._following.version = version
-        self.timetable, self.run_version = Timetable(settings), version
+        self.timetable, self.run_version = Timetable(settings, schedules), version
         self.in_flight, self.checkpoints = set(in_flight), checkpoints
         self._asks_of, self._next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
 

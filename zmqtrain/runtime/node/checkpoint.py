@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.protocol.schedules import schedule_from_plain
 from zmqtrain.runtime.checkpoints.every import Every, every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.node.codec_jobs import CodecJobs
@@ -66,7 +65,7 @@ class NodeCheckpoint:
                 peer.know(address)
             peer.resume(
                 resuming.run, resuming.version, resuming.settings, resuming.model, sorted(_unacked(resuming)),
-                resuming.versions, int(resuming.facts["offers"]["sequence"]),
+                resuming.versions, int(resuming.facts["offers"]["sequence"]), resuming.schedules,
             )  # fmt: skip
 
     @property
@@ -125,9 +124,6 @@ class NodeCheckpoint:
         self.resuming = None
         self._offers.restore(saved.facts["offers"])
         self._units.restore(saved.facts["units"], exactly=rewound >= 0)
-        for schedule in saved.facts["node"]["schedules"]:
-            if self._peer.timetable is not None and self._peer.state is not PeerState.LIVE:
-                self._peer.timetable.add(schedule_from_plain(schedule))
         unacked = _unacked(saved)
         for sequence in set(self._offers.in_flight()) - unacked:
             self._offers.withdrawn(sequence)  # it was just being withdrawn

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import CheckpointError, ModelMismatch
+from zmqtrain.errors import CheckpointError, FramingError, ModelMismatch
 from zmqtrain.protocol.fencing import MAX_INCARNATION
+from zmqtrain.protocol.messages import WireSchedule
+from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.runtime.checkpoints.every import Every
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.settings import RunSettings
@@ -56,6 +58,7 @@ class SavedNode:
     addresses: tuple[str, ...] = field(init=False)
     settings: RunSettings = field(init=False)
     model: ModelSpec = field(init=False)
+    schedules: tuple[WireSchedule, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         node = self.facts["node"]
@@ -67,8 +70,10 @@ class SavedNode:
             ("addresses", tuple(map(str, node.get("addresses", ())))),
             ("settings", RunSettings.from_dict(node["settings"])),
             ("model", spec_from_plain(node["model"])),
+            ("schedules", tuple(node.get("schedules", ()))),
         ):
             object.__setattr__(self, name, value)
+        Timetable(self.settings, self.schedules)
         if not (-1 <= self.version < MOST_VERSIONS and 0 <= self.incarnation < MAX_INCARNATION):
             raise ValueError(f"version {self.version} and incarnation {self.incarnation} cannot be")
         for name, array in self.arrays.items():
@@ -100,7 +105,7 @@ def read_saved(folder: CheckpointFolder, version: int | None = None) -> SavedNod
         strict = facts["node"]["settings"].get("mode") == "strict"
         versions = folder.good_versions() if strict and version is None else ()
         return SavedNode(facts, arrays, versions)
-    except (AttributeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
+    except (AttributeError, FramingError, LookupError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint in {folder.folder} cannot be read: {error!r}") from error
 
 
