@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zmqtrain.errors import CollectiveMismatch, ConfigError, FramingError
 from zmqtrain.protocol.framing import pack_value, unpack_value
@@ -226,6 +229,46 @@ def test_subclasses_travel_as_what_they_are_made_of() -> None:
         pass
 
     assert same(unpack_value(pack_value([Name("a"), {"b": Name("c")}])), ["a", {"b": "c"}])
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inside: (
+        st.lists(inside) | st.lists(inside).map(tuple) | st.dictionaries(st.text() | st.integers(0, 9), inside)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=50)
+@given(plain)
+def test_any_python_value_comes_back_as_it_was(value: Any) -> None:
+    assert same(unpack_value(pack_value(value)), value)
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_value_or_a_framing_error(packed: bytes) -> None:
+    with contextlib.suppress(FramingError):
+        unpack_value(packed)
+
+
+def test_a_value_that_was_packed_to_overflow_the_stack_is_a_framing_error() -> None:
+    packed = b"\x90"
+    for _ in range(3000):
+        packed = b"\xc9" + len(packed).to_bytes(4, "big") + b"\x01" + packed
+    with pytest.raises(FramingError):
+        unpack_value(packed)
+    value: Any = ()
+    for _ in range(3000):
+        value = (value,)
+    with pytest.raises(ConfigError, match="tuples lie in each other"):
+        pack_value(value)
 
 
 @pytest.mark.parametrize(

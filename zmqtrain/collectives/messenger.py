@@ -203,7 +203,7 @@ class Messenger:
     def _finish(self, seconds: float) -> None:
         """Wait until nothing is in flight, at most so long; say in the log what still is."""
         until, port = time.monotonic() + seconds, self._endpoint.port
-        if seconds <= 0 or threading.get_ident() == self._endpoint.thread:
+        if seconds <= 0 or threading.get_ident() == self._endpoint.thread or os.getpid() != self._process:
             return
         begun = threading.Event()  # all requests are with the port's thread, unless that has ended
         port.call(self._group.stop_receiving)

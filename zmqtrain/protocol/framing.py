@@ -247,42 +247,54 @@ def read_fields(head: Head) -> Message:
 _TUPLE = 1
 """The code of msgpack's extension in which a tuple travels: its items, as a packed list."""
 
+_DEEPEST_TUPLES = 64
+"""So many tuples may lie in each other: each is packed and unpacked by a call of its own."""
+
 
 def pack_value(value: Any) -> bytes:
     """Return a Python value as bytes: None, bool, int, float, str, bytes, and lists, tuples and dicts of these.
 
-    Raises ConfigError for anything else, and for a whole number of more than 64 bits.
+    Raises ConfigError for anything else, for a whole number of more than 64 bits, and for a value that is too deep.
     """
     try:
-        packed: bytes = msgpack.packb(value, default=_plain_value, strict_types=True)
-        return packed
+        return _pack_value(value, 0)
     except OverflowError as error:
         raise ConfigError("a whole number of more than 64 bits does not travel: send it as a str") from error
     except (ValueError, UnicodeEncodeError) as error:  # too deep or too long; half of a surrogate pair
         raise ConfigError(f"this value does not travel: {error}") from error
 
 
-def _plain_value(value: Any) -> Any:
-    """Return what stands for a value that msgpack does not know: a tuple, or an instance of a subclass."""
-    if isinstance(value, tuple):
-        return msgpack.ExtType(_TUPLE, pack_value(list(value)))
+def _pack_value(value: Any, depth: int) -> bytes:
     kinds: tuple[Callable[[Any], Any], ...] = (int, float, str, bytes, list, dict)
-    for kind in kinds:
-        if isinstance(value, typing.cast("type", kind)):
-            return kind(value)
-    raise ConfigError(
-        f"{type(value).__name__} does not travel: send None, bool, int, float, str, bytes, or a list, tuple or dict of "
-        "these; arrays by themselves"
-    )
+
+    def unknown(value: Any) -> Any:
+        """Return what stands for a value that msgpack does not know: a tuple, or an instance of a subclass."""
+        if isinstance(value, tuple):
+            if depth == _DEEPEST_TUPLES:
+                raise ValueError(f"more than {depth} tuples lie in each other")
+            return msgpack.ExtType(_TUPLE, _pack_value(list(value), depth + 1))
+        for kind in kinds:
+            if isinstance(value, typing.cast("type", kind)):
+                return kind(value)
+        raise ConfigError(
+            f"{type(value).__name__} does not travel: send None, bool, int, float, str, bytes, or a list, tuple or "
+            "dict of these; arrays by themselves"
+        )
+
+    packed: bytes = msgpack.packb(value, default=unknown, strict_types=True)
+    return packed
 
 
 def unpack_value(packed: Buffer) -> Any:
     """Return the value of which `pack_value` made these bytes. Raises FramingError for any others."""
+    return _unpack_value(packed, 0)
 
+
+def _unpack_value(packed: Buffer, depth: int) -> Any:
     def extension(code: int, inside: bytes) -> Any:
-        items = unpack_value(inside) if code == _TUPLE else None
+        items = _unpack_value(inside, depth + 1) if code == _TUPLE and depth < _DEEPEST_TUPLES else None
         if type(items) is not list:
-            raise FramingError(f"a value of extension {code}, which no version of ours packs")
+            raise FramingError(f"a value of extension {code}, {depth} deep, which no version of ours packs")
         return tuple(items)
 
     try:
