@@ -30,7 +30,15 @@ from zmqtrain.errors import (
     FramingError,
 )
 from zmqtrain.protocol.effects import Expect
-from zmqtrain.protocol.framing import Assembler, decode_head, decode_message, encode_message, split
+from zmqtrain.protocol.framing import (
+    Assembler,
+    decode_head,
+    decode_message,
+    encode_message,
+    pack_value,
+    split,
+    unpack_value,
+)
 from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     Aggregate,
@@ -80,12 +88,15 @@ class Target(NamedTuple):
 
 
 def _run_framing(data: bytes) -> int:
-    """Read each frame as a head; what is a message survives writing and reading, and its chunks are put together."""
+    """Read each frame as a head and as a packed value: both survive writing and reading; chunks are put together."""
     _, records = read_session(data)
     assembler, count = Assembler(1 << 20), 0
     for _, frames in records:
         count += len(frames)
         for frame in frames[:1]:
+            with suppress(FramingError, ConfigError):  # what is read may be deeper than what is packed
+                value = unpack_value(frame)
+                assert repr(unpack_value(pack_value(value))) == repr(value)
             try:
                 message = decode_message(frame)
                 assert repr(decode_message(encode_message(message))) == repr(message)
@@ -105,7 +116,8 @@ def _all_sessions() -> list[bytes]:
     hub = [(0, (encode_message(message),)) for message in _hub_messages()]
     many = [(0, (encode_message(Publish(number, number, 0, 0, "x", (3, 1), 1, 1, 0.0)),)) for number in range(3)]
     chunks = [(0, (head, bytes(frame))) for number in range(3) for head, frame in split(number, [b"abc", b"d"])]
-    return [*honest_sessions(), pack_session(0, hub), pack_session(0, [*many, *chunks])]
+    values = [(0, (pack_value(value),)) for value in (None, "text", [1, 2.5, b"raw"], {"a": (1, ("b", True)), 3: []})]
+    return [*honest_sessions(), pack_session(0, hub), pack_session(0, [*many, *chunks]), pack_session(0, values)]
 
 
 # ---------------------------------------------------------------------- payloads and their kernels
