@@ -40,6 +40,7 @@ from zmqtrain.protocol.messages import (
     Roster,
     Scalar,
     Snapshot,
+    Stop,
     Welcome,
     WireLeaf,
     WireSchedule,
@@ -71,7 +72,7 @@ RULE_OF_TYPE: dict[Any, str] = {
     tuple[tuple[str, int], ...]: "origins",
     tuple[WireSchedule, ...]: "schedules",
 }
-FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Goodbye}
+FROM_HUB = {Welcome, Refused, Roster, Fetch, Snapshot, Aggregate, Chunk, Credit, Preempt, WorkUnit, Stop, Goodbye}
 FROM_HUB |= {Forming, Group, GroupLost, Relay, Relayed, Folded}
 FROM_HUB |= {Replica, Books}
 FROM_HUB |= {Enrolled, Placed, Values, Done, Awaited}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, ZmqTrainError
+from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, RunStopped, ZmqTrainError
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import VERSION as __version__
 
@@ -53,6 +53,7 @@ __all__ = [
     "RunSettings",
     "ZmqTrainError",
     "PeerLost",
+    "RunStopped",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "__version__",

@@ -22,6 +22,7 @@ __all__ = [
     "LocalProtocolError",
     "RemoteProtocolError",
     "JoinRefused",
+    "RunStopped",
     "HubUnreachable",
     "AddressInUse",
     "ChannelClosed",
@@ -110,6 +111,13 @@ class JoinRefused(ZmqTrainError):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class RunStopped(JoinRefused):
+    """An operator has ended the run (`zmqtrain stop`): its broker saves it, and every node ends.
+
+    `DelayedSync.step` raises it in a loop that takes no data units; `finish` may be called after it.
+    """
 
 
 class HubUnreachable(ZmqTrainError):

@@ -32,6 +32,7 @@ __all__ = [
     "Exchange",
     "Keeping",
     "Keeps",
+    "Stops",
     "Closes",
     "Describes",
     "GradientExchange",
@@ -207,6 +208,15 @@ class Keeping(Protocol):
     def save(self, state: dict[str, Any], arrays: Mapping[str, Array], wait: bool = False) -> None:
         """Save this, with what the exchange has at this very step boundary; wait: until it is written. What cannot be
         written is a warning, and training goes on."""
+
+
+@runtime_checkable
+class Stops(Protocol):
+    """An exchange whose run an operator may end."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an operator has ended the run, and the loop takes no data units, which would end it."""
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,15 +22,17 @@ from zmqtrain.cli.broker import (
     check_program,
     describe_program,
     ending,
+    finished,
     greeting,
     node_addresses,
     open_keys,
     result,
     saving,
     shard_greeting,
+    stop_line,
 )
 from zmqtrain.cli.broker_settings import BrokerConfig
-from zmqtrain.cli.ending import first_interrupt, run_command
+from zmqtrain.cli.ending import end_signals, first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, paced, say_alone
 from zmqtrain.errors import (
@@ -40,6 +43,7 @@ from zmqtrain.errors import (
     JoinRefused,
     ModelMismatch,
     NotHereYet,
+    RunStopped,
     SteppedDown,
 )
 from zmqtrain.protocol.messages import Roster
@@ -398,10 +402,65 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypa
     assert main(["status", "tcp://hub:5555"]) == broker_main() == node_main() == 0
 
 
-def test_a_broker_that_is_interrupted_says_that_its_standby_takes_over() -> None:
-    assert "the nodes are told" in ending(None)
+def test_a_broker_that_is_interrupted_says_what_becomes_of_its_nodes() -> None:
+    kept = Path("kept")
+    assert ending(None, kept) == "stopping: what has come is saved (Ctrl-C again to quit at once)"
     roster = Roster(3, (), "", 0, 0, 0, 0, 0.0, {}, -1, hub={"term": 0, "standby": "tcp://pc2:5555"})
-    assert "the standby at tcp://pc2:5555 takes over, if it is in step" in ending(roster)
+    assert "the standby at tcp://pc2:5555 takes over, if it is in step" in ending(roster, kept)
+    said = ending(replace(roster, hub={}, members=({"name": "pc-1"},)), kept)
+    assert "The nodes train on alone until you end them: Ctrl-C at each" in said
+    assert "started again with --checkpoint kept" in said and "`zmqtrain stop` in place of Ctrl-C" in said
+    assert "nothing is saved" in ending(replace(roster, hub={}), None)
+
+
+def test_a_run_without_an_end_says_so_in_its_first_line_and_how_it_is_ended(tmp_path: Path) -> None:
+    here = "tcp://127.0.0.1:5555"
+    first = greeting(BrokerConfig(bind=here), "run-1", -1, here, None).splitlines()[0]
+    assert first.endswith("; the run has no end (--units 0)")
+    assert "no end" not in greeting(BrokerConfig(bind=here, units=4), "run-1", -1, here, None)
+    assert stop_line(here, None) == f"zmqtrain stop {here}"
+    keys = KeyFolder(tmp_path / "keys")
+    assert stop_line(here, keys) == f"zmqtrain stop {here} --keys {tmp_path / 'keys' / 'hub.key_secret'}"
+
+
+def test_a_run_that_had_ended_and_is_started_again_says_what_to_raise() -> None:
+    assert "all its 1,200 data units are done, at version 7" in (said := finished("run-1", 7, 1200))
+    assert "raise --units (as --units 2400; 0: no end)" in said
+
+
+def test_a_window_that_is_closed_ends_a_command_in_order_and_is_never_the_second_signal() -> None:
+    told: list[bool] = []
+    before = signal.getsignal(signal.SIGHUP)
+    with first_interrupt(lambda: told.append(True)) as interrupted:
+        for _ in range(2):  # the shell sends one, and the system another
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupted() and told == [True]
+    assert signal.getsignal(signal.SIGHUP) is before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert end_signals() == (signal.SIGINT, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_node_whose_window_is_closed_says_goodbye() -> None:
+    argv = [sys.executable, "-c", IN_A_CALL_OF_C.format(goodbye="lambda: print('goodbye', flush=True)")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGHUP)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (0, "goodbye\n")
+
+
+def test_a_command_whose_run_an_operator_has_ended_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    def ended() -> int:
+        raise RunStopped("pc-1 ends: an operator has ended the run", "stopped")
+
+    assert run_command("node", ended, service=True) == 0
+    assert capsys.readouterr().err == "node: pc-1 ends: an operator has ended the run\n"
 
 
 class XlaRuntimeError(RuntimeError):

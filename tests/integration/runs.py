@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import resource
 import signal
@@ -62,10 +63,12 @@ class Trainer:
         name: str,
         *,
         endless: bool = False,
+        takes_units: bool = True,
         on_step: Callable[[Trainer], None] = lambda trainer: None,
         params: dict | None = None,
     ) -> None:
         self.name, self.address, self.endless, self.on_step = name, address, endless, on_step
+        self.takes_units = takes_units
         self.params = parameters() if params is None else params
         self.began_with: dict | None = None
         self.node: Node | None = None
@@ -94,7 +97,8 @@ class Trainer:
     def _train(self, node: Node) -> None:
         self.sync = DelayedSync(node, self.params)
         params = self.began_with = self.sync.params
-        for batch in node.batches(batches):
+        own = itertools.chain.from_iterable(map(batches, itertools.count()))
+        for batch in node.batches(batches) if self.takes_units else own:
             params, value = sgd(params, batch)
             self.losses.append(float(value))
             params = self.sync.step(params, score=value, samples=16)

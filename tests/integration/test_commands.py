@@ -70,9 +70,9 @@ class Broker:
         self.said += self.process.communicate(timeout=BOUND_SECONDS)[0]
         return self.process.returncode
 
-    def end(self) -> int:
+    def end(self, by: int = signal.SIGTERM) -> int:
         """Tell it to end, and wait for it."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(by)
         return self.wait()
 
 
@@ -102,7 +102,8 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int = 2) -> str:
 def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(text: Path, tmp_path: Path) -> None:
     program = ("--program", "text", "--program-arguments", SMALL.format(text="elsewhere"))
     checkpoint = ("--checkpoint", str(tmp_path / "kept"))
-    with broker(*program, *checkpoint, "--units", "4", "--every", "4", "--delay", "2", *NOBODY_LOST) as hub:
+    options = (*program, *checkpoint, "--units", "4", "--every", "4", "--delay", "2", *NOBODY_LOST)
+    with broker(*options) as hub:
         status = run("status", hub.address, "--json")
         assert (status.returncode, json.loads(status.stdout)["units_total"]) == (0, 4)
         node = run("node", hub.address, "--name", "pc-1", "--data", str(text))
@@ -112,12 +113,15 @@ def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(t
         assert hub.wait() == 0, hub.said
     assert f"the model: {tmp_path / 'kept' / 'model.safetensors'}" in hub.said
     assert (tmp_path / "kept" / "model.safetensors").exists()
+    again = run("broker", "--bind", "tcp://127.0.0.1:0", *options)
+    assert again.returncode == 0 and "has come to its end: all its 4 data units are done" in again.stdout, again
+    assert "with the same options, more --units and --checkpoint" in again.stdout
 
 
-def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0() -> None:
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])
+def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0(by: int) -> None:
     with broker("--program", "text") as hub:
-        assert run("status", hub.address).returncode == 0
-        assert hub.end() == 0
+        assert hub.end(by) == 0
         assert "ended: no node has joined, so there is no model" in hub.said
 
 
@@ -147,13 +151,39 @@ def test_local_runs_a_federation_to_its_end_and_says_where_its_model_is(text: Pa
     assert re.search(r"^held-out loss \d", result.stdout, re.MULTILINE)
     assert "6/6 units" in result.stdout
     kept = re.match(r"the run and its model are saved in (zmqtrain-runs/(run-\w{8}))$", result.stdout.splitlines()[0])
-    assert kept and f"to go on with this run: zmqtrain local with the same options and --checkpoint {kept[1]}" in (
-        result.stdout
+    assert (
+        kept
+        and f"to go on with this run: zmqtrain local with the same options, more --units and --checkpoint {kept[1]}"
+        in (result.stdout)
     )
     arrays, facts = read_model(tmp_path / kept[1] / "broker" / "model.safetensors")
     assert (facts.run, facts.program) == (kept[2], "text") and facts.evaluation.keys() >= {"loss"}
     assert [leaf.path for leaf in facts.leaves] and arrays.keys() == {leaf.path for leaf in facts.leaves}
     assert f"the model: {kept[1]}/broker/model.safetensors" in result.stdout
+
+
+def test_stop_ends_a_run_and_its_nodes_and_the_model_is_there(text: Path, tmp_path: Path) -> None:
+    kept = ("--checkpoint", str(tmp_path / "kept"))
+    program = ("--program", "text", "--program-arguments", SMALL.format(text=text))
+    with (
+        broker(*program, *kept, *NOBODY_LOST) as hub,
+        started(*command("node", hub.address, "--name", "pc-1")) as node,
+        started(*command("status", hub.address, "--watch", "--json")) as watch,
+    ):
+        assert watch.stdout is not None and "the run has no end (--units 0)" in hub.said.splitlines()[0]
+        for line in watch.stdout:
+            if line.startswith("{") and json.loads(line)["version"] >= 1:
+                break
+        watch.send_signal(signal.SIGINT)
+        ended = run("stop", hub.address)
+        assert ended.returncode == 0, ended
+        assert re.search(r"^(run-\w{8}) has ended at version \d+; its broker saves it", ended.stdout, re.MULTILINE)
+        said = node.communicate(timeout=BOUND_SECONDS)[0]
+        assert node.returncode == 0 and "held-out" in said, said
+        assert hub.wait() == 0, hub.said
+    assert "an operator, stop, ends the run: one node sends what is computed, and ends" in hub.said
+    arrays, facts = read_model(tmp_path / "kept" / "model.safetensors")
+    assert arrays and facts.version >= 1
 
 
 def test_chaos_breaks_a_run_and_its_ledger_says_exactly_once(text: Path) -> None:

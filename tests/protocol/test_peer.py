@@ -17,6 +17,7 @@ from zmqtrain.protocol.messages import (
     Roster,
     Schedule,
     Snapshot,
+    Stop,
     Welcome,
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Peer, PeerState
@@ -50,11 +51,11 @@ def test_a_message_moves_the_state_as_the_table_says_and_else_it_is_ignored(stat
         assert effects == []
 
 
-@pytest.mark.parametrize("promotes", [False, True])
-def test_who_promotes_a_standby_says_so_with_each_hello(promotes):
-    peer = Peer("a#1", "a", observer=True, promotes=promotes)
+@pytest.mark.parametrize("order", [None, Promote(), Stop()])
+def test_an_operator_says_the_order_with_each_hello(order):
+    peer = Peer("a#1", "a", observer=True, order=order)
     said = [type(effect.message) for effect in peer.start(0.0)]
-    assert said == ([Hello, Promote] if promotes else [Hello])
+    assert said == ([Hello] if order is None else [Hello, type(order)])
     peer.receive(Refused("standby", "not the hub"), 0.1)
     again = [effect for now in range(1, 20) for effect in peer.tick(float(now)) if isinstance(effect, Send)]
     assert len(again) > len(said) and [type(effect.message) for effect in again[: len(said)]] == said

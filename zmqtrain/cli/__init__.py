@@ -22,6 +22,7 @@ COMMANDS = {
     "local": "a broker and several nodes on this PC, to try out",
     "status": "show how a run stands",
     "programs": "the programs that nodes can train, and their arguments",
+    "stop": "end a run: its nodes send what they have and end, its broker saves",
     "promote": "tell a standby to take over its run",
     "plan": "what a run can be set to, and what it then does: before it begins",
     "doctor": "whether this PC can train with a hub, and what to fix",

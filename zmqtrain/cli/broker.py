@@ -43,8 +43,10 @@ __all__ = [
     "check_checkpoint",
     "describe_program",
     "ending",
+    "finished",
     "greeting",
     "shard_greeting",
+    "stop_line",
     "standby_greeting",
     "takeover_greeting",
     "node_addresses",
@@ -82,6 +84,10 @@ def _run(config: BrokerConfig) -> int:
 
     def ready(broker: Broker) -> None:
         folders.append(broker.folder)
+        hub = broker.hub
+        if hub.ledger.finished:
+            print(finished(hub.run, hub.version, hub.ledger.total), flush=True)
+            return
         if standby is not None:
             print(takeover_greeting(broker.hub.run, broker.hub.version, broker.hub.term), flush=True)
         elif place is None:
@@ -89,6 +95,8 @@ def _run(config: BrokerConfig) -> int:
         else:
             print(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address), flush=True)
         print(saving(broker.folder), flush=True)
+        if place is None:
+            print(f"to end the run and all its nodes:  {stop_line(broker.channel.address, keys)}", flush=True)
         if unknown:
             print(unknown, file=sys.stderr, flush=True)
         display.start()
@@ -102,7 +110,7 @@ def _run(config: BrokerConfig) -> int:
     def interrupted(count: int) -> None:
         if count > 1:
             leave_at_once()
-        display.say(ending(latest[-1] if latest else None))
+        display.say(ending(latest[-1] if latest else None, folders[-1] if folders else None))
 
     try:
         statistics = serve(
@@ -128,8 +136,24 @@ def _run(config: BrokerConfig) -> int:
     if standby is not None and statistics.version < 0:
         print("ended as a standby that was not needed")
         return 0
-    print(result(statistics.version, statistics.contributions, folders[-1], folders[-1]))
+    over = bool(latest) and 0 < latest[-1].units_total <= latest[-1].units_done
+    print(result(statistics.version, statistics.contributions, folders[-1], folders[-1], over=over))
     return 0
+
+
+def finished(run: str, version: int, units: int) -> str:
+    """Return what is said of a run that is started again, and had come to its end: what to raise."""
+    return (
+        f"{run} has come to its end: all its {units:,} data units are done, at version {version}. To train on, raise "
+        f"--units (as --units {2 * units}; 0: no end)"
+    )
+
+
+def stop_line(address: str, keys: KeyFolder | None) -> str:
+    """Return the line that ends a run from the hub's own PC. address: that its programs connect to."""
+    elsewhere = keys is not None and keys.path != default_key_folder()
+    pair = f" --keys {keys.path / 'hub.key_secret'}" if keys is not None and elsewhere else ""
+    return f"zmqtrain stop {address}{pair}"
 
 
 def saving(folder: Path | None) -> str:
@@ -139,10 +163,18 @@ def saving(folder: Path | None) -> str:
     return f"the run and its model are saved in {folder}"
 
 
-def result(version: int, contributions: int, folder: Path | None, again: Path | None, program: str = PROGRAM) -> str:
+def result(
+    version: int,
+    contributions: int,
+    folder: Path | None,
+    again: Path | None,
+    program: str = PROGRAM,
+    over: bool = False,
+) -> str:
     """Return what a broker says last: how far its run came, where the model is, and how to go on with the run.
 
     folder: of the broker's checkpoints, None for none.  again: what --checkpoint of `program` names to go on.
+    over: all data units of the run are done.
     """
     if version < 0:
         return "ended: no node has joined, so there is no model"
@@ -153,16 +185,26 @@ def result(version: int, contributions: int, folder: Path | None, again: Path | 
         lines.append(f"the model: {model}")
     elif parts := sorted(folder.glob(part_file("*", "*"))):
         lines.append(f"this master's part of the model: {parts[0]} (zmqtrain merge makes the whole of all)")
-    lines.append(f"to go on with this run: {program} with the same options and --checkpoint {again}")
+    options = "the same options, more --units" if over else "the same options"
+    lines.append(f"to go on with this run: {program} with {options} and --checkpoint {again}")
     return "\n".join(lines)
 
 
-def ending(roster: Roster | None) -> str:
-    """Return what a broker says that was interrupted for the first time. roster: the newest, if there is one."""
+def ending(roster: Roster | None, folder: Path | None) -> str:
+    """Return what a broker says that was interrupted for the first time: what becomes of its nodes, and how they end.
+
+    roster: the newest, if there is one.  folder: where the run is saved; None: nowhere.
+    """
     if address := "" if roster is None else str(roster.hub.get("standby", "")):
         what = f"the standby at {address} takes over, if it is in step; to end the run, end that one too"
+    elif roster is None or not roster.members:
+        what = "what has come is saved" if folder is not None else "nothing is saved (--no-checkpoint)"
     else:
-        what = "the nodes are told, and what has come is saved"
+        what = "what has come is saved. " if folder is not None else "nothing is saved (--no-checkpoint). "
+        what += "The nodes train on alone until you end them: Ctrl-C at each"
+        if folder is not None:
+            what += f". They come back if this broker is started again with --checkpoint {folder}"
+        what += ". `zmqtrain stop` in place of Ctrl-C would end them too"
     return f"stopping: {what} (Ctrl-C again to quit at once)"
 
 
@@ -291,6 +333,8 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
     """
     file, lines = "", [f"{run}{f', resumed at version {version}' if version >= 0 else ''}: training "]
     lines[0] += describe_program(config)
+    if not config.units:
+        lines[0] += "; the run has no end (--units 0)"
     where = "on this machine" if is_loopback(config.bind) else "on each PC"
     if keys is not None:
         file, how = way_in(keys)

@@ -1,7 +1,9 @@
 """End a command: with an exit code, and with one paragraph on stderr where something of ours went wrong.
 
 Rule 1: an error of the tree under ZmqTrainError is for the user, without a traceback; any other is our fault, with.
-Rule 2: Ctrl-C is a way to end, not an error: 0; a second one quits at once: 130.
+Rule 2: Ctrl-C is a way to end, not an error: 0; a second one quits at once: 130. So is the end of the run by an
+operator. SIGTERM and SIGHUP (a window that is closed) are as Ctrl-C; but a SIGHUP is never a second one, as a shell and
+the system may both send it, and one that was ignored when the process began (nohup) stays ignored.
 Rule 3: a service (node, broker) that would end the same way if it were started again says so by its exit code, 78
 (EX_CONFIG of sysexits.h), for the service manager that starts it again after any other.
 Rule 4: whoever was interrupted while XLA compiled leaves without the interpreter's regular end.
@@ -21,9 +23,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO
 
 from zmqtrain.cli.terminal import visible
-from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused, NotHereYet, SteppedDown, ZmqTrainError
+from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused, NotHereYet, RunStopped, SteppedDown, ZmqTrainError
 
-__all__ = ["run_command", "leave_at_once", "leave_without_teardown", "first_interrupt", "watch_signals"]
+__all__ = [
+    "run_command",
+    "leave_at_once",
+    "leave_without_teardown",
+    "end_signals",
+    "first_interrupt",
+    "watch_signals",
+]
 
 ERROR, NO_USE, INTERRUPTED = 2, 78, 130
 FINAL = frozenset({"key", "model", "revoked", "run", "superseded"})
@@ -47,6 +56,9 @@ def run_command(program: str, command: Callable[[], int], service: bool = False)
 def _run_command(program: str, command: Callable[[], int], service: bool) -> int:
     try:
         return command()
+    except RunStopped as end:
+        print(visible(f"{program}: {end}"), file=sys.stderr)
+        return 0
     except ZmqTrainError as error:
         print(visible(f"{program}: {error}"), file=sys.stderr)
         return NO_USE if service and _is_final(error) else ERROR
@@ -107,8 +119,15 @@ def leave_without_teardown() -> NoReturn:
     os._exit(0)
 
 
+def end_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that end a command in order; SIGHUP is one unless this process ignores it, as under nohup."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGINT, signal.SIGTERM, *hangup
+
+
 def watch_signals(noticed: Callable[[int], None]) -> None:
-    """Have `noticed(count)` called at once at each SIGINT and SIGTERM, in a thread of its own.
+    """Have `noticed(count)` called at once at each signal of `end_signals`, in a thread of its own. A SIGHUP counts
+    only as the first.
 
     Call it once, in the main thread. Python's own handlers run in that thread, which may be in a long call of C: XLA
     compiles for many seconds.
@@ -118,10 +137,12 @@ def watch_signals(noticed: Callable[[int], None]) -> None:
     _watched.extend((reader, writer))
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
+    ends = end_signals()
+
     def watch() -> None:
         count = 0
         while number := reader.recv(1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
+            if number[0] in ends and not (count and number[0] == signal.SIGHUP):
                 count += 1
                 noticed(count)
 
@@ -182,7 +203,8 @@ def _dispensable(stream: TextIO | None) -> TextIO:
 
 @contextlib.contextmanager
 def first_interrupt(told: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether SIGINT or SIGTERM has come; the first calls `told`, the second quits at once.
+    """Give a function that says whether one of `end_signals` has come; the first calls `told`, the second quits at
+    once.
 
     Only in the main thread; the signals' handlers are put back at the end of the block.
     """
@@ -190,12 +212,14 @@ def first_interrupt(told: Callable[[], None] = lambda: None) -> Iterator[Callabl
 
     def handle(number: int, frame: object) -> None:
         nonlocal asked
+        if asked and number == signal.SIGHUP:
+            return
         if asked:
             leave_at_once()
         asked = True
         told()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in end_signals()}
     try:
         yield lambda: asked
     finally:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, result, saving
+from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, check_no_checkpoint, require
@@ -312,6 +312,9 @@ def _run(config: LocalConfig) -> int:
     )
     lost: list[Departure] = []
     with federation:
+        hub = federation.broker.broker.hub
+        if hub.ledger.finished:
+            raise ConfigError(finished(hub.run, hub.version, hub.ledger.total))
         print(saving(folder), flush=True)
         title = f"local: {config.nodes} nodes train {describe_program(settings)} at {federation.broker.address}"
         display = Display(lambda: federation.roster, title)
@@ -333,7 +336,8 @@ def _run(config: LocalConfig) -> int:
         print(f"held-out {format_scores(roster.scores)} at version {roster.score_version}")
     broker = federation.broker.broker
     statistics = broker.statistics()
-    print(result(statistics.version, statistics.contributions, broker.folder, folder, PROGRAM))
+    over = broker.hub.ledger.finished
+    print(result(statistics.version, statistics.contributions, broker.folder, folder, PROGRAM, over))
     return 0
 
 

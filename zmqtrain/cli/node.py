@@ -31,7 +31,7 @@ from zmqtrain.cli.display import (
     format_seconds,
     log_to_stderr,
 )
-from zmqtrain.cli.ending import leave_at_once, leave_without_teardown, run_command, watch_signals
+from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardown, run_command, watch_signals
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.terminal import Terminal
@@ -226,7 +226,7 @@ def say_alone(name: str, alone: Solitude | None) -> str:
 
 
 class Interruption:
-    """What SIGINT and SIGTERM mean to a node: stop after this step; at the second one, at once.
+    """What SIGINT, SIGTERM and SIGHUP mean to a node: stop after this step; at the second one, at once.
 
     Called by the loop as its `stop`. Until the first step has ended, the first signal ends the process, from a thread
     of its own: the main thread may be compiling for long. While the main thread waits for data, it ends the waiting.
@@ -240,9 +240,9 @@ class Interruption:
         self._beginning, self._waiting = True, False
 
     def install(self) -> None:
-        """Take the two signals over; only in the main thread."""
+        """Take the signals over; only in the main thread."""
         watch_signals(self.noticed)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             signal.signal(number, self.handle)
 
     def __call__(self) -> bool:
@@ -259,6 +259,8 @@ class Interruption:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Take a signal in the main thread, once that can. Raises KeyboardInterrupt while no data is here."""
+        if self.asked and number == signal.SIGHUP:
+            return
         if self.asked:
             leave_at_once()
         self.asked = True

@@ -46,8 +46,9 @@ class HubBook:
     in every step, past this hub; "": they publish to it.  rule: when a round is due, if they do.
     latest_incarnation: the highest that a peer may say.
     complete: as many nodes as the run begins with have come; until then nothing is released.  began_at: when this hub
-    first released something; None: it has not.  news: something has happened, since the last look, from which another
-    plan may follow.  plan: what the last one follows from, in words.
+    first released something; None: it has not.  stopped_at: when an operator ended the run; None: nobody has.
+    news: something has happened, since the last look, from which another plan may follow.  plan: what the last one
+    follows from, in words.
     The arguments are as in `Hub`.
     """
 
@@ -93,6 +94,7 @@ class HubBook:
         """The version to which the run went back last, and the one by which it did: what was between is gone."""
         self.plan = ""
         self.began_at: float | None = None
+        self.stopped_at: float | None = None
         self.founding = Founding(settings, self.members, self.records.landed, preemption, shard)
         self._began = self._ticked = now
         self._seconds_before = 0.0  # that the run had been served for by the hubs before this one
@@ -251,6 +253,7 @@ class HubBook:
                 "broadcast_codec": settings.broadcast_codec,
                 "outer": settings.outer,
                 "plan": self.plan,
+                **({} if self.stopped_at is None else {"ending": True}),
                 **self.fence.dropped,
                 **({} if worse is None else {"best_version": worse[0], "best_loss": worse[1]}),
             },

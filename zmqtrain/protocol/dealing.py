@@ -12,7 +12,7 @@ from typing import Any
 
 from zmqtrain.protocol.effects import HubEffect, SendTo
 from zmqtrain.protocol.members import Member, MemberState, counted, training
-from zmqtrain.protocol.messages import WorkRequest, WorkUnit
+from zmqtrain.protocol.messages import Stop, WorkRequest, WorkUnit
 from zmqtrain.protocol.work import WorkLedger
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import PeerId, Version
@@ -78,6 +78,15 @@ class Dealing:
 
     def _data_ended(self) -> None:
         self.nodes_at_the_end = max(self.nodes_at_the_end, len(counted(self._members)))
+
+    def stop(self) -> list[HubEffect]:
+        """Deal no unit any more, and have every node that trains drain what it has pending and leave."""
+        self.ledger.stopped = True
+        self._data_ended()
+        live = [member for member in self._members.values() if member.state is MemberState.LIVE]
+        for member in live:
+            member.idle = False
+        return [SendTo(member.peer, Stop()) for member in live]
 
     def lost(self, peer: PeerId, unbacked: bool = False) -> list[HubEffect]:
         """Take back what a peer had in hand: it is gone, or has forgotten it. unbacked: as in the ledger."""

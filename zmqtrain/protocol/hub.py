@@ -30,7 +30,7 @@ from zmqtrain.protocol.founding import Preemption
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.head_sizes import TAKEN_BY_HUBS, HeadSizes
 from zmqtrain.protocol.joining import join
-from zmqtrain.protocol.leaving import look_over, lose
+from zmqtrain.protocol.leaving import look_over, lose, stop
 from zmqtrain.protocol.members import ALLOWED, Member, MemberState
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
@@ -48,6 +48,7 @@ from zmqtrain.protocol.messages import (
     Refused,
     Report,
     Snapshot,
+    Stop,
     WorkRequest,
 )
 from zmqtrain.protocol.probes import ProbeBudget, is_sound
@@ -113,6 +114,7 @@ class Hub(HubBook):
             WorkRequest: self._on_work_request,
             Holding: lambda member, holding, now: [Hear(holding.version)],
             Promote: lambda member, promote, now: [],  # it has the run already
+            Stop: self._on_stop,
             Probe: self._on_probe,
             **self.groups.handlers,
             **dict.fromkeys(KEY_REQUESTS, self._on_key_request),
@@ -363,6 +365,12 @@ class Hub(HubBook):
         """Return whether a report's scores are the run's: the evaluator's alone, of a version that is not too old."""
         timely = self.score_version <= report.score_version <= self.version
         return bool(report.scores) and timely and peer == self.evaluator
+
+    def _on_stop(self, member: Member, message: Stop, now: float) -> list[HubEffect]:
+        if self.shard:
+            text = f"this broker has shard {self.shard} of the run: say it to the first master, at {self.first}"
+            return [SendTo(member.peer, Refused("shard", text))]
+        return stop(self, now)
 
     def _on_probe(self, member: Member, probe: Probe, now: float) -> list[HubEffect]:
         if not is_sound(probe):

@@ -13,7 +13,7 @@ from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, Replicate, SendTo
 from zmqtrain.protocol.fencing import MAX_INCARNATION, SUPERSEDED, Stamp, Verdict
 from zmqtrain.protocol.fragment_rounds import FragmentRounds
-from zmqtrain.protocol.leaving import lose
+from zmqtrain.protocol.leaving import STOPPED, lose
 from zmqtrain.protocol.masters import ADDRESS, Claim
 from zmqtrain.protocol.members import MOST_CHECKPOINTS, MOST_WAITING, Member, MemberState
 from zmqtrain.protocol.messages import Hello, Quarantine, Refused, Welcome, model_to_wire
@@ -64,6 +64,8 @@ def refusal_of(book: HubBook, sender: PeerId, hello: Hello) -> Refused | None:
         return Refused("clock", CLOCK)
     if hello.term > book.term and hello.run == book.run:
         return Refused("term", f"this broker knows of {book.term} takeovers, not {hello.term}")
+    if hello.role == "node" and book.stopped_at is not None:
+        return Refused("stopped", STOPPED)
     if len(book.members) >= MOST_MEMBERS and sender not in book.members:
         # "unknown": it says Hello again, and there may be room then
         return Refused("unknown", f"this broker has {MOST_MEMBERS} peers: try again later")

@@ -9,6 +9,8 @@ what they said then waits to be heard; and so may what one said whose connection
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
 from zmqtrain.protocol.groups import SILENCE_SECONDS
@@ -18,7 +20,16 @@ from zmqtrain.protocol.publishing import release, restart
 from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.types import count_values
 
-__all__ = ["FOUNDER_SECONDS", "LAST_WORDS_SECONDS", "OVERDUE_SECONDS", "look_over", "lose"]
+__all__ = [
+    "FOUNDER_SECONDS",
+    "LAST_WORDS_SECONDS",
+    "OVERDUE_SECONDS",
+    "STOP_SECONDS",
+    "STOPPED",
+    "look_over",
+    "lose",
+    "stop",
+]
 
 LAST_WORDS_SECONDS = 0.1
 """For so long a peer whose connection is gone is heard: it may have said goodbye."""
@@ -31,12 +42,41 @@ OVERDUE_SECONDS = 0.1
 """A node whose heartbeat is late by so much is sent something, to learn whether its connection is gone."""
 
 
+STOP_SECONDS = 45.0
+"""So long after an operator has ended the run nodes have time to send what is pending; then they are sent away."""
+
+STOPPED = "an operator has ended the run (zmqtrain stop)"
+"""Why a node is sent away then, or not let in."""
+
+
+def stop(book: HubBook, now: float) -> list[HubEffect]:
+    """End the run: have the nodes that train drain and leave, and send all others away. Once; later it does nothing."""
+    if book.stopped_at is not None:
+        return []
+    book.stopped_at = now
+    effects = book.dealing.stop()
+    effects += _send_nodes_away(book, now, frozenset(MemberState) - {MemberState.LIVE})
+    return effects + release(book, now) + book.dealing.end_when_drained(book.version)
+
+
+def _send_nodes_away(book: HubBook, now: float, states: Collection[MemberState]) -> list[HubEffect]:
+    """Tell the nodes in these states that the run was ended, and lose them."""
+    effects: list[HubEffect] = []
+    for member in list(book.members.values()):
+        if member.is_node and member.state in states and member.peer in book.members:
+            effects.append(SendTo(member.peer, Refused("stopped", STOPPED)))
+            effects += lose(book, member, STOPPED, now)
+    return effects
+
+
 def look_over(book: HubBook, late: float, now: float) -> list[HubEffect]:
     """Lose who has been silent for too long or cannot be reached, ask who is overdue, and end quarantines.
 
     late: for so many seconds nobody listened here.
     """
     effects: list[HubEffect] = []
+    if book.stopped_at is not None and now - book.stopped_at >= STOP_SECONDS:
+        effects += _send_nodes_away(book, now, frozenset(MemberState))
     overdue = book.settings.heartbeat_seconds + OVERDUE_SECONDS
     for member in list(book.members.values()):
         if member.peer not in book.members:  # sent away because of one that was lost before it

@@ -24,6 +24,7 @@ from zmqtrain.protocol.messages import (
     Report,
     Scalar,
     Snapshot,
+    Stop,
     WorkRequest,
 )
 from zmqtrain.protocol.standby_messages import Holding, Promote
@@ -72,6 +73,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     WorkRequest: frozenset({MemberState.LIVE}),
     Holding: frozenset({MemberState.STANDBY}),
     Promote: frozenset({MemberState.OBSERVER}),
+    Stop: frozenset({MemberState.OBSERVER}),
     **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed, Fold), frozenset({MemberState.PROCESS})),
     **dict.fromkeys(KEY_REQUESTS, frozenset({MemberState.PROCESS})),
 }

@@ -42,6 +42,7 @@ __all__ = [
     "Quarantine",
     "WorkRequest",
     "WorkUnit",
+    "Stop",
     "Probe",
     "Probed",
     "Message",
@@ -401,6 +402,11 @@ class WorkUnit:
     end_version: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Operator (an observer) to hub: end the run.  Hub to its nodes: the run ends: drain what is pending and leave."""
+
+
 Message = (
     Hello
     | Welcome
@@ -420,6 +426,7 @@ Message = (
     | Quarantine
     | WorkRequest
     | WorkUnit
+    | Stop
     | GroupMessage
     | Probe
     | Probed

@@ -39,7 +39,6 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, Move, PeerBook, PeerState
 from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
-from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 
@@ -179,7 +178,7 @@ class Peer(PeerBook):
                     return self._resync(Quarantine)
             case Refused():
                 return self._on_refused(message, now)
-            case Goodbye(reason) if reason == RUN_OVER and self.claim is not None:
+            case Goodbye(reason) if reason == RUN_OVER and (self.claim is not None or self.order is not None):
                 self.over = True
                 self._move(Move.CLOSE)
             case Goodbye(reason) if self.state is not PeerState.CONNECTING:
@@ -256,7 +255,7 @@ class Peer(PeerBook):
         self._connection = Connection(self.incarnation)
         hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term, without=self.without)
         # with each: of what was said to one that did not answer in time nothing is said again
-        return [Send(hello), Send(Promote())] if self.promotes else [Send(hello)]
+        return [Send(hello)] if self.order is None else [Send(hello), Send(self.order)]
 
     def _let_go_on(self, roster: Roster, now: float) -> list[PeerEffect]:
         """Let the hub go on without its standby, as the roster asks: this node then has no word there (`standby`)."""

@@ -23,11 +23,13 @@ from zmqtrain.protocol.messages import (
     Quarantine,
     Roster,
     Snapshot,
+    Stop,
     Welcome,
     WireSchedule,
 )
 from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.protocol.search import Search
+from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.settings import RunSettings
 from zmqtrain.types import ModelSpec, PeerId, Version
 
@@ -85,10 +87,10 @@ class PeerBook:
 
     peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share, exchange: as in
     Hello.
-    promotes: tell whoever hears its Hello to take over its run, if it is a standby.
+    order: of an operator, said after each Hello: Promote to a standby, Stop to a hub; None: nothing.
     claim: be the master of a shard, who registers with the first and then watches.  founding: the number with which a
     node founds the shards of several masters: as the first said it, and, at the others, as it is said to them.
-    over: the first has said so to a master.
+    over: the hub has said so to a master, or to an operator.
     score: of this node's own parameters, as it last said.
     timetable: which k and d hold when, from Welcome on.  quarantined_until: until then the hub takes no delta of this
     node.  held: as in Fetch: what a lost connection has left of a snapshot.
@@ -111,7 +113,7 @@ class PeerBook:
         exchange: str = "",
         incarnation: int = 0,
         addresses: Sequence[str] = (),
-        promotes: bool = False,
+        order: Promote | Stop | None = None,
     ) -> None:
         self.term = self.without = 0
         self._search, self._following = Search(peer, addresses), Following()
@@ -119,7 +121,7 @@ class PeerBook:
         self._connection = Connection(0)
         self.heard, self.called = -1, ""
         self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
-        self.exchange, self.promotes = exchange, promotes
+        self.exchange, self.order = exchange, order
         self.observer, self.claim = observer or claim is not None, claim
         self.timetable: Timetable | None = None
         self._state = PeerState.CONNECTING

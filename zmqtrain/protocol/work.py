@@ -42,6 +42,8 @@ class WorkLedger:
         self._in_hand: Counter[PeerId] = Counter()
         self._unbacked: dict[PeerId, list[int]] = {}  # done by nodes of which nothing has come yet
         self.done_count = 0
+        self.stopped = False
+        """Whether an operator has ended the run: no unit is dealt any more. A checkpoint does not hold it."""
 
     def deal(self, peer: PeerId, want: int, lane: int | None = None) -> tuple[int, ...]:
         """Deal up to `want` units to a node; fewer or none when no more are left (in its lane, where one is given), or
@@ -145,12 +147,12 @@ class WorkLedger:
         return own
 
     def _left(self, number: int) -> bool:
-        return self.total == 0 or number < self.total
+        return not self.stopped and (self.total == 0 or number < self.total)
 
     @property
     def finished(self) -> bool:
-        """True when every unit of a run with an end is done."""
-        return self.total > 0 and self.done_count >= self.total
+        """True when every unit of a run with an end is done, and of a run that an operator has ended."""
+        return self.stopped or (self.total > 0 and self.done_count >= self.total)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; what is dealt and not done counts as returned."""

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from zmqtrain.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch
-from zmqtrain.interfaces import Closes, Describes, Exchange, Keeps
+from zmqtrain.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
+from zmqtrain.interfaces import Closes, Describes, Exchange, Keeps, Stops
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.drain import Drain
@@ -89,9 +89,10 @@ class DelayedSync:
     node's, not the run's.
 
     At the end of a `with` block that no exception ends, `finish` is called with what the last `step` returned, unless
-    the loop has called it; `params` of this object are the run's parameters then. In both cases the node is closed. An
-    exception (Ctrl-C is one) closes the node without `finish`: what it had not sent is lost, and the others do not wait
-    for it. `step` after `finish` or `close` raises LocalProtocolError.
+    the loop has called it; `params` of this object are the run's parameters then. In both cases the node is closed.
+    RunStopped, of a run that an operator has ended, ends the block in the same way. Any other exception (Ctrl-C is one)
+    closes the node without `finish`: what it had not sent is lost, and the others do not wait for it. `step` after
+    `finish` or `close` raises LocalProtocolError.
 
     params: any pytree of float arrays, on one device or, by any sharding, on several of this PC: each keeps its own
     part, and what `step` returns lies as what it was given. The first node's founds the run; at any other node the
@@ -129,6 +130,7 @@ class DelayedSync:
         self.state = state
         """As it was given, or as the checkpoint had it that this node goes on from."""
         self._keeping = exchange.checkpoint if isinstance(exchange, Keeps) else None
+        self._stops = exchange if isinstance(exchange, Stops) else None
         self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
         self._tree: Any
         leaves, self._tree = jax.tree.flatten(params)
@@ -232,9 +234,12 @@ class DelayedSync:
         samples: in this step.  moments: gives the optimizer's state as float32 arrays, if another node is to have it.
         state: what else a checkpoint holds, should one be due; it is copied.
         Raises NonFiniteDelta when training diverges here again and again, AggregateTimeout in strict mode,
-        LocalProtocolError after `finish` or `close`.
+        LocalProtocolError after `finish` or `close`; RunStopped when an operator has ended the run (`zmqtrain stop`),
+        in a loop that is not over `node.batches`, which ends by itself: a `with` block then ends as if the data had;
+        any other loop calls `finish(params)`.
         """
         self._check_open("step")
+        self._check_stopped(params, samples)
         leaves = self._flatten(params)
         self._last = None  # before more memory is needed
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
@@ -352,12 +357,16 @@ class DelayedSync:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
+        stopped = isinstance(error, RunStopped)
+        if stopped:
+            logger.warning("%s. What is pending is sent first", error)
         try:
-            if kind is None and not self._ended and self.steps:
+            if (kind is None or stopped) and not self._ended and self.steps:
                 self._finish_last()
         finally:
             self.close()
+        return stopped
 
     def _finish_last(self) -> None:
         """Call `finish` with what the last step returned."""
@@ -369,6 +378,20 @@ class DelayedSync:
             logger.warning(text, self.exchange.name)
         else:
             self.finish(self._last)
+
+    def _check_stopped(self, params: Any, samples: int) -> None:
+        """Raise RunStopped if an operator has ended the run; nothing has changed by it, and `finish` may be called."""
+        if self._stops is None or not self._stops.stopped:
+            return
+        if not (self._adopted or self._untaken):
+            self.take_note(1, samples)
+            self._last = params if self._keeps_last else None
+        raise RunStopped(
+            f"an operator has ended the run of {self.exchange.name} (zmqtrain stop), and its broker saves the model. "
+            "`with zmqtrain.DelayedSync(...)` sends what is pending here; else catch zmqtrain.RunStopped and call "
+            "sync.finish(params). A loop over node.batches(...) ends by itself",
+            "stopped",
+        )
 
     def _check_open(self, call: str) -> None:
         if self._ended:

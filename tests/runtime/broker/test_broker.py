@@ -12,6 +12,7 @@ import pytest
 from tests.runtime.broker.wires import LEAVES, MODEL, lived
 from zmqtrain.errors import ChannelFull, CheckpointError, PeerLost
 from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import (
     Chunk,
     Fetch,
@@ -20,10 +21,12 @@ from zmqtrain.protocol.messages import (
     Hello,
     Refused,
     Snapshot,
+    Stop,
     WorkRequest,
     model_to_wire,
 )
 from zmqtrain.runtime.broker.checkpoint import RunFolder
+from zmqtrain.runtime.model_files import read_model
 from zmqtrain.types import Lane
 
 
@@ -247,3 +250,30 @@ def test_a_newcomer_whose_lane_of_payloads_is_not_there_yet_is_sent_all_of_its_s
         assert "b#1" in peers.broker.hub.members
 
     lived(story)
+
+
+@pytest.mark.parametrize("operator", [True, False])
+def test_a_run_is_ended_by_an_operator_alone_and_a_stranger_costs_it_nothing(tmp_path, operator, caplog):
+    async def story(peers):
+        await peers.join("a#1")
+        peers.wire.say("op#1", Hello("op", "observer"))
+        peers.wire.say("op#1", Stop())
+        if not operator:
+            await peers.until(lambda: peers.told("op#1", Refused))
+            assert "only an operator" in peers.told("op#1", Refused)[0].text
+            assert not peers.told("a#1", Stop) and peers.broker.hub.stopped_at is None
+            assert "op#1" not in peers.broker.hub.members and peers.broker.hub.live == {"a#1"}
+            return
+        await peers.until(lambda: peers.told("a#1", Stop))
+        peers.publish("a#1", 0, 2)
+        await peers.until(lambda: peers.broker.hub.version == 1)
+        peers.wire.say("a#1", WorkRequest((), 0, True))
+        peers.wire.say("a#1", Goodbye())
+        await peers.until(lambda: peers.told("op#1", Goodbye))
+        assert peers.told("op#1", Goodbye) == [Goodbye(RUN_OVER)], "a standby, and other masters, end by this too"
+
+    with caplog.at_level("INFO"):
+        lived(story, tmp_path, is_operator=lambda peer: operator)
+    said = "an operator, op, ends the run: one node sends what is computed, and ends" in caplog.text
+    assert said == operator
+    assert read_model(tmp_path / "model.safetensors")[1].version == int(operator)

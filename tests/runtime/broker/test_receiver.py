@@ -36,6 +36,7 @@ def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() ->
         rest,
         lambda peer: True,
         lambda peer: "",  # type: ignore[arg-type]
+        lambda peer: False,
     )
     with pytest.raises(RuntimeError):
         receiver._take(PeerId("a#1"), Lane.BULK, [encode_message(Heartbeat()), b"behind"])

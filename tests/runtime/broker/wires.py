@@ -98,7 +98,11 @@ class Peers:
         self.transfer(peer, lambda s: Publish(transfer, sequence, 0, 0, DENSE, s, samples, 1, nan, dense), frames)
 
 
-def lived(story, folder=None, **settings):
+def lived(story, folder=None, is_operator=lambda peer: False, **settings):
     """Run a broker while `story(peers)` happens; return the broker when it has ended."""
     settings = {"release": "immediately", "outer": "sgd:rate=1", "lost_seconds": 10 * WAIT, **settings}
-    return lived_through(lambda: Broker(Wire(), fixed_run(**settings), folder), lambda broker: story(Peers(broker)))
+
+    def make():
+        return Broker(Wire(), fixed_run(**settings), folder, is_operator=is_operator)
+
+    return lived_through(make, lambda broker: story(Peers(broker)))

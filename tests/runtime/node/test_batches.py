@@ -82,3 +82,11 @@ def test_who_has_failed_is_given_no_more(units, told):
     with pytest.raises(ZmqTrainError, match="the disk is gone"):
         next(UnitBatches(units, fail, told).each(of_unit))
     assert told.units == []
+
+
+def test_a_run_that_is_ended_cuts_the_unit_short_and_does_not_call_it_done(batches, units):
+    coming = batches.each(of_unit)
+    assert next(coming) is not None and not units.stopped
+    units.stop()
+    assert list(coming) == []
+    assert units.finished and not units._done

@@ -15,13 +15,15 @@ import pytest
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import ChannelClosed, ConfigError, HubUnreachable, LocalProtocolError, ZmqTrainError
+from zmqtrain.errors import ChannelClosed, ConfigError, HubUnreachable, LocalProtocolError, RunStopped, ZmqTrainError
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
     Fetch,
+    Refused,
     Roster,
     Snapshot,
+    Stop,
     Welcome,
     WorkRequest,
     WorkUnit,
@@ -473,3 +475,25 @@ def test_a_newcomer_knows_the_samples_of_the_run_at_once_and_from_each_roster_on
     assert node.statistics().run_samples == 4096
     hear(node, Roster(0, (), "", 5000, 0, 0, 0, 1.0, {}, -1))
     assert node.statistics().run_samples == 5000
+
+
+def test_a_loop_that_takes_units_ends_with_them_when_the_run_is_ended_and_any_other_is_told(node, caplog):
+    live(node)
+    assert not node.stopped
+    with caplog.at_level("INFO"):
+        hear(node, Stop())
+    assert "an operator has ended it" in caplog.text
+    assert node.stopped, "nothing else would end this loop"
+    assert node.units.take(lambda: None) is None and not node.stopped, "this one ends by itself"
+    assert not node.everyone_drained(0)
+    assert said(node, WorkRequest)[-1] == WorkRequest((), 0, True), "and drains as at the end of the data"
+    hear(node, WorkUnit((), finished=True, end_version=0))
+    node._offers.version = 0
+    assert node.everyone_drained(0)
+
+
+def test_a_node_that_is_sent_away_because_the_run_is_ended_says_so(node):
+    live(node)
+    hear(node, Refused("stopped", "an operator has ended the run (zmqtrain stop)"))
+    with pytest.raises(RunStopped, match=r"pc ends: an operator has ended the run \(zmqtrain stop\)\. What it"):
+        node.peek()

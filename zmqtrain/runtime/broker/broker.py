@@ -104,7 +104,7 @@ class Broker:
     key with which a peer came in, "" where there are none: a node's id stays that key's.  turned_away: how many
     connections and messages the channel has refused in the last minute.
     run: the id of the run, if it is new; "": one is drawn.  own_folder: the checkpoint's folder is named by the run,
-    and made when there is something to keep.
+    and made when there is something to keep.  is_operator: whether a peer may end the run (`zmqtrain stop`).
     Raises ConfigError, CheckpointError.
     """
 
@@ -126,6 +126,7 @@ class Broker:
         turned_away: Callable[[], int] = lambda: 0,
         run: str = "",
         own_folder: bool = False,
+        is_operator: Callable[[PeerId], bool] = lambda peer: False,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
@@ -217,6 +218,7 @@ class Broker:
             self._expel,
             has_our_keys,
             key_name,
+            is_operator,
         )
 
     # ------------------------------------------------------------------ living

@@ -41,6 +41,9 @@ class Onlooker:
     def on_work(self, answer: WorkUnit) -> None:
         """See Listener: no unit was asked for."""
 
+    def on_stopped(self) -> None:
+        """See Listener: only nodes are told."""
+
     def make_report(self) -> Report:
         """See Listener."""
         raise AssertionError("who looks on reports nothing")

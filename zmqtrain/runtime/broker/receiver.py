@@ -21,7 +21,7 @@ from zmqtrain.protocol.framing import ProtocolVersionError, open_head, read_fiel
 from zmqtrain.protocol.group_messages import Fold, Relay, Relayed
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.keys import Initialise, Push
-from zmqtrain.protocol.messages import Chunk, Credit, Hello, Probe, Refused, Report
+from zmqtrain.protocol.messages import Chunk, Credit, Hello, Probe, Refused, Report, Stop
 from zmqtrain.protocol.rates import (
     FAULT_SECONDS,
     LOOP_SHARE,
@@ -44,6 +44,10 @@ __all__ = ["Receiver"]
 OTHER_KEYS = (
     "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
     "it with a copy of the keys folder of the first (--keys)"
+)
+NO_OPERATOR = (
+    "only an operator can end the run. Say `zmqtrain stop` on the hub's own PC, or, where the hub has keys, with its "
+    "own pair (--keys hub.key_secret, from its keys folder); a node ends itself with Ctrl-C"
 )
 
 
@@ -69,7 +73,7 @@ class Receiver:
 
     carry_out: does what the hub wishes.  send_away: tells a peer, with an error and a code, that it cannot stay.
     has_our_keys: whether a peer came in with this hub's own pair.  key_name: of the key it came in with, "" where none
-    are asked for.  The rest: of the broker.
+    are asked for.  is_operator: whether a peer may end the run.  The rest: of the broker.
     rates, budgets: of each peer's messages, and of the time that they take.  bytes_received: payload and heads.
     behind: the frames behind the head that is being taken.
     """
@@ -88,11 +92,12 @@ class Receiver:
         send_away: Callable[[PeerId, Exception, str], None],
         has_our_keys: Callable[[PeerId], bool],
         key_name: Callable[[PeerId], str],
+        is_operator: Callable[[PeerId], bool],
     ) -> None:
         self._channel, self._hub, self._traffic, self._arrivals = channel, hub, traffic, arrivals
         self._parameters, self._relays, self._loads, self._telling = parameters, relays, loads, telling
         self._carry_out, self._send_away, self._has_our_keys = carry_out, send_away, has_our_keys
-        self._key_name = key_name
+        self._key_name, self._is_operator = key_name, is_operator
         self.rates, self.budgets = MessageRates(), LoopBudgets()
         self._collecting = _Collecting()
         self.bytes_received = 0
@@ -171,6 +176,8 @@ class Receiver:
             self._parameters.go_on(peer)
         elif isinstance(message, Hello) and message.role in ("master", "standby") and not self._has_our_keys(peer):
             self._send_away(peer, ZmqTrainError(OTHER_KEYS), "keys")
+        elif isinstance(message, Stop) and not self._is_operator(peer):
+            self._send_away(peer, ZmqTrainError(NO_OPERATOR), "keys")
         else:
             self.behind = frames[1:]
             if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self.behind) != message.size:
@@ -180,6 +187,8 @@ class Receiver:
                 self._carry_out(self._hub.receive(peer, message, now))
             finally:
                 self.behind = ()
+            if isinstance(message, Stop) and self._hub.stopped_at == now:
+                self._telling.stopping(peer)
             if isinstance(message, Relayed):
                 self._relays.pump(peer)
             if isinstance(message, Hello):

@@ -64,8 +64,9 @@ def serve(
     masters; it takes the settings from the first.  checkpoint, checkpoint_every, checkpoint_keep: as of a `Broker`; of
     `RunFolders` the run's own.  run: the id of the run, if it is new; "": one is drawn.
     ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
-    interrupted: called at each SIGINT or SIGTERM with how many have come; the first stops the broker (in the main
-    thread only; None leaves signals alone).  events: who is told what happens, as a `BrokerRecorder`.
+    interrupted: called at each SIGINT or SIGTERM, and at a SIGHUP if it is the first, with how many have come; the
+    first stops the broker (in the main thread only; None leaves signals alone, and a SIGHUP that is ignored stays so).
+    events: who is told what happens, as a `BrokerRecorder`.
     share: what training may use of this machine's port; None: all there is.
     standby: whom this broker follows until it takes over (settings are then that one's); if it never does,
     the figures have version -1.  following: called in its loop once the first has answered.
@@ -97,16 +98,15 @@ def serve(
 
     async def live(channel: RouterChannel) -> BrokerStatistics:
         registration, inheritance = None, None
+
+        def is_operator(peer: PeerId) -> bool:
+            """Whether a peer is connected with the hub's own keys, or, where there are none, from this machine."""
+            return channel.is_of_this_machine(peer) if folder is None else channel.name_of(peer) == HUB
+
         try:
             if standby is not None:
                 public = standby.address or public_address(address, channel.address, standby.first)
-                follower = Standby(
-                    channel,
-                    standby,
-                    public,
-                    open_line,
-                    channel.is_of_this_machine if folder is None else lambda peer: channel.name_of(peer) == HUB,
-                )
+                follower = Standby(channel, standby, public, open_line, is_operator)
                 channel.remember(follower.owner_of)
                 if interrupted is not None:
                     _stop_at_signals(follower, interrupted)
@@ -147,6 +147,7 @@ def serve(
                 lambda: channel.turned_away,
                 name,
                 isinstance(checkpoint, RunFolders),
+                is_operator,
             )
             channel.remember(broker.hub.records.owner)
         except BaseException:
@@ -179,14 +180,17 @@ def serve(
 def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None]) -> None:
     loop, count = asyncio.get_running_loop(), 0
 
-    def signalled() -> None:
+    def signalled(number: signal.Signals) -> None:
         nonlocal count
+        if number is signal.SIGHUP and count:  # a shell and the system may both send it
+            return
         count += 1
         broker.stop()
         interrupted(count)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            loop.add_signal_handler(number, signalled, number)
 
 
 class BrokerThread:

@@ -145,10 +145,19 @@ class Telling:
             text = "no version is kept by all %d nodes and here: the run goes on from version %d, not to the bits "
             logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
 
+    def stopping(self, peer: PeerId) -> None:
+        """An operator ends the run."""
+        nodes = self._hub.nodes
+        which = "no node is here" if not nodes else "one node sends" if nodes == 1 else f"{nodes} nodes send"
+        what = f"{which} what is computed, and ends" if nodes == 1 else f"{which} what is computed, and end"
+        logger.warning("an operator, %s, ends the run: %s", _name(peer), what if nodes else which)
+
     def over(self, by_first: bool = False) -> None:
         """The run has come to its end."""
         if by_first:
             logger.info("the first master says that the run is over")
+        elif self._hub.stopped_at is not None:
+            logger.info("an operator has ended the run, and every node has left: it is over")
         else:
             total = self._hub.ledger.total
             logger.info("all %d data units are done and every node has left: the run is over", total)

@@ -54,6 +54,8 @@ class UnitBatches:
         batches_of: Callable[[int], Iterator[Batch]] = source.batches if hasattr(source, "batches") else source
         passed = self._units.begin(unit)
         for number, batch in enumerate(batches_of(unit)):
+            if self._units.stopped:  # of a run that was ended: the unit is not done
+                return
             if number >= passed:  # those before it were trained on before the checkpoint
                 self._units.given()
                 yield batch

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.fencing import begin_incarnation
+from zmqtrain.protocol.messages import Stop
+from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.events import NodeEvents
@@ -32,7 +34,7 @@ from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.types import PeerId, Version
 
-__all__ = ["NO_CHECKPOINT_IN_LOCKSTEP", "connect", "promote", "new_incarnation"]
+__all__ = ["NO_CHECKPOINT_IN_LOCKSTEP", "connect", "promote", "stop", "new_incarnation"]
 
 NO_CHECKPOINT_IN_LOCKSTEP = (
     "nodes in lockstep keep no checkpoints: all hold the same parameters, and one that is started again takes them "
@@ -210,26 +212,54 @@ def promote(
     in ~/.config/zmqtrain/keys. Without keys it is told from the standby's own machine.
     A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused (of who may not).
     """
-    peer = PeerId(f"promote#{secrets.token_hex(4)}")
+    with _operator("promote", address, Promote(), server_key, keys) as told:
+        told.wait_welcome(timeout_seconds)
+        return told.run, told.run_version, told.term
+
+
+def stop(
+    address: str,
+    server_key: GivenServerKey = None,
+    keys: GivenKeys = None,
+    timeout_seconds: float = 10.0,
+    wait_seconds: float = 120.0,
+    welcomed: Callable[[Node], None] = lambda node: None,
+) -> tuple[str, Version]:
+    """End the run at `address`: its nodes send what they have computed and end, its broker saves and ends. Return the
+    run's id and its last version, as far as that was heard.
+
+    server_key, keys: as for `promote`; without keys it is told from the hub's own machine.  wait_seconds: for the end.
+    welcomed: called once the broker has answered.
+    Raises HubUnreachable, JoinRefused (of who may not), ZmqTrainError if the run has not ended in time.
+    """
+    with _operator("stop", address, Stop(), server_key, keys) as told:
+        told.wait_welcome(timeout_seconds)
+        welcomed(told)
+        if not told.wait_over(wait_seconds):
+            raise ZmqTrainError(
+                f"{told.run} has not ended in {wait_seconds:g} s: `zmqtrain status {address}` says who is left; at the "
+                "broker Ctrl-C ends it at once, and it saves what has come"
+            )
+        return told.run, told.run_version if told.roster is None else told.roster.version
+
+
+def _operator(name: str, address: str, order: Promote | Stop, server_key: GivenServerKey, keys: GivenKeys) -> Node:
+    """Return an observer that says this order to who is at the address, with the hub's own pair if there is one."""
+    peer = PeerId(f"{name}#{secrets.token_hex(4)}")
     pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(keys) if keys else None
     if pair is not None and not pair.server and not server_key:  # the hub's own pair: its file names no other hub
         server_key = pair.public
     found = None if pair or server_key else find_hub_pair(default_key_folder())
     access = found or Access(read_credentials(server_key, pair))
-    told = Node(
+    return Node(
         lambda: DealerChannel.connect(address, peer=peer, access=access),
         peer,
-        "promote",
+        name,
         address,
         observer=True,
-        promotes=True,
+        order=order,
         incarnation=new_incarnation(),
     )
-    try:
-        told.wait_welcome(timeout_seconds)
-        return told.run, told.run_version, told.term
-    finally:
-        told.close()
 
 
 def new_incarnation(before: int = 0) -> int:

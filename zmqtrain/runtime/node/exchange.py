@@ -175,6 +175,11 @@ class PeerExchange(ABC):
         """See Exchange."""
         return self._peer.founded
 
+    @property
+    def stopped(self) -> bool:
+        """See Stops."""
+        return self.units.stopped and not self.units.used
+
     def compare(self, score: float, *, declined: bool = False) -> None:
         """See Exchange."""
         self._in_network(lambda: self._link.carry_out(self._peer.compare(score, declined)))
@@ -398,6 +403,11 @@ class PeerExchange(ABC):
     def on_work(self, answer: WorkUnit) -> None:
         """See Listener."""
         self.units.dealt(answer)
+
+    def on_stopped(self) -> None:
+        """See Listener."""
+        logger.info("%s ends with its run: an operator has ended it. What is computed is sent first", self.name)
+        self.units.stop()
 
     def on_changed(self) -> None:
         """See Listener."""

@@ -15,12 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, ZmqTrainError
+from zmqtrain.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, RunStopped, ZmqTrainError
 from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_head, encode_message, split
-from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Roster, Snapshot, WorkUnit
+from zmqtrain.protocol.messages import Chunk, Credit, Message, Publish, Quarantine, Roster, Snapshot, Stop, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.equation.delta import Encoded
@@ -227,14 +227,22 @@ class HubLink:
         self._outgoing.clear()
         self._sender.clear(control=False)
         if self.peer.state is PeerState.CLOSED:
-            kind = ModelMismatch if reason == "model" else JoinRefused
-            self.listener.on_failed(kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason))
+            self.listener.on_failed(self._refusal(reason, text))
             return
         if self.trouble[0] != reason and not (self.undecided and reason == "run"):  # once, not with every attempt
             logger.warning("%s: %s. %s; trying again", self.peer.name, text.rstrip("."), self._meanwhile)
         self.trouble = (reason, text)
         self._connect()
         self.listener.on_changed()
+
+    def _refusal(self, reason: str, text: str) -> ZmqTrainError:
+        """Return what the owner of this link is told when the hub has refused it for good."""
+        if reason == "stopped":
+            return RunStopped(f"{self.peer.name} ends: {text}. What it had not sent is not in the run", reason)
+        if self.peer.order is not None:
+            return JoinRefused(f"{self.address} does not obey: {text}", reason)
+        kind = ModelMismatch if reason == "model" else JoinRefused
+        return kind(f"{self.peer.name} cannot join the run at {self.address}: {text}", reason)
 
     def _connect(self, address: str = "") -> None:
         """Connect anew, and drop what was to be sent."""
@@ -366,6 +374,8 @@ class HubLink:
                 self._granted(transfer, chunks)
             case WorkUnit():
                 self.listener.on_work(message)
+            case Stop():
+                self.listener.on_stopped()
             case _:
                 before = self.peer.state
                 self.carry_out(self.peer.receive(message, now))

@@ -34,6 +34,9 @@ class Listener(Protocol):
     def on_work(self, answer: WorkUnit) -> None:
         """The hub deals data units."""
 
+    def on_stopped(self) -> None:
+        """An operator has ended the run: the node drains what is pending, and leaves."""
+
     def on_changed(self) -> None:
         """The state of the link has changed."""
 

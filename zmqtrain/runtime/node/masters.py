@@ -115,6 +115,12 @@ class MastersNode:
         return self._first.founded
 
     @property
+    def stopped(self) -> bool:
+        """See Stops."""
+        units = self._first.units
+        return units.stopped and not units.used
+
+    @property
     def wanted(self) -> bool:
         """See Exchange: never, for no population has several masters."""
         return False

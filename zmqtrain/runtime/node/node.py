@@ -26,8 +26,9 @@ from zmqtrain.errors import (
     ZmqTrainError,
 )
 from zmqtrain.interfaces import Channel
-from zmqtrain.protocol.messages import Report, Roster
+from zmqtrain.protocol.messages import Report, Roster, Stop
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, OnDevice
 from zmqtrain.runtime.events import NodeEvents
@@ -62,7 +63,7 @@ class Node(PeerExchange):
     of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
     incarnation: above which this process begins (`new_incarnation`); 0: the node is not fenced.
     keep: the folder for its checkpoints, how often to save, and what it goes on from, None for nothing.
-    promotes: tell a standby at the address to take over.
+    order: of an operator, for who is at the address: to take over, or to end the run.
     """
 
     _link: HubLink
@@ -81,12 +82,12 @@ class Node(PeerExchange):
         exchange: str = "",
         incarnation: int = 0,
         keep: tuple[CheckpointFolder, str, SavedNode | None] | None = None,
-        promotes: bool = False,
+        order: Promote | Stop | None = None,
     ) -> None:
         share, addresses = share or LinkShare(), address.split(",")
         machine = Peer(
             peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation,
-            addresses=addresses, promotes=promotes,
+            addresses=addresses, order=order,
         )  # fmt: skip
         super().__init__(name, machine, threading.Condition, time, events)
         self._is_first = first is None
@@ -130,6 +131,18 @@ class Node(PeerExchange):
     def run_version(self) -> Version:
         """The version that the run had when this node was last welcomed."""
         return self._peer.run_version
+
+    def wait_over(self, timeout_seconds: float) -> bool:
+        """Wait until the hub says that its run is over; False when the time is up.
+
+        For an operator who has told it to end the run.  Raises JoinRefused (of who may not), HubUnreachable if the hub
+        goes away without a word.
+        """
+        self._waiting.wait(lambda: self._peer.over or bool(self._link.trouble[0]), timeout_seconds)
+        if not self._peer.over and (why := self._link.trouble[1]):
+            text = f"the broker at {self.address} is gone before it has said that its run is over: {why}"
+            raise HubUnreachable(text, self.address)
+        return self._peer.over
 
     def move(self, address: str) -> None:
         """Look for the broker at this address from now on, unless it is heard where it was."""

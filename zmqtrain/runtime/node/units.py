@@ -44,6 +44,8 @@ class UnitQueue:
         self._finished = self._asked = self._idle = self._drained = False
         self.first = -1
         """The unit on which training began here, -1 until then."""
+        self.used = self.stopped = False
+        """Whether the training thread has asked for a unit yet; whether an operator has ended the run."""
         self._begun: tuple[int, int] | None = None  # the unit in hand, and how many of its batches were given
         self._passed: dict[int, int] = {}  # by unit of a checkpoint: so many of its batches were given before that
         self._held: tuple[int, ...] = ()  # the units of a checkpoint, until the broker has said which are still ours
@@ -65,6 +67,7 @@ class UnitQueue:
     def take_soon(self, check: Callable[[], None], wait_seconds: float) -> int | None:
         """Return the next unit to train on; None when the run has no more (`finished`), or none came in this time."""
         check()
+        self.used = True
         with self._changed:
             if self._held and not self._live():  # as far as is known here they are ours
                 self._units.extend(self._held)
@@ -177,6 +180,14 @@ class UnitQueue:
                 return None
             self._asked = True
             return WorkRequest(done, want, self._idle and want > 0)  # idle and wanting nothing would say: drained
+
+    def stop(self) -> None:
+        """An operator has ended the run: the unit in hand is cut short, and no other begins."""
+        with self._changed:
+            self.stopped = self._finished = True
+            self._held = ()
+            self._units.clear()
+            self._changed.notify_all()
 
     def dealt(self, answer: WorkUnit) -> None:
         """Take the broker's answer."""

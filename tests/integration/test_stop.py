@@ -1,0 +1,56 @@
+"""Who may end a run, and what its nodes do then, on 127.0.0.1."""
+
+from __future__ import annotations
+
+import pytest
+from runs import BrokerProcess, Trainer, broker
+
+from zmqtrain.errors import HubUnreachable, JoinRefused, RunStopped
+from zmqtrain.runtime.model_files import read_model
+from zmqtrain.runtime.node.connect import stop
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.key_folder import KeyFolder
+
+SETTINGS = RunSettings(codec="ternary:block=128", every=4, delay=2, lost_seconds=60.0)
+
+
+def trains(trainer):
+    return trainer.node is not None and trainer.node.run_version >= 0 and trainer.steps > 8
+
+
+def test_all_nodes_of_a_run_that_is_ended_end_with_the_same_parameters_which_are_the_brokers(tmp_path):
+    with BrokerProcess(SETTINGS, tmp_path) as hub:
+        trainers = [Trainer(hub.address, f"pc-{number}") for number in range(2)]
+        for trainer in trainers:
+            trainer.wait_until(lambda trainer=trainer: trains(trainer))
+        _, version = stop(hub.address)
+        one, other = (trainer.join() for trainer in trainers)
+        assert hub.process.wait(60) == 0
+    arrays, facts = read_model(tmp_path / "model.safetensors")
+    assert facts.newest >= version >= 0
+    for name, array in arrays.items():
+        assert abs(one[name] - array).max() < 1e-4 and abs(other[name] - array).max() < 1e-4
+
+
+def test_where_there_are_keys_a_node_cannot_end_the_run_nor_can_a_stranger_and_the_hubs_own_pair_can(tmp_path):
+    folder = KeyFolder(tmp_path / "keys")
+    (lab,) = folder.new(["lab1"])
+    (stranger,) = KeyFolder(tmp_path / "others").new(["stranger"])
+    hub_key = folder.path / "hub.key"
+    with BrokerProcess(SETTINGS, None, keys=folder.path) as hub:
+        with pytest.raises(JoinRefused, match="does not obey: only an operator can end the run"):
+            stop(hub.address, keys=lab)
+        with pytest.raises(HubUnreachable):
+            stop(hub.address, keys=stranger, server_key=hub_key, timeout_seconds=5.0)
+        assert hub.process.poll() is None
+        run, _ = stop(hub.address, keys=folder.path / "hub.key_secret")
+        assert run.startswith("run-") and hub.process.wait(60) == 0
+
+
+def test_a_loop_over_data_of_its_own_hears_from_its_next_step_that_the_run_is_ended():
+    with broker(SETTINGS) as hub:
+        trainer = Trainer(hub.address, "pc-1", takes_units=False)
+        trainer.wait_until(lambda: trains(trainer))
+        stop(hub.address)
+        with pytest.raises(RunStopped, match=r"zmqtrain stop"):
+            trainer.join()
