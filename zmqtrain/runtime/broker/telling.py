@@ -150,7 +150,7 @@ class Telling:
         nodes = self._hub.nodes
         which = "no node is here" if not nodes else "one node sends" if nodes == 1 else f"{nodes} nodes send"
         what = f"{which} what is computed, and ends" if nodes == 1 else f"{which} what is computed, and end"
-        logger.warning("an operator, %s, ends the run: %s", _name(peer), what if nodes else which)
+        logger.warning("an operator, %s, ends the run: %s", self._name(peer), what if nodes else which)
 
     def over(self, by_first: bool = False) -> None:
         """The run has come to its end."""
