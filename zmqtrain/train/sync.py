@@ -239,8 +239,8 @@ class DelayedSync:
         any other loop calls `finish(params)`.
         """
         self._check_open("step")
-        self._check_stopped(params, samples)
         leaves = self._flatten(params)
+        self._check_stopped(params, samples)
         self._last = None  # before more memory is needed
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
             self._score_before.block_until_ready()
