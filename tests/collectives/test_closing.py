@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zmqtrain.errors import PeerLost
+from zmqtrain.errors import ConfigError, PeerLost
 
 Make = Callable[..., Any]
 LARGE = 300_000
@@ -130,3 +130,25 @@ def test_a_with_block_that_an_exception_ends_does_not_wait(ranks: Make, caplog: 
     with pytest.raises(PeerLost):
         request.wait()
     assert caplog.text == ""
+
+
+def test_what_ended_a_rank_is_told_in_one_line_that_can_be_printed(ranks: Make) -> None:
+    first, second = ranks(2).communicators
+    with pytest.raises(ValueError, match="two"), first:
+        raise ValueError("two\nlines \ud800 \x1b[31m")
+    with pytest.raises(PeerLost, match=r"after ValueError: two lines \s*\[31m$"):
+        second.recv(source=0)
+
+
+def test_a_mistake_that_ends_one_rank_is_named_on_all_others(ranks: Make) -> None:
+    group = ranks(3)
+
+    def part(comm: Any) -> Any:
+        with comm:
+            return comm.scatterv([np.ones(3)] * 2 if comm.rank == 0 else None)  # for three ranks
+
+    first, *others = group.play(part)
+    assert isinstance(first, ConfigError)
+    for error in others:
+        assert isinstance(error, PeerLost) and error.rank == 0
+        assert str(error) == f"pc-0 is lost: it has closed its communicator after ConfigError: {first}"

@@ -101,6 +101,18 @@ def test_another_dtype_or_another_second_axis_is_named_on_all_ranks(ranks: Make,
     for result in results:
         assert isinstance(result, CollectiveMismatch), result
         assert call in str(result) and "float32[*,2]" in str(result), result
+        assert "differ along the first axis only" in str(result)
+
+
+@pytest.mark.parametrize("call", UNLIKE)
+def test_arrays_of_different_lengths_where_they_must_be_equal_are_told_of_the_call_that_takes_them(
+    ranks: Make, call: str
+) -> None:
+    even = call.removesuffix("v")
+    results = ranks(2).play(
+        lambda comm: getattr(comm, even)([np.ones(3 + comm.rank)] * 2 if "all" in even else np.ones(3 + comm.rank))
+    )
+    assert any(f"({call} takes arrays of different lengths)" in str(result) for result in results), results
 
 
 def test_what_has_no_first_axis_or_differs_in_the_others_is_said_before_anything_is_sent(ranks: Make) -> None:
@@ -166,7 +178,7 @@ def test_python_values_are_sent_broadcast_and_gathered_as_they_are(ranks: Make, 
 
 def test_the_values_that_are_gathered_may_differ_as_they_like(ranks: Make) -> None:
     values = ["text", 5, {"a": None}]
-    assert good(ranks(3).play(lambda comm: comm.gather(values[comm.rank])))[0] == values
+    assert good(ranks(3).play(lambda comm: comm.broadcast(comm.gather(values[comm.rank])))) == [values] * 3
 
 
 def test_a_value_given_elsewhere_than_on_the_root_is_not_looked_at(ranks: Make) -> None:

@@ -42,6 +42,16 @@ Phases = Iterator[tuple[Steps, np.dtype[Any]]]
 """The algorithms that a call plays one after another, each with the dtype of what it sends and receives."""
 
 
+def _alike(ours: str, theirs: str) -> str:
+    """Say what the arrays of two calls, by their texts, must have in common."""
+    names = {text.partition("(")[0] for text in (ours, theirs)}
+    if names <= {"gatherv", "scatterv", "all_to_allv"}:
+        return "arrays of one dtype that differ along the first axis only"
+    (name, *others) = names
+    uneven = f" ({name}v takes arrays of different lengths)" if not others and name in ("gather", "all_to_all") else ""
+    return f"arrays of one shape and dtype{uneven}"
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One collective on one rank.
@@ -258,7 +268,7 @@ class Calls:
         first, second = sorted(((self.rank, ours), (source, theirs)))
         raise CollectiveMismatch(
             f"call number {number} is {first[1]} on {self._name(first[0])} and {second[1]} on {self._name(second[0])}: "
-            "all ranks make the same calls in the same order, with arrays of one shape and dtype"
+            f"all ranks make the same calls in the same order, with {_alike(ours, theirs)}"
         )
 
     def _tell(self, to: int, number: int) -> None:

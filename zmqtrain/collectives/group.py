@@ -37,6 +37,7 @@ EXPLAIN_SECONDS = 0.5
 
 _OF_CALLS = frozenset((Kind.PART, Kind.CONSUMED, Kind.CALLED, Kind.WAITING, Kind.DOING, Kind.FAILED))
 _LEFT = "it has closed its communicator"
+_LONGEST_REASON = 400
 
 
 class Post(Protocol):
@@ -188,8 +189,9 @@ class Group:
                 if kind == Kind.DOING:
                     self._hear_answer(source)
             elif kind == Kind.LEAVING:
-                self._endpoint.note_lost(self.members[source], _LEFT)
-                error = self._gone[source] = PeerLost(self.names[source], _LEFT, source)
+                why = f"{_LEFT} after {head.text}" if head.text else _LEFT
+                self._endpoint.note_lost(self.members[source], why)
+                error = self._gone[source] = PeerLost(self.names[source], why, source)
                 alone = all(rank in self._gone for rank in range(self.size) if rank != self.rank)
                 self.matching.lose(source, error, alone)
             elif kind == Kind.TAKE and head.flag == CLOSING:
@@ -272,11 +274,13 @@ class Group:
         self.matching.stop_receiving()
         self.settle()
 
-    def leave(self) -> None:
-        """Tell the others that nothing comes from this rank any more."""
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others that nothing comes from this rank any more. error: what ended its work, if anything did."""
+        said = "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST_REASON]
+        text = "".join(character if character.isprintable() else " " for character in said)
         for to in range(self.size):
             if to != self.rank:
-                self._send(to, Head(Kind.LEAVING), None)
+                self._send(to, Head(Kind.LEAVING, text=text), None)
         if self.broken is None:
             self.broken = PeerLost(self.names[self.rank], _LEFT, self.rank)
             self.calls.fail(self.broken)

@@ -176,17 +176,22 @@ class Messenger:
         that two ranks that close do not wait for each other.
         timeout_seconds: how long to wait, the communicator's if None; 0: not at all. What has not ended by then is
         named in the log, and raises PeerLost, here and on the ranks that need this one. A with block that an exception
-        ends does not wait. What `shrink` has made of this communicator is closed with it.
+        ends does not wait, and the PeerLost of the others says which exception. What `shrink` has made of this
+        communicator is closed with it.
         """
+        self._close(timeout_seconds, None)
+
+    def _close(self, timeout_seconds: float | None, cause: BaseException | None) -> None:
+        """Close. cause: the exception that ends the work with this communicator, which the others are told."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         if self._next is not None:
-            self._next.close(timeout_seconds)
+            self._next._close(timeout_seconds, cause)
         else:
             self._finish(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
-            self._endpoint.port.call(self._group.leave)
+            self._endpoint.port.call(lambda: self._group.leave(cause))
             self._endpoint.port.close(_LINGER_SECONDS)
             self._group.abandon(error := PeerLost(self.names[self.rank], "its communicator is closed", self.rank))
             for request in list(self._requests):
@@ -198,7 +203,7 @@ class Messenger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(None if error is None else 0.0)
+        self._close(None if error is None else 0.0, error)
 
     def _finish(self, seconds: float) -> None:
         """Wait until nothing is in flight, at most so long; say in the log what still is."""

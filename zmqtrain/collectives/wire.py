@@ -44,7 +44,8 @@ class Kind(IntEnum):
     FAILED     text: why the caller's operation failed on the sender, which has ended this call; digest: of that call
     Of everything:
     BROKEN     the communicator is of no use any more. flag 0: rank `place` is lost; 1: calls differ; text: why
-    LEAVING    the sender closes the communicator: nothing comes from it after this
+    LEAVING    the sender closes the communicator: nothing comes from it after this; text: the exception that ended its
+               work, if one did
     SURVIVORS  text: the ranks that the sender knows to be lost, and how often calls differed: who goes on after a loss
     Of message `number` from one rank to another, place: its tag, size: its bytes:
     EAGER      text: what it is; its values are here
