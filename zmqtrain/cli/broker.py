@@ -29,6 +29,7 @@ from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.run_folders import RUNS, RunFolders
 from zmqtrain.runtime.broker.serve import serve
 from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
+from zmqtrain.runtime.model_files import read_beginning
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
@@ -70,6 +71,9 @@ def _run(config: BrokerConfig) -> int:
     settings = RunSettings.from_dict(config.to_dict())
     unknown = check_program(settings)
     check_checkpoint(RUNS if config.checkpoint is None and not config.no_checkpoint else config.checkpoint)
+    beginning = None
+    if config.from_file is not None:
+        beginning = read_beginning(config.from_file, settings.program, settings.program_arguments)
     keys = open_keys(config)
     place, standby = _place(config, keys), _standby(config)
     facts = {"zmqtrain": __version__, "began": time.time()}
@@ -94,6 +98,8 @@ def _run(config: BrokerConfig) -> int:
             print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
         else:
             print(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address), flush=True)
+        if beginning is not None:
+            print(f"it begins with {beginning.path}: {beginning.facts.description}", flush=True)
         print(saving(broker.folder), flush=True)
         if place is None:
             print(f"to end the run and all its nodes:  {stop_line(broker.channel.address, keys)}", flush=True)
@@ -127,6 +133,7 @@ def _run(config: BrokerConfig) -> int:
             share=link_share(config.link, config.share),
             place=place,
             standby=standby,
+            beginning=beginning,
             following=following,
         )
     finally:

@@ -9,7 +9,17 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, check_no_checkpoint, require
+from zmqtrain.cli.fields import (
+    File,
+    Folder,
+    From,
+    RunOptions,
+    Verbose,
+    check_beginning,
+    check_checkpoints,
+    check_no_checkpoint,
+    require,
+)
 from zmqtrain.errors import ConfigError
 from zmqtrain.runtime.planning.auto import link_share
 from zmqtrain.runtime.rules import check_rules
@@ -63,6 +73,9 @@ class BrokerConfig(RunOptions):
     zmqtrain-runs/RUN, a new folder for each run."""
     no_checkpoint: bool = False
     """Save nothing: the model is lost when the broker ends."""
+    from_file: From = None
+    """Begin a new run with the parameters of this model file (model.safetensors of another run, or of
+    zmqtrain.save_model); their shapes must be those of the program."""
     checkpoint_every: str = ""
     """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
     checkpoint_keep: int = 3
@@ -80,6 +93,9 @@ class BrokerConfig(RunOptions):
         check_rules(self)
         link_share(self.link, self.share)
         self._check_shard(index)
+        check_beginning(self.from_file, self)
+        if self.from_file is not None and self.record is not None:
+            raise ConfigError("a run that begins with a file cannot be lived again: leave --record or --from out")
         check_no_checkpoint(self.checkpoint, self.no_checkpoint)
         check_checkpoints(self, self.mode == "strict")
         parse_address(self.bind, "tcp://*:5555")
@@ -148,6 +164,8 @@ class BrokerConfig(RunOptions):
         """Check what is given to a broker that takes its settings from another."""
         if self.address:
             parse_address(self.address)
+        if self.from_file is not None:
+            raise ConfigError(f"with which parameters the run begins (--from) is to be said where {where}")
         require("wait_seconds", self.wait_seconds, 0)
         not_given = RunSettings(masters=self.masters)  # where there are several, nothing is auto
         names = [field.name for field in fields(RunSettings) if field.name != "masters"]

@@ -22,12 +22,14 @@ __all__ = [
     "Hubs",
     "Folder",
     "File",
+    "From",
     "Every",
     "Delay",
     "Fragments",
     "RunOptions",
     "KeepsCheckpoints",
     "require",
+    "check_beginning",
     "check_checkpoints",
     "check_no_checkpoint",
 ]
@@ -75,6 +77,8 @@ class KeepsCheckpoints(Protocol):
         """How many stay."""
 
 
+From = Annotated[Path | None, tyro.conf.arg(name="from", metavar="FILE")]
+"""`--from FILE`; a field cannot have that name."""
 MOST = 10**9
 """The largest number of seconds, nodes or files that can be typed."""
 
@@ -97,6 +101,21 @@ def check_no_checkpoint(folder: Path | None, nothing: bool) -> None:
     """Raise ConfigError if a folder is named, and nothing is to be saved."""
     if folder is not None and nothing:
         raise ConfigError("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out")
+
+
+def check_beginning(file: Path | None, settings: RunSettings) -> None:
+    """Raise ConfigError where a run cannot begin with the parameters of a file."""
+    if file is None:
+        return
+    if settings.initial in ("mean", "own"):
+        raise ConfigError(
+            f"--from says with which parameters the run begins, and initial {settings.initial!r} that its nodes give "
+            "them: leave one out"
+        )
+    if settings.masters > 1:
+        raise ConfigError(
+            "--from is for one broker that has the whole model, not for several masters: begin the run with one broker"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,17 @@ from typing import IO
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
-from zmqtrain.cli.fields import File, Folder, RunOptions, Verbose, check_checkpoints, check_no_checkpoint, require
+from zmqtrain.cli.fields import (
+    File,
+    Folder,
+    From,
+    RunOptions,
+    Verbose,
+    check_beginning,
+    check_checkpoints,
+    check_no_checkpoint,
+    require,
+)
 from zmqtrain.cli.settings import read_config
 from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
@@ -30,6 +40,7 @@ from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
 from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.runtime.lockstep.lockstep import read_exchange
+from zmqtrain.runtime.model_files import Beginning, read_beginning
 from zmqtrain.runtime.rules import check_rules
 from zmqtrain.settings import RunSettings
 
@@ -65,6 +76,9 @@ class LocalConfig(RunOptions):
     zmqtrain-runs/RUN, a new folder for each run."""
     no_checkpoint: bool = False
     """Save nothing: the model is lost at the end."""
+    from_file: From = None
+    """Begin a new run with the parameters of this model file (model.safetensors of another run, or of
+    zmqtrain.save_model); their shapes must be those of the program."""
     checkpoint_every: str = ""
     """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
     checkpoint_keep: int = 3
@@ -82,6 +96,7 @@ class LocalConfig(RunOptions):
         require("nodes", self.nodes, 1)
         require("seconds", self.seconds, 0)
         require("pace_seconds", self.pace_seconds, 0)
+        check_beginning(self.from_file, self)
         check_no_checkpoint(self.checkpoint, self.no_checkpoint)
         check_checkpoints(self, self.mode == "strict")
         if not self.program:
@@ -116,7 +131,8 @@ class _Child:
 class Federation:
     """A broker, or several masters, and its node processes on 127.0.0.1, from `with` to the end of the block.
 
-    pace_seconds, exchange: of every node.  run: the id of a new run; "": one is drawn.  pin: give each node a share of
+    pace_seconds, exchange: of every node.  run: the id of a new run; "": one is drawn.  beginning: the
+    parameters that a new run begins with.  pin: give each node a share of
     the cores.  watch: called with every roster, in the broker's thread.  At the end of the block the nodes send what
     they have, then the broker saves and ends.
     """
@@ -134,9 +150,10 @@ class Federation:
         run: str = "",
         watch: Callable[[Roster], None] = lambda roster: None,
         exchange: str = "hub",
+        beginning: Beginning | None = None,
     ) -> None:
         self.settings, self.nodes, self.pace_seconds, self.pin = settings, nodes, pace_seconds, pin
-        self.exchange, self._run = exchange, run
+        self.exchange, self._run, self._beginning = exchange, run, beginning
         self._broker: BrokerThread | None = None
         self._others: list[BrokerThread] = []
         self._checkpoint, self._watch = checkpoint, watch
@@ -153,6 +170,7 @@ class Federation:
             checkpoint_every=self._checkpoint_every,
             checkpoint_keep=self._checkpoint_keep,
             run=self._run,
+            beginning=self._beginning,
             watch=self._watch,
         )
         try:
@@ -292,6 +310,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(PROGRAM, lambda: _run(read_config(LocalConfig, PROGRAM, argv)))
 
 
+def _beginning(config: LocalConfig, settings: RunSettings) -> Beginning | None:
+    if config.from_file is None:
+        return None
+    return read_beginning(config.from_file, settings.program, settings.program_arguments)
+
+
 def _run(config: LocalConfig) -> int:
     log_to_stderr(config.verbose)
     settings = RunSettings.from_dict(config.to_dict())
@@ -309,6 +333,7 @@ def _run(config: LocalConfig) -> int:
         checkpoint_every=config.checkpoint_every,
         checkpoint_keep=config.checkpoint_keep,
         exchange=config.exchange,
+        beginning=_beginning(config, settings),
     )
     lost: list[Departure] = []
     with federation:

@@ -153,8 +153,9 @@ def _train(
         return GradientLoop(program, node, gradients, bucket_bytes=lockstep.bucket_bytes, **options).run(batches)
     except ModelMismatch as error:
         raise ModelMismatch(
-            f"{error}. The run's model was made from the program arguments (and the data) that its first node had: the "
-            "same zmqtrain and the same data belong on every PC",
+            f"{error}. The run's model was made from the program arguments (and the data) that its first node had, or "
+            "is that of the file that its broker began with (--from): the same zmqtrain and the same data belong on "
+            "every PC, and program arguments that fit that file at the broker",
             error.leaf,
         ) from error
 

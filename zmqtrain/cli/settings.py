@@ -117,7 +117,7 @@ def _read_file(kind: type[Any], path: Path) -> dict[str, Any]:
     known = [field.name for field in fields(kind) if field.name not in NOT_IN_A_FILE]
     values = {}
     for typed, value in table.items():
-        key = typed.replace("-", "_")  # as the flag has it, or as the field
+        key = "from_file" if typed == "from" else typed.replace("-", "_")  # as the flag has it, or as the field
         if key not in known:
             close = difflib.get_close_matches(key, known, n=3) or known
             raise ConfigError(f"{path}: there is no setting {typed!r}; did you mean {' or '.join(close[:3])}?")

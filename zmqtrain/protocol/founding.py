@@ -91,6 +91,10 @@ class Founding:
         """Take note that the run was founded before this hub began."""
         self.model, self.founded, self.started = model, True, True
 
+    def begin(self, model: ModelSpec) -> None:
+        """Take note that the run begins with parameters that no node gave: they are here before any node is."""
+        self.model, self.founded = model, True
+
     def await_all(self, versions: tuple[Version, ...]) -> None:
         """Serve nobody before start_nodes wait, and then from the newest of these versions that all of them kept."""
         self.started, self._kept = False, versions

@@ -68,7 +68,7 @@ from zmqtrain.protocol.schedules import Planner, Replanning
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 from zmqtrain.settings import RunSettings
-from zmqtrain.types import PeerId
+from zmqtrain.types import ModelSpec, PeerId
 
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 
@@ -119,6 +119,11 @@ class Hub(HubBook):
             **self.groups.handlers,
             **dict.fromkeys(KEY_REQUESTS, self._on_key_request),
         }
+
+    def begin_with(self, model: ModelSpec) -> None:
+        """Begin the run with parameters that are here already, of this model: no node is asked for any."""
+        self.founding.begin(model)
+        self.version = 0
 
     # ------------------------------------------------------------------ what comes in
 

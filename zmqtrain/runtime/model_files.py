@@ -9,16 +9,18 @@ Rule 3: no jax here: the broker reads and writes these files. `load_model` puts 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.types import VERSION, ModelSpec, Version, spec_from_plain, spec_to_plain
 
@@ -31,7 +33,11 @@ __all__ = [
     "facts_from_metadata",
     "write_model",
     "read_model",
+    "Beginning",
+    "read_beginning",
 ]
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "zmqtrain model 1"
 NAMES = (
@@ -161,6 +167,48 @@ def read_model(path: Path) -> tuple[dict[str, NDArray[Any]], ModelFacts]:
         raise CheckpointError(f"there is no file {path}") from error
     except Exception as error:  # whatever its bytes make of the reader, it is no model
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {str(error)[:500]}") from error
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The parameters that a run begins with, read from a file: described in the order of the tree, and their values."""
+
+    path: Path
+    model: ModelSpec
+    leaves: Sequence[NDArray[np.float32]]
+    facts: ModelFacts
+
+
+def read_beginning(path: Path, program: str = "", program_arguments: str = "") -> Beginning:
+    """Return what a run of this program begins with, from the model file at `path`.
+
+    Whether the shapes fit what the program's arguments make is for the nodes to say, which have the program.
+    Raises CheckpointError for a file that cannot be read, ConfigError for one of another program, of which the order of
+    the leaves is not known, or which holds values that are not finite.
+    """
+    arrays, facts = read_model(path)
+    if not facts.leaves:
+        raise ConfigError(
+            f"{path} does not say in which order its leaves stand in their tree, as model files of zmqtrain do: load "
+            "it in Python, and write the tree of parameters with zmqtrain.save_model(file, params)"
+        )
+    if facts.program and program and facts.program != program:
+        raise ConfigError(
+            f"{path} holds parameters of the program {facts.program!r}, and the run trains {program!r}: say --program "
+            f"{facts.program}, or name another file"
+        )
+    leaves = []
+    for leaf in facts.leaves:
+        values = np.asarray(arrays[leaf.path], np.float32)
+        if not np.isfinite(values).all():
+            raise ConfigError(f"{path}: the leaf {leaf.path!r} holds values that are not finite: no run can begin so")
+        leaves.append(values)
+    if facts.program and facts.program_arguments != program_arguments:
+        logger.warning(
+            "%s was trained with the program arguments %r, this run has %r: the nodes refuse it if the shapes differ",
+            *(path, facts.program_arguments, program_arguments),
+        )
+    return Beginning(path, facts.leaves, leaves, facts)
 
 
 def _check_leaves(arrays: Mapping[str, NDArray[Any]], leaves: ModelSpec) -> None:

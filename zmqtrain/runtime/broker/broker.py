@@ -54,10 +54,12 @@ from zmqtrain.runtime.broker.versions import Versions
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.effect_queue import EffectQueue
 from zmqtrain.runtime.equation.aggregator import Aggregator
+from zmqtrain.runtime.equation.delta import encode_snapshot
 from zmqtrain.runtime.equation.moments import MOMENT_MODELS
 from zmqtrain.runtime.events import BrokerEvents
 from zmqtrain.runtime.groups.reducer import Reducers
 from zmqtrain.runtime.groups.relays import Relays
+from zmqtrain.runtime.model_files import Beginning
 from zmqtrain.runtime.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.runtime.parameter_server.parameters import Parameters
 from zmqtrain.runtime.planning.auto import LoadPlanner
@@ -105,6 +107,7 @@ class Broker:
     connections and messages the channel has refused in the last minute.
     run: the id of the run, if it is new; "": one is drawn.  own_folder: the checkpoint's folder is named by the run,
     and made when there is something to keep.  is_operator: whether a peer may end the run (`zmqtrain stop`).
+    beginning: the parameters that a new run begins with, None for those of its nodes.
     Raises ConfigError, CheckpointError.
     """
 
@@ -127,6 +130,7 @@ class Broker:
         run: str = "",
         own_folder: bool = False,
         is_operator: Callable[[PeerId], bool] = lambda peer: False,
+        beginning: Beginning | None = None,
     ) -> None:
         self._registration, shard = registration, registration.place.shard if registration is not None else 0
         self.channel, self.settings, self.watch = channel, canonical(settings), watch
@@ -163,6 +167,8 @@ class Broker:
         else:
             self.hub.restore(inheritance.state)
             self.keeper.inherit(self.hub, self.aggregator)
+        if beginning is not None:
+            self._begin_with(beginning)
         if registration is not None and registration.founded and self.hub.version < 0:
             raise ConfigError(
                 f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
@@ -220,6 +226,25 @@ class Broker:
             key_name,
             is_operator,
         )
+
+    def _begin_with(self, beginning: Beginning) -> None:
+        """Be at version 0 with these parameters. Raises ConfigError where the folder has a run that has begun."""
+        if self.hub.version >= 0:
+            self.keeper.release_folder()
+            raise ConfigError(
+                f"{self.folder} has {self.hub.run} at version {self.hub.version} already: leave --from out to go on "
+                f"with that, or name another folder to begin a new run with {beginning.path}"
+            )
+        try:
+            self.aggregator.plan(beginning.model)
+            self.aggregator.found(
+                encode_snapshot(self.aggregator.layout, self.aggregator.layout.split(beginning.leaves))
+            )
+            self.hub.begin_with(beginning.model)
+            self.keeper.save(self.hub.state(), self.aggregator, wait=True)
+        except BaseException:
+            self.keeper.release_folder()
+            raise
 
     # ------------------------------------------------------------------ living
 

@@ -123,6 +123,11 @@ class Keeper:
         if aggregator.version >= 0:
             self.save(hub.state(), aggregator)
 
+    def release_folder(self) -> None:
+        """Give the folder back: this broker does not begin."""
+        if self._folder is not None:
+            self._folder.close()
+
     def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
         if (loaded := folder.load()) is None:
             return ()

@@ -22,6 +22,7 @@ from zmqtrain.runtime.broker.registration import MasterPlace, Registration, publ
 from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
 from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
 from zmqtrain.runtime.events import BrokerEvents
+from zmqtrain.runtime.model_files import Beginning
 from zmqtrain.runtime.rules import canonical
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.admission import Admission
@@ -54,6 +55,7 @@ def serve(
     share: LinkShare | None = None,
     place: MasterPlace | None = None,
     standby: StandbyPlace | None = None,
+    beginning: Beginning | None = None,
     following: Callable[[Standby], None] = lambda standby: None,
 ) -> BrokerStatistics:
     """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
@@ -70,6 +72,7 @@ def serve(
     share: what training may use of this machine's port; None: all there is.
     standby: whom this broker follows until it takes over (settings are then that one's); if it never does,
     the figures have version -1.  following: called in its loop once the first has answered.
+    beginning: the parameters that a new run begins with.
     Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and whatever ended the broker.
     """
 
@@ -148,6 +151,7 @@ def serve(
                 name,
                 isinstance(checkpoint, RunFolders),
                 is_operator,
+                beginning,
             )
             channel.remember(broker.hub.records.owner)
         except BaseException:
@@ -214,6 +218,7 @@ class BrokerThread:
         events: BrokerEvents | None = None,
         share: LinkShare | None = None,
         place: MasterPlace | None = None,
+        beginning: Beginning | None = None,
     ) -> None:
         self.roster: Roster | None = None
         self.failure: BaseException | None = None
@@ -237,6 +242,7 @@ class BrokerThread:
                     events=events,
                     share=share,
                     place=place,
+                    beginning=beginning,
                 )
             except BaseException as error:
                 self.failure = error
