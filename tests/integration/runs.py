@@ -55,7 +55,10 @@ def batches(unit: int) -> Iterator[np.ndarray]:
 
 
 class Trainer:
-    """One node that trains the tiny model in a thread of its own."""
+    """One node that trains the tiny model in a thread of its own.
+
+    move: what becomes of its parameters in a step, given those before the step and those after it.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,10 @@ class Trainer:
         takes_units: bool = True,
         on_step: Callable[[Trainer], None] = lambda trainer: None,
         params: dict | None = None,
+        keys: Path | None = None,
+        move: Callable[[dict, dict], dict] = lambda before, after: after,
     ) -> None:
+        self.keys, self.move = keys, move
         self.name, self.address, self.endless, self.on_step = name, address, endless, on_step
         self.takes_units = takes_units
         self.params = parameters() if params is None else params
@@ -84,7 +90,7 @@ class Trainer:
 
     def _run(self) -> None:
         try:
-            with connect(self.address, name=self.name) as self.node:
+            with connect(self.address, name=self.name, keys=self.keys) as self.node:
                 with self.stepped:
                     self.stepped.notify_all()
                 self._train(self.node)
@@ -99,7 +105,8 @@ class Trainer:
         params = self.began_with = self.sync.params
         own = itertools.chain.from_iterable(map(batches, itertools.count()))
         for batch in node.batches(batches) if self.takes_units else own:
-            params, value = sgd(params, batch)
+            after, value = sgd(params, batch)
+            params = self.move(params, after)
             self.losses.append(float(value))
             params = self.sync.step(params, score=value, samples=16)
             self.steps += 1

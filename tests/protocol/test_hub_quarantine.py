@@ -53,7 +53,7 @@ def test_what_it_had_sent_before_still_lands():
     assert {one.peer for one in reduce.contributions} == {"a", "b"} and reduce.live == 2
 
 
-def test_where_half_of_the_nodes_are_turned_away_for_their_norm_the_gate_is_wrong_and_all_are_let_out():
+def test_where_most_nodes_are_turned_away_for_their_norm_the_gate_is_wrong_and_all_are_let_out():
     hub = live_hub("a", "b")
     for sequence in range(3):
         offend(hub, "b", sequence)

@@ -260,7 +260,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Rebase:
-    """At the hub: the norm gate turns away these nodes, half of the voters or more: it is to let deltas be larger by
+    """At the hub: the norm gate turns away these nodes, more than half of the voters: it is to let deltas be larger by
     one factor, toward theirs. why: it is not, and they stay out."""
 
     peers: tuple[PeerId, ...]

@@ -7,7 +7,8 @@
 Rule 1: only what no sound node sends counts (`OFFENCES`): a delta that came late, or twice, is nobody's fault.
 Rule 2: pure: `now` is an argument.  Rule 3: a node keeps its record when its connection is made anew; those heard of
 longest ago are forgotten first.  Rule 4: nobody is quarantined for ever: a new life of a node begins free.
-Rule 5: a gate that turns away half of the voters for their norm may be wrong itself (`wrongly`): these are acquitted.
+Rule 5: a gate that turns away more than half of the voters for their norm may be wrong itself (`wrongly`): these are
+acquitted.
 The names of one key are one voter; whose delta was accepted of late votes, too, if it has left since.
 Rule 6: a hub that is started again, or taken over, has the quarantines and probations that there were; what else nodes
 sent before that is forgotten.
@@ -94,15 +95,15 @@ class Quarantines:
         return max(0.0, record.until - now) if record is not None else 0.0
 
     def wrongly(self, live: Mapping[PeerId, str], now: float = 0.0) -> tuple[PeerId, ...]:
-        """Return who is out for its norm, with nothing accepted since, if these are half of the voters or more.
+        """Return who is out for its norm, with nothing accepted since, if these are more than half of the voters.
 
-        live: the nodes that are here, each with the voter that it is.  One of two is not: either may be right. One that
-        is alone is.
+        live: the nodes that are here, each with the voter that it is.  Of two halves either may be right: as long as
+        they differ, the gate stays as it is.
         """
         out = tuple(peer for peer in live if (one := self._records.get(peer)) is not None and one.is_out_for_norm)
         voters = {live[peer] for peer in out}
         everybody = {*live.values(), *(voter for voter, at in self._votes if now - at <= VOTE_SECONDS)}
-        return out if 2 * len(voters) >= len(everybody) and (len(voters) > 1 or len(everybody) == 1) else ()
+        return out if 2 * len(voters) > len(everybody) else ()
 
     def acquit(self, peer: PeerId) -> None:
         """Forget what is held against a node."""
