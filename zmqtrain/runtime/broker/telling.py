@@ -209,14 +209,14 @@ class Telling:
         names = ", ".join(map(self._name, peers))
         if why:
             text = (
-                "the norm gate turns away %s, more than half of the voters, and is not made wider for them: %s. They stay "
-                "out. If they are right, start the broker again with --norm-gate none, or a larger number"
+                "the norm gate turns away %s, more than half of the voters, and is not made wider for them: %s. They "
+                "stay out. If they are right, start the broker again with --norm-gate none, or a larger number"
             )
             logger.error(text, names, why)
             return
         text = (
-            "the norm gate turns away %s, more than half of the voters: deltas may be ten times as large from now on, and "
-            "these nodes are free; it is made wider again only if the shared parameters do not become worse by that"
+            "the norm gate turns away %s, more than half of the voters: deltas may be ten times as large from now on, "
+            "and these nodes are free; it is made wider again only if the shared parameters do not become worse by that"
         )
         logger.warning(text, names)
         if self._events is not None:
