@@ -80,7 +80,7 @@ def test_k_and_d_and_the_rates_of_links_are_shown_where_they_are_known() -> None
 
 def test_the_headline_says_how_the_run_stands() -> None:
     text = roster_headline(roster(TRAINING, NEW))
-    expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units (7 %, about 15:29 left)"
+    expected = "1:15 · version 12 · 2 nodes · 48.1 k samples · 3/40 units (7 %, about 2:54 left)"
     assert (
         text == f"{expected} · held-out loss 2.3456, bits per byte 3.3840 · what another PC would add is not known yet"
     )

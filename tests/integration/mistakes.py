@@ -293,7 +293,8 @@ MISTAKES: dict[str, list[Mistake]] = {
         Mistake(
             "`zmqtrain status` without a key, at a hub with keys",
             (
-                "what listens there wants keys: give the file that was made for this PC (--keys FILE)",
+                "wants keys",
+                "(--keys FILE",
                 "No key file was found here (looked for",
             ),
             "Copy the key file to this PC, into one of the folders that are named, or say `--keys FILE`",
@@ -314,7 +315,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         Mistake(
             "`zmqtrain doctor` without a key",
-            ("what listens there wants keys: give the file that was made for this PC (--keys FILE)",),
+            ("wants keys", "(--keys FILE"),
             "Name this PC's key file",
             lambda place: ["doctor", place.keyed, "--wait-seconds", "1"],
             code=1,
@@ -531,6 +532,13 @@ MISTAKES: dict[str, list[Mistake]] = {
             lambda place: _broker("--checkpoint", str(place.folder / "in-use"))(place),
         ),
         Mistake(
+            "`--checkpoint run1 --no-checkpoint`",
+            ("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out",),
+            "Leave one of the two out",
+            _broker("--checkpoint", "run1", "--no-checkpoint"),
+            code=SERVICE,
+        ),
+        Mistake(
             "A run is resumed with other settings",
             ("was written under other settings: every (4 there, 8 here). Give the same settings to resume that run",),
             "Start it with the line of before, or name another folder for a new run",
@@ -649,6 +657,18 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
     ],
     "Other commands": [
+        Mistake(
+            "`zmqtrain stop HUB` with a PC's key",
+            ("with its own pair (--keys hub.key_secret, from its keys folder); a node ends itself with Ctrl-C",),
+            "Only an operator ends a run: on the hub, or with `hub.key_secret`",
+            lambda place: ["stop", place.keyed, "--keys", str(place.key("lab"))],
+        ),
+        Mistake(
+            "`zmqtrain stop`",
+            ("Missing from zmqtrain stop: HUB",),
+            "The hub's address is needed, as the broker printed it",
+            _typed("stop"),
+        ),
         Mistake(
             "`zmqtrain promote`, and nothing is there",
             ("no broker answers at tcp://",),

@@ -233,13 +233,15 @@ def _refusals(roster: Roster) -> list[str]:
 
 
 def _progress(roster: Roster) -> str:
-    """How much of the data is done, and how long the rest takes at the speed of the run so far."""
+    """How much of the data is done, and how long the rest takes: at the nodes' speed of now, else at that so far."""
     done, total = roster.units_done, roster.units_total
     if not 0 < done <= total:
         return ""
     part = done / total
     percent = f" ({int(100 * part)} %"
-    left = roster.seconds * (1 - part) / part
+    speeds = [speed for one in roster.members if math.isfinite(speed := _figure(one, "samples_per_second"))]
+    a_unit = roster.samples / done / sum(speeds) if roster.samples and sum(speeds) > 0 else roster.seconds / done
+    left = a_unit * (total - done)
     return percent + (f", about {format_seconds(left)} left)" if done < total else ")")
 
 

@@ -56,7 +56,9 @@ def _run(config: StopConfig) -> int:
     check_host(config.hub)
 
     def say(node: Node) -> None:
-        print(f"{node.run} ends: every node finishes its step and sends what it has computed", flush=True)
+        print(
+            f"{node.run} is asked to end: every node then finishes its step and sends what it has computed", flush=True
+        )
 
     run, version = stop(config.hub, config.server_key, config.keys, wait_seconds=config.wait_seconds, welcomed=say)
     trained = f"at version {version}; its broker saves it and says where the model is" if version >= 0 else "untrained"

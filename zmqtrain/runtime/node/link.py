@@ -412,7 +412,8 @@ class HubLink:
         if self.peer.state is not PeerState.CONNECTING:
             self._met = "", ""
         if self.live and self.trouble[0]:
-            logger.info("%s federates again, at version %d", self.peer.name, self.peer.version)
+            where = f", at version {self.peer.version}" if self.peer.version >= 0 else ""
+            logger.info("%s federates again%s", self.peer.name, where)
             self.trouble, self._obstacle_said = ("", ""), ""
         logger.debug("%s: %s -> %s", self.peer.name, before.value, self.peer.state.value)
         self.listener.on_changed()
