@@ -1,9 +1,9 @@
-"""Join a run from a loop whose parameters are spread over the GPUs of this PC (FSDP): plain JAX, four marked lines.
+"""Join a run from a loop whose parameters are spread over the GPUs of this PC (FSDP): plain JAX, five marked lines.
 
 Start a broker and then this script on every PC, whatever number of devices each of them has:
 
-    zmqtrain-broker --insecure
-    python fsdp_loop.py tcp://hub:5555
+    zmqtrain-broker
+    python fsdp_loop.py tcp://hub:5555 --keys lab.key_secret
 
 The step is an ordinary `jax.sharding` program: XLA speaks between the devices of the PC, zmqtrain between the PCs. Each
 device offers its own part of every leaf and takes its own part of what comes back; nothing is gathered on one of them.
@@ -11,6 +11,7 @@ Without a GPU, have four devices made of the processor: XLA_FLAGS=--xla_force_ho
 """
 
 import argparse
+import platform
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import zmqtrain as zt  # zmqtrain 1/4
+import zmqtrain as zt  # zmqtrain 1/5
 
 ARMS, HIDDEN, BATCH, NOISE = 3, 128, 1024, 0.05
 
@@ -82,7 +83,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555")
     parser.add_argument("--steps", type=int, default=3000, help="of this process (default %(default)s)")
-    parser.add_argument("--name", default="spiral", help="what to call this process")
+    parser.add_argument("--name", default=platform.node(), help="what to call this process (default: %(default)s)")
+    parser.add_argument("--keys", help="this PC's key file (NAME.key_secret); not given: it is looked for")
     options = parser.parse_args()
 
     params = fresh_params(jax.random.key(0))
@@ -91,13 +93,14 @@ def main():
     opt_state = jax.device_put(opt_state, jax.tree.map(home, opt_state))
     train_step = make_train_step(params, opt_state)
     generator = np.random.default_rng()  # not seeded: every PC draws data of its own
-    sync = zt.DelayedSync(zt.connect(options.hub, options.name), params)  # zmqtrain 2/4
+    node = zt.connect(options.hub, options.name, keys=options.keys)  # zmqtrain 2/5
+    sync = zt.DelayedSync(node, params)  # zmqtrain 3/5
     for step in range(1, options.steps + 1):
         params, opt_state, loss = train_step(params, opt_state, *draw_batch(generator, BATCH))
-        params = sync.step(params, score=loss, samples=BATCH)  # zmqtrain 3/4
+        params = sync.step(params, score=loss, samples=BATCH)  # zmqtrain 4/5
         if step % 500 == 0:
             print(f"{options.name}: step {step}, loss {loss:.4f}", flush=True)
-    params = sync.finish(params)  # zmqtrain 4/4
+    params = sync.finish(params)  # zmqtrain 5/5
 
     points, arms = draw_batch(np.random.default_rng(0), 2000)
     accuracy = 100 * np.mean(np.argmax(predict(params, points), axis=-1) == arms)

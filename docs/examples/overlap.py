@@ -2,8 +2,8 @@
 
 Start a broker, where the processes meet, and then this script on every PC (or as often as you like on one):
 
-    zmqtrain-broker --insecure
-    python overlap.py tcp://hub:5555 --size 2
+    zmqtrain-broker
+    python overlap.py tcp://hub:5555 --size 2 --keys lab.key_secret
 
 Each process trains the same network on data of its own, by the mean of all gradients. The backward pass gives the
 gradients layer by layer, the last one first; each is a bucket, which is reduced over all processes while the layers
@@ -111,9 +111,10 @@ def main():
         "--rank", type=int, default=None, help="which one this is, from 0; without: in order of arrival"
     )
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--keys", help="this PC's key file (NAME.key_secret), where the broker has keys")
     parser.add_argument("--trace", type=Path, default=Path(), help="the folder that the trace is written to")
     options = parser.parse_args()
-    with zt.Communicator.create(options.hub, options.size, options.rank) as comm:
+    with zt.Communicator.create(options.hub, options.size, options.rank, keys=options.keys) as comm:
         with zt.Engine(2, name=f"rank {comm.rank}", trace=True) as engine:
             training = Training(engine, comm)
             losses = []

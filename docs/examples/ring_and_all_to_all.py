@@ -1,8 +1,8 @@
 """Pass a large array round a ring, and exchange one with everybody, by isend, improbe and imrecv.
 
     python ring_and_all_to_all.py                                # a broker and four processes on this PC
-    zmqtrain-broker --insecure                                   # or by hand: on the hub,
-    python ring_and_all_to_all.py tcp://hub:5555                 # and on each of four PCs
+    zmqtrain-broker                                              # or by hand: on the hub,
+    python ring_and_all_to_all.py tcp://hub:5555 --keys lab.key_secret     # and on each of four PCs
 
 An array is announced by a begin mark (how many values come) and followed by an end mark (its checksum), each a message
 with a tag of its own. Nobody waits for a certain message: each process looks what has come, and takes it.
@@ -96,7 +96,7 @@ def timed(comm, what, megabytes, run):
 
 def be_one_process(options):
     """Meet the others at the broker, and do both."""
-    with zt.Communicator.create(options.hub, options.size) as comm:
+    with zt.Communicator.create(options.hub, options.size, keys=options.keys) as comm:
         count = int(options.megabytes * 1e6 / 4)
         own = np.arange(count, dtype=np.int32) + comm.rank
         back = timed(comm, "ring", options.megabytes, lambda: pass_round_the_ring(comm, own))
@@ -128,6 +128,7 @@ def start_all(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hub", nargs="?", help="the broker's address, as tcp://hub:5555; none: start all of it here")
+    parser.add_argument("--keys", help="this PC's key file (NAME.key_secret), where the broker has keys")
     parser.add_argument("--size", type=int, default=4, help="how many processes there are (default %(default)s)")
     parser.add_argument("--megabytes", type=float, default=400, help="of each array, int32 (default %(default)g)")
     options = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ EXAMPLES = PROJECT / "docs" / "examples"
 NAMES = ("custom_loop.py", "flax_loop.py")
 FSDP = "fsdp_loop.py"
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
-MARK = re.compile(r"  # zmqtrain (\d)/(\d)$")
+MARK = re.compile(r"  # zmqtrain (?:(\d)/(\d)|data)$")
 HERE = "tcp://127.0.0.1:0"
 SECONDS = 100.0
 STRICTLY = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache")
@@ -88,10 +89,10 @@ def test_two_copies_train_one_model_and_a_later_joiner_adopts_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", (*NAMES, FSDP))
-def test_joining_costs_four_lines_and_without_them_an_ordinary_script_is_left(name: str, tmp_path: Path) -> None:
+def test_joining_costs_five_lines_and_without_them_an_ordinary_script_is_left(name: str, tmp_path: Path) -> None:
     lines = (EXAMPLES / name).read_text().splitlines()
-    marks = [(int(mark[1]), int(mark[2])) for line in lines if (mark := MARK.search(line))]
-    assert marks == [(number, 4) for number in (1, 2, 3, 4)]
+    marks = [(int(mark[1]), int(mark[2])) for line in lines if (mark := MARK.search(line)) and mark[1]]
+    assert marks == [(number, 5) for number in (1, 2, 3, 4, 5)]
     plain = "\n".join(line for line in lines if not MARK.search(line)) + "\n"
     code = plain.split('"""', 2)[2]
     assert not re.search(r"\bzt\b|zmqtrain|\bsync\b", code)
@@ -110,3 +111,27 @@ def test_a_pc_with_four_devices_and_one_with_one_train_one_model() -> None:
             trained = [accuracy(outcome(process)) for process in (first, second)]
         assert max(trained) > GUESSING
         assert broker.broker.statistics().contributions >= 2
+
+
+@pytest.mark.timeout(300)
+def test_the_rate_of_a_newcomer_is_that_of_the_run_and_not_of_its_own_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("schedule_loop")
+    settings = RunSettings(program="", every=4, delay=2, evaluate_seconds=0.0)
+
+    def begun_at(name: str, steps: int, address: str) -> tuple[int, float]:
+        monkeypatch.setattr(sys, "argv", ["schedule_loop.py", address, "--steps", str(steps), "--name", name])
+        example.main()
+        found = re.search(rf"{name}: step 0, the run's sample (\d+), rate ([0-9.]+)", capsys.readouterr().out)
+        assert found is not None
+        return int(found[1]), float(found[2])
+
+    try:
+        with BrokerThread(HERE, settings) as broker:
+            assert begun_at("first", 60, broker.address) == (0, 0.0005)
+            assert begun_at("late", 1, broker.address) == (60 * example.BATCH, 0.005)
+    finally:
+        for name in ("schedule_loop", "custom_loop"):
+            sys.modules.pop(name, None)

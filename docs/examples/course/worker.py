@@ -22,7 +22,7 @@ def main():
     training, wanted, test, labels = load(options.data, centred=not options.naive)
     network = Network((training.shape[1], HIDDEN, wanted.shape[1]))
     common = {"batch": options.batch, "epochs": options.epochs, "limit": options.limit}
-    with zt.Communicator.create(options.hub, options.workers, options.rank) as comm:
+    with zt.Communicator.create(options.hub, options.workers, options.rank, keys=options.keys) as comm:
         if options.method == "async":
             share = 1.0 if options.naive else 1 / comm.size
             fit = partial(asynchronous.fit, worker=comm.rank, workers=comm.size, share=share, **common)
@@ -52,6 +52,7 @@ def connect(options):
     return zt.ParameterClient.connect(
         options.masters or options.hub,
         name=f"worker {options.rank}",
+        keys=options.keys,
         consistency="async",
         optimizer=f"sgd:rate={options.rate}",
     )
@@ -65,6 +66,7 @@ def parse():
     parser.add_argument("--workers", type=int, required=True, help="how many there are")
     parser.add_argument("--rank", type=int, required=True, help="which one this is, from 0")
     parser.add_argument("--masters", nargs="*", default=[], help="the masters' addresses (async); without: the hub")
+    parser.add_argument("--keys", help="this PC's key file (NAME.key_secret), where the brokers have keys")
     parser.add_argument("--data", default="", help="a folder in the format of MNIST; without, scikit-learn's digits")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=8)
