@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["clone_folder", "has_nvidia_driver", "how_to_install"]
+__all__ = ["clone_folder", "command_word", "has_nvidia_driver", "how_to_install"]
 
 PACKAGE = Path(__file__).parent
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
@@ -40,6 +40,14 @@ def _is_clone(folder: Path) -> bool:
         return 'name = "zmqtrain"' in (folder / "pyproject.toml").read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def command_word(name: str) -> str:
+    """Return what stands for the command `name` where zmqtrain is installed as it is here: itself if it is on the path,
+    else that of the clone, to be typed in the clone's folder."""
+    if shutil.which(name) is None and (folder := clone_folder()) is not None and (folder / "bin" / name).is_file():
+        return f"bin/{name}"
+    return name
 
 
 def how_to_install(extra: str = "") -> str:

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 import zmqtrain
-from zmqtrain.cli import COMMANDS, broker_main, main, node_main
+from zmqtrain import installed
+from zmqtrain.cli import COMMANDS, broker, broker_main, main, node_main
 from zmqtrain.cli.broker import (
     check_checkpoint,
     check_program,
@@ -201,23 +202,50 @@ def test_the_addresses_for_nodes_name_this_machine_and_the_port_that_was_chosen(
         assert address.endswith(":4711") and "*" not in address
 
 
-def test_the_broker_says_what_to_type_or_what_to_write_where_there_is_no_program(tmp_path: Path) -> None:
+def test_the_broker_says_what_to_type_or_what_to_write_where_there_is_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, keys = "tcp://127.0.0.1:6000", KeyFolder(tmp_path)
     (lab,) = keys.new(["lab"])
 
     def said(program: str, keys: KeyFolder | None) -> list[str]:
         return greeting(BrokerConfig(program=program, bind=here), "run-1", -1, here, keys).splitlines()[1:]
 
+    monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert said("text", None) == [f"type on this machine:  zmqtrain-node {here}"]
     assert said("", None) == [f'connect your training loop on this machine:  zmqtrain.connect("{here}")']
-    copy, there = said("text", keys)
-    assert copy.endswith(f"scp {lab} PC:") and f"zmqtrain keys new NAME... --folder {tmp_path}" in copy
-    assert there.endswith(f"zmqtrain-node {here} --keys lab.key_secret")
-    assert said("", keys)[1].endswith(f'zmqtrain.connect("{here}", keys="lab.key_secret")')
-    keys.new([f"pc{number}" for number in range(20)])
-    copy, there = said("text", keys)
-    assert "lab, pc0, pc1, pc10" in copy and "and 13 more" in copy and there.endswith("--keys NAME.key_secret")
+    (there,) = said("text", keys)
+    assert there.endswith(f"zmqtrain-node {here} --keys {lab}"), "nothing need be copied"
+    assert said("", keys)[0].endswith(f'zmqtrain.connect("{here}", keys="{lab}")')
     assert CurveKeys.load(lab).secret.decode() not in "".join(said("text", keys))
+
+
+def test_what_the_broker_says_to_type_on_each_pc_works_there_as_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = KeyFolder(tmp_path / "my keys")
+    (lab,) = keys.new(["lab"])
+    monkeypatch.setattr(broker, "local_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(broker.socket, "gethostname", lambda: "hub")
+
+    def said(program: str) -> list[str]:
+        config = BrokerConfig(program=program, bind="tcp://*:5555", masters=2)
+        return greeting(config, "run-1", -1, "tcp://127.0.0.1:5555", keys).splitlines()[1:]
+
+    monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
+    copy, first, second, others = said("text")
+    assert copy.endswith(f":  scp '{lab}' PC:") and f"zmqtrain keys new NAME... --folder '{keys.path}'" in copy
+    assert first == "type on each PC:  zmqtrain-node tcp://10.0.0.1:5555 --keys ~/lab.key_secret", "a number first"
+    assert second.strip() == "or:  zmqtrain-node tcp://hub:5555 --keys ~/lab.key_secret"
+    assert others.endswith(":  zmqtrain-broker --shard I/2 --first tcp://10.0.0.1:5555 --keys FOLDER")
+    assert said("")[1].endswith('  zmqtrain.connect("tcp://10.0.0.1:5555", keys="~/lab.key_secret")')
+    monkeypatch.setattr(installed.shutil, "which", lambda name: None)
+    clone = "type on each PC in its clone of zmqtrain:  bin/zmqtrain-node tcp://10.0.0.1:5555 --keys ~/lab.key_secret"
+    assert said("text")[1] == clone
+    keys.new([f"pc{number}" for number in range(20)])
+    copy, first, *_ = said("text")
+    assert "lab, pc0, pc1, pc10" in copy and "and 13 more" in copy
+    assert copy.endswith(f"scp '{keys.path}/nodes'/NAME.key_secret NAME:") and first.endswith("~/NAME.key_secret")
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_begins(tmp_path: Path) -> None:

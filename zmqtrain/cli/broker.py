@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
+import shlex
 import socket
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from zmqtrain.cli.display import Display, log_to_stderr
 from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import CheckpointError, ConfigError
+from zmqtrain.installed import clone_folder, command_word
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
@@ -320,7 +323,8 @@ def describe_program(settings: RunSettings) -> str:
 
 
 def node_addresses(bound: str, own: str) -> list[str]:
-    """Return the addresses that nodes may type for a broker bound to `bound`, the most telling first.
+    """Return the addresses that nodes may type for a broker bound to `bound`: first the number, which every PC of the
+    network can reach, then the name, which some of them know.
 
     own: the address that this machine's programs connect to, with the port that was chosen.
     """
@@ -328,7 +332,7 @@ def node_addresses(bound: str, own: str) -> list[str]:
     host = parse_address(bound, "tcp://*:5555")[0]
     if host not in ("*", "0.0.0.0", "::"):
         return [own]
-    names = [socket.gethostname(), local_address()]
+    names = [local_address(), socket.gethostname()]
     return [f"tcp://{name}:{port}" for name in dict.fromkeys(names) if name] or [own]
 
 
@@ -338,19 +342,22 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
     own: the address that this machine's programs connect to.  version: that the run was resumed at; -1 if it is new.
     keys: what each PC needs comes from there.
     """
-    file, lines = "", [f"{run}{f', resumed at version {version}' if version >= 0 else ''}: training "]
+    file, here = "", is_loopback(config.bind)
+    lines = [f"{run}{f', resumed at version {version}' if version >= 0 else ''}: training "]
     lines[0] += describe_program(config)
     if not config.units:
         lines[0] += "; the run has no end (--units 0)"
-    where = "on this machine" if is_loopback(config.bind) else "on each PC"
+    where, node = "on this machine" if here else "on each PC", command_word("zmqtrain-node")
+    if config.program and node.startswith("bin/"):
+        where += f" in {shlex.quote(str(clone_folder()))}" if here else " in its clone of zmqtrain"
     if keys is not None:
-        file, how = way_in(keys)
+        file, how = way_in(keys, here)
         lines += how
 
     def way(address: str) -> str:
         if config.program:
-            return f"zmqtrain-node {address}" + (f" --keys {file}" if file else "")
-        return f'zmqtrain.connect("{address}"' + (f', keys="{file}")' if file else ")")
+            return f"{node} {address}" + (f" --keys {file}" if file else "")
+        return f'zmqtrain.connect("{address}"' + (f", keys={json.dumps(shlex.split(file)[0])})" if file else ")")
 
     begin = f"{'type' if config.program else 'connect your training loop'} {where}:  "
     ways = [way(address) for address in node_addresses(config.bind, own)]
@@ -360,29 +367,37 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
         address = node_addresses(config.bind, own)[0]
         trust = "--insecure" if keys is None else "--keys FOLDER"
         others = "1" if config.masters == 2 else f"1 to {config.masters - 1}"
-        copied = f", where a copy of {keys.path} is that FOLDER" if keys is not None else ""
+        copied = f", where a copy of {shlex.quote(str(keys.path))} is that FOLDER" if keys is not None else ""
         lines.append(
-            f"and the other masters, I = {others}, where you like{copied}:  zmqtrain-broker --shard "
-            f"I/{config.masters} --first {address} {trust}"
+            f"and the other masters, I = {others}, where you like{copied}:  "
+            f"{command_word('zmqtrain-broker')} --shard I/{config.masters} --first {address} {trust}"
         )
     return "\n".join(lines)
 
 
-def way_in(keys: KeyFolder) -> tuple[str, list[str]]:
-    """Return (the file that a PC names, what to do before, as lines): which keys are copied to whom."""
+def way_in(keys: KeyFolder, here: bool = False) -> tuple[str, list[str]]:
+    """Return (the file that a PC names, as its shell reads it; what to do before, as lines): which keys are copied to
+    whom. here: only this machine's nodes come in, and copy nothing."""
+    make = f"{command_word('zmqtrain')} keys new NAME"
     names = [entry.name for entry in keys.entries() if entry.state == "authorised"]
-    here = [name for name in names if keys.secret_of(name).exists()]
-    if names == [EVERY_PC] and here:
+    made = [name for name in names if keys.secret_of(name).exists()]
+    if names == [EVERY_PC] and made:
         path = keys.secret_of(EVERY_PC)
-        more = f"zmqtrain keys new NAME...{_said_folder(keys)} makes one for each PC"
-        return path.name, [f"copy its key to each PC, and keep it secret ({more}):  scp {path} PC:"]
+        if here:
+            return shlex.quote(str(path)), []
+        more = f"{make}...{_said_folder(keys)} makes one for each PC"
+        copy = f"copy its key to each PC, and keep it secret ({more}):  scp {shlex.quote(str(path))} PC:"
+        return f"~/{path.name}", [copy]
     who = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}" or "nobody yet"
-    what = f"the file of its name in {keys.path / 'nodes'}" if here else f"zmqtrain keys new NAME{_said_folder(keys)}"
-    return "NAME.key_secret", [f"who may come in: {who}; copy to each PC, and keep it secret: {what}"]
+    folder = shlex.quote(str(keys.path / "nodes"))
+    what = f"scp {folder}/NAME.key_secret NAME:" if made else f"{make}{_said_folder(keys)}"
+    if here and made:
+        return f"{folder}/NAME.key_secret", [f"who may come in: {who}"]
+    return "~/NAME.key_secret", [f"who may come in: {who}; copy to each PC, and keep it secret: {what}"]
 
 
 def _said_folder(keys: KeyFolder) -> str:
-    return "" if keys.path == default_key_folder() else f" --folder {keys.path}"
+    return "" if keys.path == default_key_folder() else f" --folder {shlex.quote(str(keys.path))}"
 
 
 def shard_greeting(config: BrokerConfig, run: str, version: int, address: str) -> str:

@@ -6,6 +6,7 @@ Rule 1: a secret goes from this file to a file, never to the terminal.  Rule 2: 
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from zmqtrain.cli.fields import Folder
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError
+from zmqtrain.installed import command_word
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
 __all__ = ["ListConfig", "NewConfig", "RevokeConfig", "main"]
@@ -113,8 +115,9 @@ def _new(config: NewConfig) -> None:
     print(f"{', '.join(config.names)} may come in; a broker that runs sees it within seconds.")
     print("Copy its file to each PC, and keep it secret (here it can then be deleted):")
     for name, path in zip(config.names, files, strict=True):
-        print(f"    scp {path} {name}:")
-    print(f"and type on each:  zmqtrain-node tcp://HUB:5555 --keys {files[0].name if len(files) == 1 else 'FILE'}")
+        print(f"    scp {shlex.quote(str(path))} {name}:")
+    file = files[0].name if len(files) == 1 else "NAME.key_secret"
+    print(f"and type on each:  {command_word('zmqtrain-node')} tcp://HUB:5555 --keys ~/{file}")
 
 
 def _list(config: ListConfig) -> None:
