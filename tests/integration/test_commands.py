@@ -300,7 +300,8 @@ def test_a_node_that_is_interrupted_while_it_compiles_leaves_without_the_regular
     with broker(*program) as hub:
         argv = [sys.executable, "-W", TORN, "-c", INTERRUPTED_COMPILE, hub.address]
         node = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_SECONDS)
-        assert (node.returncode, node.stderr) == (0, ""), node
+        said = [line for line in node.stderr.splitlines() if " pc-1 trains on " not in line]
+        assert (node.returncode, said) == (0, []), node
         assert "compiling" in node.stdout and "the regular end" not in node.stdout
         assert run("status", hub.address).returncode == 0
         assert hub.end() == 0
