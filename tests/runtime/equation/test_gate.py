@@ -80,6 +80,15 @@ def test_once_enough_have_been_seen_what_is_too_large_is_refused_when_it_comes()
     assert not here.aggregator._judged and not here.aggregator._young
 
 
+def test_what_was_left_out_of_the_first_rounds_is_not_the_measure_of_those_that_follow():
+    here = Round()
+    for _ in range(7):
+        here.send("a"), here.send("bad", scale=30.0)
+        assert [one.peer for one, _ in here.close(live=2).left_out] == ["bad"]
+    here.send("a")
+    assert here.send("bad", scale=30.0) == "norm"
+
+
 @pytest.mark.parametrize(
     ("codec", "passes"), [("ternary", False), ("float32", False), ("topk:density=0.01+int4", True)]
 )
