@@ -386,6 +386,34 @@ MISTAKES: dict[str, list[Mistake]] = {
             lambda place: ["keys", "revoke", "pc9", "--folder", str(place.keys.path)],
         ),
         Mistake(
+            "Another master with keys of its own",
+            ("All masters have a copy of the first one's folder of keys (--keys)",),
+            "Copy the first master's folder of keys to the others",
+            lambda place: [
+                "broker",
+                "--bind",
+                "tcp://*:0",
+                "--keys",
+                str(place.other_hubs_key().parents[1]),
+                "--shard",
+                "1/2",
+                "--first",
+                place.keyed,
+            ],
+        ),
+        Mistake(
+            "`zt.Communicator.create(hub, 2)` without a key",
+            ("cannot come in at tcp://", "wants keys", "(--keys FILE"),
+            "Give `keys=`, the file that was made for this PC",
+            call=lambda place: zt.Communicator.create(place.keyed, 2),
+        ),
+        Mistake(
+            "`zt.ParameterClient.connect(hub)` without a key",
+            ("cannot come in at tcp://", "wants keys", "(--keys FILE"),
+            "Give `keys=`, the file that was made for this PC",
+            call=lambda place: zt.ParameterClient.connect(place.keyed),
+        ),
+        Mistake(
             "`zmqtrain-broker --keys FOLDER --insecure`",
             ("--insecure says that there are no keys, and --keys names their folder: leave one out",),
             "Leave `--insecure` out",
@@ -558,6 +586,12 @@ MISTAKES: dict[str, list[Mistake]] = {
             "Only the first has the settings; the others are told where it is",
             _broker("--shard", "1/4"),
             code=SERVICE,
+        ),
+        Mistake(
+            "`--shard 1/2 --first HUB`, and the broker there is the only one",
+            ("this broker has the whole model; start it with --shard 0/M to divide that among M masters",),
+            "A model is divided from the beginning: start the first master with `--shard 0/2`",
+            lambda place: _broker("--shard", "1/2", "--first", place.open)(place),
         ),
         Mistake(
             "`--standby HUB --program text`",

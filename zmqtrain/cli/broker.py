@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zmqtrain import __version__
 from zmqtrain.cli.broker_settings import BrokerConfig
-from zmqtrain.cli.display import Display, log_to_stderr
+from zmqtrain.cli.display import Display, log_to_stderr, plural
 from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.errors import CheckpointError, ConfigError
@@ -188,7 +188,7 @@ def result(
     """
     if version < 0:
         return "ended: no node has joined, so there is no model"
-    lines = [f"ended at version {version}, {contributions} contributions"]
+    lines = [f"ended at version {version}, {plural(contributions, 'contribution')}"]
     if folder is None:
         return f"{lines[0]}; nothing was saved (--no-checkpoint)"
     if (model := folder / MODEL_FILE).exists():

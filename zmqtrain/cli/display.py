@@ -33,6 +33,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_rate",
+    "plural",
     "format_seconds",
     "format_number",
     "format_scores",
@@ -87,6 +88,12 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """Return 3400 as "3.4 k"."""
     return _scaled(count, 1000.0, ("", "k", "M", "G", "T"))
+
+
+def plural(count: float, one: str, several: str = "") -> str:
+    """Return a count with its noun: "1 node", "3 nodes", "4.5 steps"."""
+    figure = f"{count:.4g}" if isinstance(count, float) else f"{count}"
+    return f"{figure} {one if count == 1 else several or one + 's'}"
 
 
 def format_rate(bytes_per_second: float) -> str:
@@ -147,9 +154,9 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     """Return how the run stands, without its members; separator: before the held-out scores (a line's end, say)."""
     parts = [f"{format_seconds(roster.seconds)}"]
     parts.append(_version(roster))
-    parts.append(f"{len(roster.members)} node{'s' * (len(roster.members) != 1)}")
+    parts.append(plural(len(roster.members), "node"))
     if roster.samples or not roster.exchange:  # past the broker, they are counted in the end
-        parts.append(f"{format_count(roster.samples)} samples")
+        parts.append(f"{format_count(roster.samples)} sample{'s' * (roster.samples != 1)}")
     if roster.exchange:
         parts.append(f"exchange {words(roster.exchange.partition(',')[0])}")
     elif roster.every:

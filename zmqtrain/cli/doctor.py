@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 from rich.table import Table
 
-from zmqtrain.cli.display import format_bytes, log_to_stderr
+from zmqtrain.cli.display import format_bytes, log_to_stderr, plural
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
 from zmqtrain.cli.settings import read_config
@@ -235,7 +235,7 @@ def _judge_rates(link: LinkFigures) -> Iterator[Finding]:
 def judge_machine(machine: Machine) -> Iterator[Finding]:
     """Give the findings about this PC."""
     yield _judge_devices(machine)
-    text = f"{machine.cores} cores, {machine.load:.1f} of them wanted by others in the last minute"
+    text = f"{plural(machine.cores, 'core')}, {machine.load:.1f} of them wanted by others in the last minute"
     if machine.load > machine.cores:
         yield Finding("cores", FIX, text, "other programs slow training down: see them with top")
     else:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
-from zmqtrain.cli.display import Display, format_scores, log_to_stderr
+from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural
 from zmqtrain.cli.ending import first_interrupt, run_command
 from zmqtrain.cli.fields import (
     File,
@@ -345,7 +345,8 @@ def _run(config: LocalConfig) -> int:
         if hub.ledger.finished:
             raise ConfigError(finished(hub.run, hub.version, hub.ledger.total))
         print(saving(folder), flush=True)
-        title = f"local: {config.nodes} nodes train {describe_program(settings)} at {federation.broker.address}"
+        nodes, where = plural(config.nodes, "node"), federation.broker.address
+        title = f"local: {nodes} to train {describe_program(settings)} at {where}"
         display = Display(lambda: federation.roster, title)
         stopping = "stopping: the nodes send what they have computed (Ctrl-C again to quit at once)"
         with first_interrupt(lambda: display.say(stopping)) as interrupted, display:

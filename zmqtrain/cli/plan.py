@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from zmqtrain.cli.display import format_bytes, format_count
+from zmqtrain.cli.display import format_bytes, format_count, plural
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
@@ -224,7 +224,7 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
     count = format_count(wish.parameters)
     where = f"{wish.masters} masters" if wish.masters > 1 else "one master"
     table = Table(
-        title=f"{count} parameters, {wish.nodes} nodes, {where}, a step of {config.step_ms:g} ms",
+        title=f"{count} parameters, {plural(wish.nodes, 'node')}, {where}, a step of {config.step_ms:g} ms",
         title_justify="left",
         box=None,
         show_header=False,
@@ -245,12 +245,12 @@ def _plan_table(config: PlanConfig, plan: Plan) -> Table:
         "k, d": f"{plan.schedule.every}, {plan.schedule.delay} steps",
         "an exchange": f"{format_bytes(load.bytes_up)} up, {format_bytes(load.bytes_down)} down, per node, in "
         f"{predicted.latency_seconds:.2g} s",
-        "the whole model": f"every {predicted.model_period_steps:.4g} steps",
+        "the whole model": f"every {plural(predicted.model_period_steps, 'step')}",
         "sent": f"{predicted.mb_up:.3g} MB per node and step",
         "hub's port": f"{predicted.port_up:.0%} up, {predicted.port_down:.0%} down, of the {wish.share:.0%} reserved",
         "busiest": predicted.busiest,
         "efficiency": f"{predicted.efficiency:.3f}",
-        "age": f"{predicted.age_steps:.4g} steps",
+        "age": plural(predicted.age_steps, "step"),
     }
     for name, value in rows.items():
         table.add_row(name, value)
