@@ -22,6 +22,7 @@ Every setting is a flag (`--checkpoint-every 5min`) and a key of a TOML file (`c
 given to the broker alone; nodes adopt them when they join. This page is made of the code (`tests/settings_page.py`), and a test holds it to that. What the rules
 mean: [strategies.md](strategies.md); codecs: [codecs.md](codecs.md).
 """
+FLAGS = {"from_file": "`from_file` (flag: `--from`)"}
 PARTS = (
     ("Of a run: `zmqtrain-broker`, `zmqtrain local`", RunSettings, ()),
     ("Of the broker itself: `zmqtrain-broker`", BrokerConfig, (RunSettings,)),
@@ -71,7 +72,8 @@ def page() -> str:
             if field.name in left_out:
                 continue
             text = texts[field.name].replace("|", "\\|").replace("<", "\\<")
-            lines.append(f"| `{field.name}` | {default_of(field.name, field.default)} | {text} |\n")
+            name = FLAGS.get(field.name, f"`{field.name}`")
+            lines.append(f"| {name} | {default_of(field.name, field.default)} | {text} |\n")
     return "".join(lines)
 
 

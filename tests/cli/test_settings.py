@@ -240,7 +240,8 @@ def test_help_says_what_every_flag_is_for(kind: type, capsys: pytest.CaptureFixt
         read_config(kind, "zmqtrain", ["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    flags = [field.name.replace("_", "-") for field in fields(kind) if field.name != "hub"]
+    named = {"from_file": "from"}
+    flags = [named.get(one.name, one.name.replace("_", "-")) for one in fields(kind) if one.name != "hub"]
     assert all(f"--{flag}" in text or f"--no-{flag}" in text for flag in flags)  # what is on is turned off by a flag
     assert "--version" in text
 

@@ -560,6 +560,12 @@ MISTAKES: dict[str, list[Mistake]] = {
             lambda place: _broker("--checkpoint", str(place.folder / "in-use"))(place),
         ),
         Mistake(
+            "`--from model.safetensors`, and the file is not there",
+            ("there is no file model.safetensors",),
+            "Name the file with its folder",
+            _broker("--from", "model.safetensors"),
+        ),
+        Mistake(
             "`--checkpoint run1 --no-checkpoint`",
             ("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out",),
             "Leave one of the two out",
