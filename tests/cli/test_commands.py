@@ -35,7 +35,7 @@ from zmqtrain.cli.broker import (
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.ending import end_signals, first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
-from zmqtrain.cli.node import Interruption, load_run_program, paced, say_alone
+from zmqtrain.cli.node import Interruption, load_run_program, model_line, paced, say_alone
 from zmqtrain.errors import (
     CheckpointError,
     ConfigError,
@@ -387,6 +387,14 @@ def test_the_first_interrupt_is_told_and_the_handlers_are_put_back() -> None:
         signal.raise_signal(signal.SIGINT)
         assert interrupted() and told == [True]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_node_says_last_whose_parameters_are_the_model() -> None:
+    said = model_line("run-1", 7, True, "tcp://hub:5555", None)
+    assert "run-1 is over: this node ended with its last parameters, of version 7" in said
+    said = model_line("run-1", 7, False, "tcp://hub:5555", Path("lab.key_secret"))
+    assert "left run-1 at version 7, and the run goes on: the model is the broker's" in said
+    assert said.endswith("zmqtrain export tcp://hub:5555 --keys lab.key_secret")
 
 
 def test_no_two_steps_begin_within_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:

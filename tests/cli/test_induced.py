@@ -41,6 +41,7 @@ class Node(ScriptedExchange):
     """What the command has of a node: an exchange whose hub takes everything at once."""
 
     address, roster, message_delay, alone = "tcp://127.0.0.1:5555", None, None, None
+    run, ended_with_run = "run-1", True
 
     def __enter__(self):
         return self

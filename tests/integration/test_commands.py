@@ -110,6 +110,9 @@ def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(t
         assert node.returncode == 0, node
         assert re.search(r"steps +16\b", node.stdout) and re.search(r"held-out +loss \d", node.stdout)
         assert "\x1b" not in node.stdout
+        assert re.search(
+            r"^run-\w+ is over: this node ended with its last parameters, of version \d+", node.stdout, re.M
+        )
         assert hub.wait() == 0, hub.said
     assert f"the model: {tmp_path / 'kept' / 'model.safetensors'}" in hub.said
     assert (tmp_path / "kept" / "model.safetensors").exists()
@@ -142,6 +145,7 @@ def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path
         said = node.communicate(timeout=BOUND_SECONDS)[0]
         assert node.returncode == 0, said
     assert "stopping: what is computed is sent first" in said and "held-out" in said
+    assert f"the model is the broker's, not what this node held. To take it out:  zmqtrain export {hub.address}" in said
 
 
 def test_local_runs_a_federation_to_its_end_and_says_where_its_model_is(text: Path, tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ class HubWorld:
                 case Lend(lender, _, peers):
                     assert self.hub.version == -1 and lender not in peers and set(peers) <= set(self.hub.members)
                     assert len({self.hub.members[peer].lineage for peer in (lender, *peers)}) == 1
+                case Serve(peer) if self.hub.members[peer].state is MemberState.OBSERVER:
+                    assert self.founders, "who looks on takes a copy of a run that has begun"
                 case Serve(peer):
                     assert self.founders and self.hub.members[peer].state is MemberState.LIVE
                     self.served.add(peer)

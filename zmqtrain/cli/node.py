@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
     from zmqtrain.train.program import Program
 
-__all__ = ["main", "Interruption", "load_run_program", "paced", "result_table", "say_alone"]
+__all__ = ["main", "Interruption", "load_run_program", "model_line", "paced", "result_table", "say_alone"]
 
 PROGRAM = "zmqtrain-node"
 GOODBYE_SECONDS = 3.0
@@ -108,6 +109,7 @@ def _run(config: NodeConfig) -> int:
             interruption.display = display
             with display:
                 result = _train(node, program, interruption, config, induced, access)
+            over = node.ended_with_run
             if recorder is not None:
                 _record_end(recorder, result)
     except BaseException:
@@ -117,8 +119,24 @@ def _run(config: NodeConfig) -> int:
     finally:
         if recorder is not None:
             recorder.close()
-    Terminal().print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
+    console = Terminal()
+    console.print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
+    console.print(model_line(node.run, result.statistics.version, over, node.address, config.keys), soft_wrap=True)
     return 0
+
+
+def model_line(run: str, version: int, over: bool, address: str, keys: Path | None) -> str:
+    """Return what a node says last of the model: the broker's file is it, and what this node held may be another.
+
+    over: the run is, and the node ended with its last parameters.  keys: with which it came in, as typed.
+    """
+    if over:
+        return f"{run} is over: this node ended with its last parameters, of version {version}; its broker has the file"
+    how = f"zmqtrain export {address}" + (f" --keys {keys}" if keys else "")
+    return (
+        f"this node left {run} at version {version}, and the run goes on: the model is the broker's, not what this "
+        f"node held. To take it out:  {how}"
+    )
 
 
 def _train(

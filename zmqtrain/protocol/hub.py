@@ -75,6 +75,8 @@ __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 ROSTER_SECONDS = 1.0
 UNITS_OF_A_STEP = 64
 """No node takes more data units in one step: what says that it has done more lies."""
+UNFOUNDED = "this run has no parameters yet: no node has joined it"
+"""Why who looks on is sent no copy of them."""
 MAX_SCORES = 32
 """What one Report may hold, besides words: the Roster holds those of all nodes, and is one head."""
 
@@ -284,6 +286,10 @@ class Hub(HubBook):
 
     def _on_fetch(self, member: Member, fetch: Fetch, now: float) -> list[HubEffect]:
         member.digest, member.held = fetch.digest[:MAX_NAME], fetch.held
+        if member.state is MemberState.OBSERVER:
+            if self.version < 0:
+                return [SendTo(member.peer, Refused("unfounded", UNFOUNDED))]
+            return [Serve(member.peer, fetch.version, (), digest=fetch.digest, held=fetch.held)]
         if member.state is MemberState.LIVE and not fetch.model:
             return []  # how the mean scores, or its own: of a time that is over
         if self.is_taken_back(fetch.version):  # it was not here when the others were told

@@ -67,7 +67,7 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     Goodbye: frozenset(MemberState),
     Probe: frozenset(MemberState),
     Report: _NODES,
-    Fetch: _NODES - {MemberState.FOUNDING},
+    Fetch: (_NODES - {MemberState.FOUNDING}) | {MemberState.OBSERVER},
     Snapshot: frozenset({MemberState.FOUNDING, MemberState.LENDING}),
     Publish: frozenset({MemberState.LIVE}),
     WorkRequest: frozenset({MemberState.LIVE}),

@@ -24,9 +24,9 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.broker.checkpoint import model_arrays
 from zmqtrain.runtime.checkpoints.files import write_arrays
 from zmqtrain.runtime.model_files import ModelFacts, facts_from_metadata, facts_to_metadata, write_model
-from zmqtrain.types import Version
+from zmqtrain.types import ModelSpec, Version
 
-__all__ = ["MODEL_FILE", "BEST_FILE", "LAST_FILE", "part_file", "export_part", "merge_parts"]
+__all__ = ["MODEL_FILE", "BEST_FILE", "LAST_FILE", "part_file", "export_part", "join_parts", "merge_parts"]
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,17 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
     model = _join(parts)
     write_model(out, model, replace(first.facts, version=min(part.version for part in parts)))
     return sum(array.size for array in model.values())
+
+
+def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
+    """Return the whole leaves of a model of which each of several masters has a part: by shard, flat or whole."""
+    joined = {}
+    for leaf in model:
+        values = np.concatenate([part[leaf.path].reshape(-1) for part in parts])
+        if values.size != leaf.values:
+            raise CheckpointError(f"of the leaf {leaf} the masters have {values.size} values")
+        joined[leaf.path] = values.reshape(leaf.shape)
+    return joined
 
 
 def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:

@@ -181,7 +181,9 @@ class Telling:
     # ------------------------------------------------------------------ the peers
 
     def joined(self, peer: PeerId, version: Version) -> None:
-        """A node is brought to the parameters for the first time."""
+        """A node is brought to the parameters for the first time, or who looks on takes a copy of them."""
+        if (member := self._hub.members.get(peer)) is not None and not member.is_node:
+            return self._log.info("%s takes a copy of version %d", self._name(peer), version)
         self._log.info("%s joined at version %d (%s)", self._name(peer), version, self._count_nodes("train"))
         if self._events is not None:
             self._events.member(peer, "joined", f"at version {version}")

@@ -176,6 +176,11 @@ class PeerExchange(ABC):
         return self._peer.founded
 
     @property
+    def ended_with_run(self) -> bool:
+        """Whether the run is over, every node has drained, and this one holds its last version."""
+        return 0 <= self.units.end_version <= self._offers.version
+
+    @property
     def stopped(self) -> bool:
         """See Stops."""
         return self.units.stopped and not self.units.used

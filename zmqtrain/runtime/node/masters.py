@@ -115,6 +115,11 @@ class MastersNode:
         return self._first.founded
 
     @property
+    def ended_with_run(self) -> bool:
+        """See `PeerExchange.ended_with_run`: as the first master has said."""
+        return self._first.units.end_version >= 0
+
+    @property
     def stopped(self) -> bool:
         """See Stops."""
         units = self._first.units

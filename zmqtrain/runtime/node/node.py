@@ -20,13 +20,15 @@ from typing import Any
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.errors import (
     AggregateTimeout,
+    ConfigError,
     HubUnreachable,
     JoinRefused,
     NonFiniteDelta,
     ZmqTrainError,
 )
 from zmqtrain.interfaces import Channel
-from zmqtrain.protocol.messages import Report, Roster, Stop
+from zmqtrain.protocol.effects import Deliver
+from zmqtrain.protocol.messages import Report, Roster, Snapshot, Stop
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
@@ -43,7 +45,7 @@ from zmqtrain.runtime.patience import REFUSED_SECONDS
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.types import ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
+from zmqtrain.types import Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
 __all__ = ["Node"]
 
@@ -99,6 +101,8 @@ class Node(PeerExchange):
         self._publish_at = 0.0
         self._unpublished: deque[tuple[Offer, Version, Encoded, float]] = deque()
         self._closed = False
+        self._copies: list[tuple[Snapshot, list[Buffer]]] | None = None
+        """What has come of the copy that was asked for; None: none was."""
         self._place = CoderPlace(codec_on, name)
         self._link = HubLink(open_channel, self._peer, addresses[0], self, share)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
@@ -128,6 +132,11 @@ class Node(PeerExchange):
         return self._peer.term
 
     @property
+    def run_model(self) -> ModelSpec:
+        """The run's model as the hub described it at the last welcome; () before the run had one."""
+        return self._peer.run_model
+
+    @property
     def run_version(self) -> Version:
         """The version that the run had when this node was last welcomed."""
         return self._peer.run_version
@@ -143,6 +152,26 @@ class Node(PeerExchange):
             text = f"the broker at {self.address} is gone before it has said that its run is over: {why}"
             raise HubUnreachable(text, self.address)
         return self._peer.over
+
+    def fetch_copy(self, timeout_seconds: float) -> tuple[Snapshot, list[Buffer]]:
+        """Return a copy of what the hub has published, as it sends it, at a node that only looks on.
+
+        Raises ConfigError where the run has no parameters yet, HubUnreachable if the hub goes away or is too slow.
+        """
+        if not self._peer.run_model:
+            raise ConfigError(
+                f"the run at {self.address} has no parameters yet: no node has joined it; try again later"
+            )
+        self._copies = []
+        self._link.call(lambda: self._link.carry_out(self._peer.join(self._peer.run_model, time.monotonic())))
+        if not self._waiting.wait(lambda: bool(self._copies or self._link.trouble[0]), timeout_seconds):
+            raise HubUnreachable(
+                f"the broker at {self.address} has sent no copy in {timeout_seconds:g} s", self.address
+            )
+        if not self._copies:
+            text = f"the broker at {self.address} is gone before its copy was here: {self._link.trouble[1]}"
+            raise HubUnreachable(text, self.address)
+        return self._copies[0]
 
     def move(self, address: str) -> None:
         """Look for the broker at this address from now on, unless it is heard where it was."""
@@ -364,6 +393,14 @@ class Node(PeerExchange):
         self.close()
 
     # ------------------------------------------------------------------ Listener (network thread)
+
+    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
+        """See Listener."""
+        if self._copies is None:
+            return super().on_delivered(deliver, frames)
+        if isinstance(deliver.announcement, Snapshot):  # what comes after it is of no use here
+            self._copies.append((deliver.announcement, frames))
+            self._waiting.notify()
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """See Listener."""
