@@ -31,6 +31,10 @@ settings.register_profile("zmqtrain", deadline=None, suppress_health_check=[Heal
 settings.load_profile("zmqtrain")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-pages", action="store_true", help="follow every page of the tutorial (a minute more)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # who was started in the background has SIGINT ignored, and so have its children: tests that interrupt would hang
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

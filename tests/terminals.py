@@ -14,11 +14,11 @@ BOUND_SECONDS = 60.0
 
 
 class PseudoTerminal:
-    """A terminal of 100 columns and 40 lines.  child: the descriptor that a program writes to."""
+    """A terminal of so many columns and 40 lines.  child: the descriptor that a program writes to."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 100) -> None:
         self._master, self.child = os.openpty()
-        fcntl.ioctl(self.child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        fcntl.ioctl(self.child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self._shown = ""
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -56,9 +56,9 @@ class PseudoTerminal:
 
 
 @contextlib.contextmanager
-def pseudo_terminal() -> Iterator[PseudoTerminal]:
-    """Give a pseudo-terminal, closed at the end of the block."""
-    terminal = PseudoTerminal()
+def pseudo_terminal(columns: int = 100) -> Iterator[PseudoTerminal]:
+    """Give a pseudo-terminal of so many columns, closed at the end of the block."""
+    terminal = PseudoTerminal(columns)
     try:
         yield terminal
     finally:

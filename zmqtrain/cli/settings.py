@@ -7,8 +7,13 @@ Rule 3: each record stands with its program (of broker and node in a file of its
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
+import itertools
 import reprlib
+import shutil
 import socket
 import sys
 import textwrap
@@ -16,6 +21,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -31,6 +37,8 @@ __all__ = ["read_config", "check_host"]
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)
+MOST_COLUMNS = 100
+"""How wide a paragraph of a command's description is at most."""
 
 
 def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = None) -> Config:
@@ -42,12 +50,14 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
     if "--version" in arguments:
         print(f"zmqtrain {__version__}")
         raise SystemExit(0)
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        _describe_fields(kind)
     path = _config_path(arguments) if "config" in _kinds(kind) else None
     default = _unchecked(kind, _read_file(kind, path) if path is not None else {})
     return tyro.cli(
         kind,
         prog=program,
-        description=textwrap.dedent("    " + (kind.__doc__ or "")).rstrip() + "\n\n--version prints the version.",
+        description=_describe(f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{program} --version prints the version."),
         args=arguments,
         default=default,
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -78,6 +88,35 @@ def _read_number(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
         is_instance=lambda value: isinstance(value, int | float) if kind is float else isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+def _describe(docstring: str) -> str:
+    """Return the paragraphs of a docstring filled to the terminal's width, so that its edge breaks no word.
+
+    All lines of a paragraph but the first begin with spaces: tyro joins lines that begin with a letter.
+    """
+    width = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+    filled = functools.partial(
+        textwrap.fill,
+        width=width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n\n".join(map(filled, inspect.cleandoc(docstring).split("\n\n")))
+
+
+def _describe_fields(kind: type[Any]) -> None:
+    """Give tyro the docstring of each field as one line, which it fills: it keeps the line breaks of the source."""
+    described: dict[str, str] = {}
+    for part in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                described[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    for field in fields(kind):
+        if field.name in described:
+            field.metadata = MappingProxyType({**field.metadata, "help": described[field.name]})
 
 
 def _config_path(arguments: Sequence[str]) -> Path | None:

@@ -1,0 +1,297 @@
+"""A lab for tests: PCs that are folders of one machine, each with a home of its own, on the loopback.
+
+What a person types on a PC runs there as typed, but for this: tcp://hub:5555 is the loopback and a free port; `scp` and
+`ssh` copy and run between the folders; `pip install FOLDER` puts a package of pure Python into a PC's own place; a PC's
+host name is its own; and nodes train no faster than `PACE_SECONDS` a step, so that several share a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Condition
+from types import TracebackType
+
+from channels import kept_address
+
+PROJECT = Path(__file__).parents[1]
+BOUND_SECONDS = 120.0
+PACE_SECONDS = "0.05"
+KEYS = {"^C": signal.SIGINT, "^\\": signal.SIGQUIT}
+ENDS = (0, -signal.SIGQUIT)
+"""The exit codes of a program that has ended well, or by the key ^\\."""
+LONG = ("zmqtrain-broker", "zmqtrain-node", "python ", "zmqtrain status --watch")
+"""Beginnings of commands that go on while others are typed, also on their PC, which has several terminals; the next one
+with the same beginning is typed there when the one before it has ended."""
+READY = {"zmqtrain-broker": re.compile(r"^run-\w+.*: training", re.MULTILINE)}
+"""Beginnings of commands -> what they show when they are ready: nobody types on before."""
+
+PYTHON = 'echo $$ > "$LAB/pids/$$"\nexec {python} -W ignore "$@"\n'
+COMMAND = 'echo $$ > "$LAB/pids/$$"\nexec {python} -m zmqtrain.cli "$@"\n'
+BROKER = """echo $$ > "$LAB/pids/$$"
+case "$*" in *--bind*) ;; *) set -- "$@" --bind "tcp://*:$LAB_PORT" ;; esac
+exec {python} -m zmqtrain.cli broker "$@"
+"""
+NODE = """echo $$ > "$LAB/pids/$$"
+exec {python} -m zmqtrain.cli node "$@" --pace-seconds {pace}
+"""
+SSH = """pc=$1
+shift
+cd "$LAB/$pc" && HOME="$LAB/$pc" PYTHONPATH="$LAB/$pc/.site:{project}" exec sh -c "$*"
+"""
+SCP = """options=""
+place() { case "$1" in *:*) echo "$LAB/${1%%:*}/${1#*:}" ;; *) echo "$1" ;; esac; }
+for last; do :; done
+for one; do
+    case "$one" in
+        -*) options="-r" ;;
+        "$last") ;;
+        *) cp $options "$(place "$one")" "$(place "$last")" || exit 1 ;;
+    esac
+done
+"""
+PIP = """from pathlib import Path
+import os, shutil, sys, tomllib
+command, *rest = sys.argv[1:]
+folder = Path(rest[-1])
+project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+assert command == "install", sys.argv
+place = Path(os.environ["HOME"]) / ".site"
+facts = place / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+facts.mkdir(parents=True, exist_ok=True)
+(facts / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {project['name']}\\nVersion: {project['version']}\\n")
+groups = project.get("entry-points", {})
+(facts / "entry_points.txt").write_text(
+    "".join(f"[{group}]\\n" + "".join(f"{k} = {v}\\n" for k, v in points.items()) for group, points in groups.items())
+)
+for module in folder.glob("*.py"):
+    shutil.copy(module, place)
+"""
+
+
+class Program:
+    """A command that was typed: what it has shown, and whether it has ended.
+
+    changed: notified when it has shown a line, and when it has ended.  read: so many characters of what it has shown
+    have been read.  allowed: the exit codes with which it may end.
+    """
+
+    def __init__(self, command: str, where: str, folder: Path, environment: dict[str, str], changed: Condition) -> None:
+        self.command, self.where, self.shown, self.read, self.ended, self._changed = (
+            command, where, "", 0, False, changed,
+        )  # fmt: skip
+        self.allowed = ENDS
+        self.process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.shown += line
+                self._changed.notify_all()
+        self.process.wait()
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def press(self, key: str) -> None:
+        """Press a key in its terminal: ^C or ^\\."""
+        assert not self.ended, f"{key} in a terminal where nothing runs any more: {self}"
+        os.killpg(self.process.pid, KEYS[key])
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code, negative for a signal."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.ended, BOUND_SECONDS), f"does not end: {self}"
+        return self.process.returncode
+
+    def wait_well(self) -> None:
+        """Wait for its end, with an exit code with which it may end."""
+        code = self.wait()
+        assert code in self.allowed, f"ended with {code}: {self}"
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._reader.join(BOUND_SECONDS)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def __str__(self) -> str:
+        return f"{self.where}$ {self.command}\n{self.shown}"
+
+
+class Pc:
+    """A PC: a folder with a home, and what is typed there.  name: also that of its folder in the lab's."""
+
+    def __init__(self, name: str, lab: Path, port: str) -> None:
+        self.name = name
+        self.home = self.place = lab / name
+        self.programs: list[Program] = []
+        clone = self.home / "zmqtrain"
+        (clone / ".venv" / "bin").mkdir(parents=True)
+        (clone / ".venv" / "bin" / "activate").write_text("")
+        (clone / "bin").symlink_to(lab / "commands")
+        (clone / "docs").symlink_to(PROJECT / "docs")
+        self.environment = {
+            **os.environ,
+            "HOME": str(self.home),
+            "PATH": f"{lab / 'commands'}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{self.home / '.site'}:{PROJECT}",
+            "LAB": str(lab),
+            "LAB_PORT": port,
+            "COLUMNS": "200",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.environment.pop("XDG_CONFIG_HOME", None)
+        (self.home / ".site").mkdir()
+        (self.home / ".site" / "sitecustomize.py").write_text(f"import socket\nsocket.gethostname = lambda: {name!r}\n")
+
+    @property
+    def goes_on(self) -> Program:
+        """The newest of its programs that go on while others are typed."""
+        return next(program for program in reversed(self.programs) if program.command.startswith(LONG))
+
+    def wait(self) -> None:
+        """Wait until all that was typed here has ended, and well."""
+        for program in self.programs:
+            program.wait_well()
+
+
+class Lab:
+    """The PCs, by name, made when they are first named; at the end of the block nothing of them runs any more."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.changed = Condition()
+        self._pcs: dict[str, Pc] = {}
+        self._end = contextlib.ExitStack()
+        self.port = self._end.enter_context(kept_address()).rpartition(":")[2]
+        (folder / "pids").mkdir()
+        (folder / "commands").mkdir()
+        python = shlex.quote(sys.executable)
+        self.add_command("zmqtrain", COMMAND.format(python=python))
+        self.add_command("zmqtrain-broker", BROKER.format(python=python))
+        self.add_command("zmqtrain-node", NODE.format(python=python, pace=PACE_SECONDS))
+        self.add_command("python", PYTHON.format(python=python))
+        self.add_command("pip", f"exec {python} - \"$@\" <<'EOF'\n{PIP}EOF\n")
+        self.add_command("ssh", SSH.format(project=PROJECT))
+        self.add_command("scp", SCP)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for program in self.programs():
+            program.kill()
+        self._end.close()
+
+    def add_command(self, name: str, script: str) -> None:
+        """Put a program on the path of all PCs, as the text of a shell script."""
+        path = self.folder / "commands" / name
+        path.write_text(f"#!/bin/sh\n{script}")
+        path.chmod(0o755)
+
+    def pc(self, name: str) -> Pc:
+        """Return the PC of that name."""
+        if name not in self._pcs:
+            self._pcs[name] = Pc(name, self.folder, self.port)
+        return self._pcs[name]
+
+    def here(self, text: str) -> str:
+        """Return a text of a page with the hub's address as it is here."""
+        return text.replace("hub:5555", f"127.0.0.1:{self.port}").replace("127.0.0.1:5555", f"127.0.0.1:{self.port}")
+
+    def type(self, name: str, text: str, allowed: tuple[int, ...] = ENDS) -> Program:
+        """Type a command, or press a key, on a PC; return its program: ended, if it is not one of LONG.
+
+        allowed: the exit codes with which it may end.
+        """
+        pc = self.pc(name)
+        if text in KEYS:
+            pc.goes_on.press(text)
+            return pc.goes_on
+        if text.startswith("cd "):
+            pc.place = (pc.place / text.removeprefix("cd ").replace("~", str(pc.home))).resolve(strict=True)
+            text = "cd ."
+        if text.startswith("export "):
+            pc.environment |= [text.removeprefix("export ").split("=", 1)]
+        for former in pc.programs:
+            if any(text.startswith(long) and former.command.startswith(long) for long in LONG):
+                former.wait_well()
+        program = Program(self.here(text), name, pc.place, pc.environment, self.changed)
+        program.allowed = allowed
+        pc.programs.append(program)
+        if not text.startswith(LONG):
+            program.wait_well()
+        for start, shown in READY.items():
+            if text.startswith(start):
+                self.wait_shown([shown], [program])
+                program.read = 0
+        return program
+
+    def wait_shown(self, patterns: Sequence[re.Pattern[str]], programs: Sequence[Program]) -> None:
+        """Wait until these programs have shown all patterns, in any order, after what was read before; read so far.
+
+        Fails when it has taken too long, or when none of the programs can show any more.
+        """
+
+        def missing() -> list[re.Pattern[str]]:
+            return [one for one in patterns if not any(one.search(each.shown, each.read) for each in programs)]
+
+        with self.changed:
+            self.changed.wait_for(lambda: not missing() or all(one.ended for one in programs), BOUND_SECONDS)
+            assert not missing(), f"not shown: {[one.pattern for one in missing()]}\n" + "\n".join(map(str, programs))
+            for program in programs:
+                found = [match.end() for one in patterns if (match := one.search(program.shown, program.read))]
+                program.read = max(found, default=program.read)
+
+    def wait(self) -> None:
+        """Wait until everything has ended by itself, and well."""
+        for pc in self._pcs.values():
+            pc.wait()
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(process)) as its_end:
+                assert select.select([its_end], [], [], BOUND_SECONDS)[0], f"does not end: process {process}"
+
+    def programs(self) -> list[Program]:
+        """All programs of all PCs."""
+        return [program for pc in self._pcs.values() for program in pc.programs]
+
+    def processes(self) -> list[int]:
+        """The numbers of the processes of the PCs that live, also of those that `ssh` started in the background."""
+        return [number for file in (self.folder / "pids").iterdir() if self._is_ours(number := int(file.name))]
+
+    def _is_ours(self, process: int) -> bool:
+        """Whether a process lives and is of this lab, and not another that has its number now."""
+        try:
+            return f"LAB={self.folder}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
