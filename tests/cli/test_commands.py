@@ -36,6 +36,7 @@ from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.ending import end_signals, first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, model_line, paced, say_alone
+from zmqtrain.cli.terminal import say
 from zmqtrain.errors import (
     CheckpointError,
     ConfigError,
@@ -81,8 +82,8 @@ def test_importing_the_umbrella_and_the_broker_loads_no_jax() -> None:
 
 def test_the_first_of_several_masters_says_how_the_others_are_started() -> None:
     here = "tcp://127.0.0.1:5555"
-    last = greeting(BrokerConfig(shard="0/4", bind=here), "run-1", -1, here, None).splitlines()[-1]
-    assert "I = 1 to 3" in last and last.endswith(f"zmqtrain-broker --shard I/4 --first {here} --insecure")
+    *_, others, line = greeting(BrokerConfig(shard="0/4", bind=here), "run-1", -1, here, None).splitlines()
+    assert "I = 1 to 3" in others and line.endswith(f"zmqtrain-broker --shard I/4 --first {here} --insecure")
     other = BrokerConfig(shard="2/4", first=here, bind="tcp://127.0.0.1:0")
     said = shard_greeting(other, "run-1", 7, "tcp://127.0.0.1:6000")
     assert "resumed at version 7: shard 2/4, which nodes reach at tcp://127.0.0.1:6000" in said and here in said
@@ -212,11 +213,11 @@ def test_the_broker_says_what_to_type_or_what_to_write_where_there_is_no_program
         return greeting(BrokerConfig(program=program, bind=here), "run-1", -1, here, keys).splitlines()[1:]
 
     monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert said("text", None) == [f"type on this machine:  zmqtrain-node {here}"]
-    assert said("", None) == [f'connect your training loop on this machine:  zmqtrain.connect("{here}")']
-    (there,) = said("text", keys)
+    assert said("text", None) == ["type on this machine:", f"  zmqtrain-node {here}"]
+    assert said("", None) == ["connect your training loop on this machine:", f'  zmqtrain.connect("{here}")']
+    _, there = said("text", keys)
     assert there.endswith(f"zmqtrain-node {here} --keys {lab}"), "nothing need be copied"
-    assert said("", keys)[0].endswith(f'zmqtrain.connect("{here}", keys="{lab}")')
+    assert said("", keys)[1].endswith(f'zmqtrain.connect("{here}", keys="{lab}")')
     assert CurveKeys.load(lab).secret.decode() not in "".join(said("text", keys))
 
 
@@ -233,19 +234,46 @@ def test_what_the_broker_says_to_type_on_each_pc_works_there_as_it_is_printed(
         return greeting(config, "run-1", -1, "tcp://127.0.0.1:5555", keys).splitlines()[1:]
 
     monkeypatch.setattr(installed.shutil, "which", lambda name: f"/usr/bin/{name}")
-    copy, first, second, others = said("text")
-    assert copy.endswith(f":  scp '{lab}' PC:") and f"zmqtrain keys new NAME... --folder '{keys.path}'" in copy
-    assert first == "type on each PC:  zmqtrain-node tcp://10.0.0.1:5555 --keys ~/lab.key_secret", "a number first"
-    assert second.strip() == "or:  zmqtrain-node tcp://hub:5555 --keys ~/lab.key_secret"
-    assert others.endswith(":  zmqtrain-broker --shard I/2 --first tcp://10.0.0.1:5555 --keys FOLDER")
-    assert said("")[1].endswith('  zmqtrain.connect("tcp://10.0.0.1:5555", keys="~/lab.key_secret")')
+    each, copy, where, first, second, _, others = said("text")
+    assert copy == f"  scp '{lab}' PC:" and f"zmqtrain keys new NAME... --folder '{keys.path}'" in each
+    assert where == "type on each PC, one of:"
+    assert first == "  zmqtrain-node tcp://10.0.0.1:5555 --keys ~/lab.key_secret", "a number first"
+    assert second == "  zmqtrain-node tcp://hub:5555 --keys ~/lab.key_secret"
+    assert others == "  zmqtrain-broker --shard I/2 --first tcp://10.0.0.1:5555 --keys FOLDER"
+    assert said("")[3] == '  zmqtrain.connect("tcp://10.0.0.1:5555", keys="~/lab.key_secret")'
     monkeypatch.setattr(installed.shutil, "which", lambda name: None)
-    clone = "type on each PC in its clone of zmqtrain:  bin/zmqtrain-node tcp://10.0.0.1:5555 --keys ~/lab.key_secret"
-    assert said("text")[1] == clone
+    assert said("text")[2:4] == [
+        "type on each PC in its clone of zmqtrain, one of:",
+        "  bin/zmqtrain-node tcp://10.0.0.1:5555 --keys ~/lab.key_secret",
+    ]
     keys.new([f"pc{number}" for number in range(20)])
-    copy, first, *_ = said("text")
-    assert "lab, pc0, pc1, pc10" in copy and "and 13 more" in copy
-    assert copy.endswith(f"scp '{keys.path}/nodes'/NAME.key_secret NAME:") and first.endswith("~/NAME.key_secret")
+    who, copy, _, first, *_ = said("text")
+    assert "lab, pc0, pc1, pc10" in who and "and 13 more" in who
+    assert copy == f"  scp '{keys.path}/nodes'/NAME.key_secret NAME:" and first.endswith("~/NAME.key_secret")
+
+
+def test_what_a_command_says_fills_a_terminal_and_breaks_no_line_that_is_to_be_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    text = "one two three four five six\n  zmqtrain-node tcp://192.168.1.10:5555"
+    say(text)
+    assert capsys.readouterr().out == f"{text}\n", "it is no terminal"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    say(text)
+    assert capsys.readouterr().out.splitlines() == [
+        "one two three four",
+        "five six",
+        "  zmqtrain-node tcp://192.168.1.10:5555",
+    ]
+
+
+def test_a_key_in_the_home_folder_is_named_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = KeyFolder(tmp_path / ".config" / "keys")
+    keys.new(["lab"])
+    said = greeting(BrokerConfig(program="text"), "run-1", -1, "tcp://127.0.0.1:5555", keys)
+    assert "\n  scp ~/.config/keys/nodes/lab.key_secret PC:\n" in said
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_run_begins(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from dataclasses import fields
 from pathlib import Path
@@ -10,13 +11,19 @@ from pathlib import Path
 import pytest
 
 from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.chaos import ChaosConfig
 from zmqtrain.cli.demo import DemoConfig
+from zmqtrain.cli.doctor import DoctorConfig
 from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.merge import MergeConfig
 from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.plan import PlanConfig
+from zmqtrain.cli.programs import ProgramsConfig
 from zmqtrain.cli.promote import PromoteConfig
 from zmqtrain.cli.settings import check_host, read_config
+from zmqtrain.cli.sim import SimConfig
 from zmqtrain.cli.status import StatusConfig
+from zmqtrain.cli.stop import StopConfig
 from zmqtrain.errors import ConfigError
 from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
@@ -244,6 +251,34 @@ def test_help_says_what_every_flag_is_for(kind: type, capsys: pytest.CaptureFixt
     flags = [named.get(one.name, one.name.replace("_", "-")) for one in fields(kind) if one.name != "hub"]
     assert all(f"--{flag}" in text or f"--no-{flag}" in text for flag in flags)  # what is on is turned off by a flag
     assert "--version" in text
+
+
+EVERY_COMMAND = [BrokerConfig, ChaosConfig, DemoConfig, DoctorConfig, LocalConfig, MergeConfig, NodeConfig, PlanConfig]
+EVERY_COMMAND += [ProgramsConfig, PromoteConfig, SimConfig, StatusConfig, StopConfig]
+
+
+@pytest.mark.parametrize("kind", EVERY_COMMAND)
+def test_help_breaks_no_word_at_the_edge_of_80_columns(
+    kind: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        read_config(kind, "zmqtrain", ["--help"])
+    _, _, text = capsys.readouterr().out.partition("\n\n")
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert not re.search(r"[a-z]-\n *[a-z]", text), "no word is divided at its hyphen"
+
+
+def test_help_fills_what_the_source_has_in_several_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        broker("--help")
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("--release")]
+    paragraph = lines[first : first + 5]
+    assert min(map(len, paragraph[1:])) > 40, paragraph
 
 
 def test_a_flag_that_does_not_exist_ends_with_2_and_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ Rule: nothing that is imported here reaches jax; a program's arguments are check
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import json
@@ -21,6 +22,7 @@ from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.display import Display, log_to_stderr, plural
 from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import check_host, read_config
+from zmqtrain.cli.terminal import say
 from zmqtrain.errors import CheckpointError, ConfigError
 from zmqtrain.installed import clone_folder, command_word
 from zmqtrain.monitor.recorder import BrokerRecorder
@@ -93,25 +95,26 @@ def _run(config: BrokerConfig) -> int:
         folders.append(broker.folder)
         hub = broker.hub
         if hub.ledger.finished:
-            print(finished(hub.run, hub.version, hub.ledger.total), flush=True)
+            say(finished(hub.run, hub.version, hub.ledger.total))
             return
         if standby is not None:
-            print(takeover_greeting(broker.hub.run, broker.hub.version, broker.hub.term), flush=True)
+            say(takeover_greeting(broker.hub.run, broker.hub.version, broker.hub.term))
         elif place is None:
-            print(greeting(config, broker.hub.run, broker.hub.version, broker.channel.address, keys), flush=True)
+            resumed = broker.hub.version if beginning is None else -1
+            say(greeting(config, broker.hub.run, resumed, broker.channel.address, keys))
         else:
-            print(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address), flush=True)
+            say(shard_greeting(config, broker.hub.run, broker.hub.version, broker.public_address))
         if beginning is not None:
-            print(f"it begins with {beginning.path}: {beginning.facts.description}", flush=True)
-        print(saving(broker.folder), flush=True)
+            say(f"it begins with {beginning.path}: {beginning.facts.description}")
+        say(saving(broker.folder))
         if place is None:
-            print(f"to end the run and all its nodes:  {stop_line(broker.channel.address, keys)}", flush=True)
+            say(f"to end the run and all its nodes:\n  {stop_line(broker.channel.address, keys)}")
         if unknown:
             print(unknown, file=sys.stderr, flush=True)
         display.start()
 
     def following(follower: Standby) -> None:
-        print(standby_greeting(follower.follower.run, config, follower.address), flush=True)
+        say(standby_greeting(follower.follower.run, config, follower.address))
 
     def watch(roster: Roster) -> None:
         latest[:] = [roster]
@@ -147,7 +150,7 @@ def _run(config: BrokerConfig) -> int:
         print("ended as a standby that was not needed")
         return 0
     over = bool(latest) and 0 < latest[-1].units_total <= latest[-1].units_done
-    print(result(statistics.version, statistics.contributions, folders[-1], folders[-1], over=over))
+    say(result(statistics.version, statistics.contributions, folders[-1], folders[-1], over=over))
     return 0
 
 
@@ -359,18 +362,18 @@ def greeting(config: BrokerConfig, run: str, version: int, own: str, keys: KeyFo
             return f"{node} {address}" + (f" --keys {file}" if file else "")
         return f'zmqtrain.connect("{address}"' + (f", keys={json.dumps(shlex.split(file)[0])})" if file else ")")
 
-    begin = f"{'type' if config.program else 'connect your training loop'} {where}:  "
     ways = [way(address) for address in node_addresses(config.bind, own)]
-    lines.append(begin + ways[0])
-    lines += ["or:  ".rjust(len(begin)) + one for one in ways[1:]]
+    what = "type" if config.program else "connect your training loop"
+    lines.append(f"{what} {where}{', one of' if len(ways) > 1 else ''}:")
+    lines += [f"  {one}" for one in ways]
     if config.masters > 1:
         address = node_addresses(config.bind, own)[0]
         trust = "--insecure" if keys is None else "--keys FOLDER"
         others = "1" if config.masters == 2 else f"1 to {config.masters - 1}"
         copied = f", where a copy of {shlex.quote(str(keys.path))} is that FOLDER" if keys is not None else ""
         lines.append(
-            f"and the other masters, I = {others}, where you like{copied}:  "
-            f"{command_word('zmqtrain-broker')} --shard I/{config.masters} --first {address} {trust}"
+            f"and the other masters, I = {others}, where you like{copied}:\n"
+            f"  {command_word('zmqtrain-broker')} --shard I/{config.masters} --first {address} {trust}"
         )
     return "\n".join(lines)
 
@@ -385,15 +388,26 @@ def way_in(keys: KeyFolder, here: bool = False) -> tuple[str, list[str]]:
         path = keys.secret_of(EVERY_PC)
         if here:
             return shlex.quote(str(path)), []
-        more = f"{make}...{_said_folder(keys)} makes one for each PC"
-        copy = f"copy its key to each PC, and keep it secret ({more}):  scp {shlex.quote(str(path))} PC:"
-        return f"~/{path.name}", [copy]
+        more = f"({make}...{_said_folder(keys)} makes one for each PC)"
+        return f"~/{path.name}", [
+            f"copy its key to each PC, and keep it secret {more}:",
+            f"  scp {_from_home(path)} PC:",
+        ]
     who = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}" or "nobody yet"
     folder = shlex.quote(str(keys.path / "nodes"))
-    what = f"scp {folder}/NAME.key_secret NAME:" if made else f"{make}{_said_folder(keys)}"
     if here and made:
         return f"{folder}/NAME.key_secret", [f"who may come in: {who}"]
-    return "~/NAME.key_secret", [f"who may come in: {who}; copy to each PC, and keep it secret: {what}"]
+    what = f"scp {_from_home(keys.path / 'nodes')}/NAME.key_secret NAME:" if made else f"{make}{_said_folder(keys)}"
+    return "~/NAME.key_secret", [f"who may come in: {who}; copy its key to each PC, and keep it secret:", f"  {what}"]
+
+
+def _from_home(path: Path) -> str:
+    """Return a path as a shell of this user reads it, short if it is in the user's home."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        inside = str(path.relative_to(Path.home()))
+        if shlex.quote(inside) == inside:
+            return f"~/{inside}"
+    return shlex.quote(str(path))
 
 
 def _said_folder(keys: KeyFolder) -> str:

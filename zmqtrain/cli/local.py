@@ -35,6 +35,7 @@ from zmqtrain.cli.fields import (
     require,
 )
 from zmqtrain.cli.settings import read_config
+from zmqtrain.cli.terminal import say
 from zmqtrain.errors import ConfigError, ZmqTrainError
 from zmqtrain.installed import has_nvidia_driver
 from zmqtrain.protocol.messages import Roster
@@ -344,7 +345,7 @@ def _run(config: LocalConfig) -> int:
         hub = federation.broker.broker.hub
         if hub.ledger.finished:
             raise ConfigError(finished(hub.run, hub.version, hub.ledger.total))
-        print(saving(folder), flush=True)
+        say(saving(folder))
         nodes, where = plural(config.nodes, "node"), federation.broker.address
         title = f"local: {nodes} to train {describe_program(settings)} at {where}"
         display = Display(lambda: federation.roster, title)
@@ -367,7 +368,7 @@ def _run(config: LocalConfig) -> int:
     broker = federation.broker.broker
     statistics = broker.statistics()
     over = broker.hub.ledger.finished
-    print(result(statistics.version, statistics.contributions, broker.folder, folder, PROGRAM, over))
+    say(result(statistics.version, statistics.contributions, broker.folder, folder, PROGRAM, over))
     return 0
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
+import textwrap
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Terminal", "StderrHandler", "VisibleFormatter", "visible"]
+__all__ = ["Terminal", "StderrHandler", "VisibleFormatter", "say", "visible"]
 
 LAYOUT = "\n\t"
 
@@ -24,6 +26,21 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in LAYOUT else "?" for one in text)
+
+
+def say(text: str) -> None:
+    """Print a text on standard output: on a terminal each line is filled to its width, so that its edge breaks no word.
+
+    A line that begins with a space is to be typed, or copied, and stays as it is.
+    """
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print("\n".join(_filled(line, columns) for line in visible(text).split("\n")), flush=True)
+
+
+def _filled(line: str, columns: int) -> str:
+    if len(line) <= columns or not columns or line.startswith(" "):
+        return line
+    return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
 
 
 class Terminal(Console):
