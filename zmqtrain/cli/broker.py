@@ -165,8 +165,8 @@ def finished(run: str, version: int, units: int) -> str:
 def stop_line(address: str, keys: KeyFolder | None) -> str:
     """Return the line that ends a run from the hub's own PC. address: that its programs connect to."""
     elsewhere = keys is not None and keys.path != default_key_folder()
-    pair = f" --keys {keys.path / 'hub.key_secret'}" if keys is not None and elsewhere else ""
-    return f"zmqtrain stop {address}{pair}"
+    pair = f" --keys {_from_home(keys.path / 'hub.key_secret')}" if keys is not None and elsewhere else ""
+    return f"{command_word('zmqtrain')} stop {address}{pair}"
 
 
 def saving(folder: Path | None) -> str:
