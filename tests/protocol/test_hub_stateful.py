@@ -23,8 +23,9 @@ from hypothesis.stateful import (
 
 from tests.fixed import fixed_run
 from tests.protocol.hub_world import PEERS, WIRE, HubWorld
-from zmqtrain.protocol.messages import Fetch, Goodbye, Hello
+from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, model_to_wire
 from zmqtrain.settings import AUTO_FRAGMENTS
+from zmqtrain.types import LeafSpec
 
 RELEASES = ("all", "quorum", "immediately", "count:contributions=2", "time:seconds=0.3", "bounded:staleness=1")
 SCORES = st.sampled_from([0.25, 0.5, 0.75, 1.0, inf, nan])
@@ -39,6 +40,9 @@ SETTINGS = st.builds(
     stale=st.sampled_from(["return", "drop"]),
     units=st.sampled_from([9, 0]),
 )
+
+
+OTHER_WIRE = model_to_wire((LeafSpec("w", (9,), "float32"),))
 
 
 class HubMachine(RuleBasedStateMachine):
@@ -59,6 +63,11 @@ class HubMachine(RuleBasedStateMachine):
     @rule(peer=st.sampled_from(PEERS), score=SCORES)
     def fetch(self, peer, score):
         self.world.tell(peer, Fetch(-1, WIRE, score))
+
+    @precondition(lambda self: self.world.founders)
+    @rule(peer=st.sampled_from(PEERS))
+    def fetch_with_another_model(self, peer):
+        self.world.tell(peer, Fetch(-1, OTHER_WIRE))
 
     @rule(peer=st.sampled_from(PEERS), role=st.sampled_from(["node", "node", "observer", "process"]))
     def hello(self, peer, role):
@@ -238,6 +247,17 @@ def test_units_of_a_node_that_comes_again_as_another_are_dealt_again_where_no_de
         world.crash(A)
         world.check()
         world.check_the_end()
+
+
+def test_units_of_a_node_that_comes_again_with_another_model_are_dealt_again_where_no_delta_of_it_has_come():
+    world = world_of(release="time:seconds=0.3", units=9)
+    world.ask_for_units(A, 2)
+    world.ask_for_units(A, 0)
+    world.tell(A, Hello(A, "node", "run-1", 0))
+    world.tell(A, Fetch(-1, OTHER_WIRE))
+    assert A not in world.hub.members
+    world.check()
+    world.check_the_end()
 
 
 @pytest.mark.parametrize("release", RELEASES)

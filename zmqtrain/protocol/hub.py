@@ -306,7 +306,10 @@ class Hub(HubBook):
                 "master begins anew: restart that with its checkpoint, or all masters without"
             )
             return self.founding.send_away(member, "founding", text)
-        return self._begun(self.founding.fetched(member, fetch))
+        effects = self._begun(self.founding.fetched(member, fetch))
+        if member.peer not in self.members:  # it was sent away
+            effects += self.dealing.lost(member.peer, unbacked=not self.backs(member))
+        return effects
 
     def _on_snapshot(self, member: Member, snapshot: Snapshot, now: float) -> list[HubEffect]:
         if member.open:  # a second one would found the run again
