@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_leaf(tmp
         other = {"w": jnp.zeros((40, 9)), "b": jnp.zeros(8)}
         same = {"w": jnp.zeros((40, 8)), "b": jnp.zeros(8)}
         for params, state, words in (
-            (other, (), r"is of another model: the leaf w is w float32\[40,8\] in the checkpoint"),
+            (other, (), r"is of another model: the leaf w is float32\[40,8\] in the checkpoint"),
             (same, (), "loop's state .* are not this program's: .*count"),
         ):
             node = connect(hub.address, "pc-1", checkpoint=tmp_path / "pc-1")
