@@ -9,7 +9,13 @@ import pytest
 from channels import HERE, A, B, meet, run
 
 from zmqtrain.errors import ConfigError
-from zmqtrain.transport.found_keys import Access
+from zmqtrain.runtime.broker.serve import BrokerThread
+from zmqtrain.runtime.node.connect import connect
+from zmqtrain.runtime.planning import probe
+from zmqtrain.runtime.planning.probe import measure_link
+from zmqtrain.settings import RunSettings
+from zmqtrain.transport.found_keys import Access, Places
+from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 from zmqtrain.transport.zmq_router import RouterChannel
@@ -105,3 +111,20 @@ def test_where_keys_are_wanted_and_none_is_found_it_is_said_where_was_looked(tmp
             await channel.close(linger_seconds=0)
 
     run(main)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_who_names_no_key_comes_in_with_the_one_that_is_found_and_at_a_hub_without_keys_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyed: bool
+) -> None:
+    keys = KeyFolder(tmp_path / "hub")
+    (lab,) = keys.new(["lab"])
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / lab.name).write_bytes(lab.read_bytes())
+    places = Places(tmp_path, tmp_path / "home", tmp_path / "none", "pc1")
+    monkeypatch.setattr(Places, "here", classmethod(lambda cls: places))
+    monkeypatch.setattr(probe, "FOUND_KEY_SECONDS", 0.1)
+    with BrokerThread(HERE, RunSettings(), keys=keys if keyed else None) as broker:
+        with connect(broker.address, "pc1", observer=True) as node:
+            assert node.run.startswith("run-")
+        assert measure_link(broker.address).run == node.run

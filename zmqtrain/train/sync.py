@@ -247,7 +247,7 @@ class DelayedSync:
         self._score_before = score
         began = self._clock.monotonic()
         if self._first_step is not None:
-            self._tell_first_step(self._flatten(params), score, self._first_step)
+            self._tell_first_step(leaves, score, self._first_step)
         self.take_note(1, samples)
         if self._adopted:  # a newcomer: what it did before it had the run's parameters does not count
             leaves = jax.tree.leaves(self.params)

@@ -37,8 +37,8 @@ class Communicator(communicator.Communicator):
         """Meet `size` processes at the broker at `hub` ("tcp://hub:5555"), and return this one's communicator.
 
         rank: which of them this one wants to be, from 0; None: by arrival.  group: those who give the same name meet.
-        name: for people.  server_key, keys: as for `zmqtrain.connect`.  timeout_seconds: how long to wait for the
-        others, and how long each wait waits that is not told otherwise.
+        name: for people.  server_key, keys: as for `zmqtrain.connect`, and none is looked for.  timeout_seconds: how
+        long to wait for the others, and how long each wait waits that is not told otherwise.
         Raises ConfigError, HubUnreachable, JoinRefused (the others ask for something else), CollectiveTimeout (who is
         here, and how many are missing).
         """

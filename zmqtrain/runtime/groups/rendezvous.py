@@ -52,8 +52,8 @@ def open_port(
 
     rank: which of them this one wants to be, 0 to size - 1; None: any (by arrival).  group: those who give the same
     name meet.  description: must be the same for all of them.  name: for people; the host's name and the process's
-    number if not given.  server_key, keys: as for `zmqtrain.connect`; then all connections are encrypted, and the
-    processes let in nobody but each other, by keys made for this group.
+    number if not given.  server_key, keys: as for `zmqtrain.connect`, and none is looked for; then all connections are
+    encrypted, and the processes let in nobody but each other, by keys made for this group.
     timeout_seconds: how long to wait for the hub and for the others.  direct_seconds: a process that is not reached
     within this is sent to through the hub.  listen: where this process listens, port 0 chooses a free one ("": at the
     address by which it reaches the hub); address: where the others reach it, if that is somewhere else.

@@ -115,7 +115,7 @@ class ParameterClient:
 
         addresses: of all masters, in the same order in all clients; that of the first is enough where the brokers were
         started with --shard.  name: of this worker, for people, and for the order in which gradients are added; the
-        host's name if not given.  server_key, keys: as for `zmqtrain.connect`.
+        host's name if not given.  server_key, keys: as for `zmqtrain.connect`, and none is looked for.
         consistency: "async" (each push is applied at once), "bsp" (the mean of all workers' is, when all have pushed),
         "bounded:s=3" (applied at once; who is more than s pushes ahead waits).  optimizer: of the server,
         "sgd:rate=0.01", "momentum:rate=0.01,momentum=0.9,nesterov=0", "adam:rate=0.001,beta1=0.9,beta2=0.999,
