@@ -11,7 +11,6 @@ from channels import HERE, A, B, meet, run
 from zmqtrain.errors import ConfigError
 from zmqtrain.runtime.broker.serve import BrokerThread
 from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.planning import probe
 from zmqtrain.runtime.planning.probe import measure_link
 from zmqtrain.settings import RunSettings
 from zmqtrain.transport.found_keys import Access, Places
@@ -81,8 +80,9 @@ def test_a_key_that_was_found_is_left_out_at_a_hub_that_uses_none(tmp_path: Path
         pair = CurveKeys.generate(CurveKeys.generate().public)
         access = Access((pair.server, pair), tmp_path / "lab.key_secret")
         node = DealerChannel.connect(hub.address, peer=A, access=access)
-        while not access.declined:
-            await node._incoming.wait()
+        await node.send(Lane.CONTROL, [b"said before it is known that the hub uses none"])
+        assert await hub.receive() == (A, Lane.CONTROL, [b"said before it is known that the hub uses none"])
+        assert access.declined
         await meet(hub, node)
         given = DealerChannel.connect(hub.address, peer=B, keys=pair, server_key=pair.server)
         while not given.refused:
@@ -123,8 +123,21 @@ def test_who_names_no_key_comes_in_with_the_one_that_is_found_and_at_a_hub_witho
     (tmp_path / "home" / lab.name).write_bytes(lab.read_bytes())
     places = Places(tmp_path, tmp_path / "home", tmp_path / "none", "pc1")
     monkeypatch.setattr(Places, "here", classmethod(lambda cls: places))
-    monkeypatch.setattr(probe, "FOUND_KEY_SECONDS", 0.1)
     with BrokerThread(HERE, RunSettings(), keys=keys if keyed else None) as broker:
         with connect(broker.address, "pc1", observer=True) as node:
             assert node.run.startswith("run-")
         assert measure_link(broker.address).run == node.run
+
+
+def test_two_channels_that_share_a_key_that_was_found_both_leave_it_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        hub = RouterChannel.bind(HERE)
+        pair = CurveKeys.generate(CurveKeys.generate().public)
+        access = Access((pair.server, pair), tmp_path / "lab.key_secret")
+        nodes = [DealerChannel.connect(hub.address, peer=peer, access=access) for peer in (A, B)]
+        for node in nodes:
+            await meet(hub, node)
+        for channel in (*nodes, hub):
+            await channel.close(linger_seconds=0)
+
+    run(main)

@@ -13,6 +13,7 @@ Source: ZeroMQ RFC 28 (ROUTER, DEALER).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -62,6 +63,8 @@ class DealerChannel:
         self.address, self.peer = address, peer
         self._access, self._life = access, first_life()
         self._shares = context is not None
+        self._unheard: list[tuple[Lane, Sequence[Buffer]]] = []  # sent before it is known whether a found key is used
+        self._tries_found_key = access.found is not None and not access.declined
         self._watches: list[ConnectionWatch] = []
         self._refused, self._broken, self._news = "", 0, Gate()
         self._retry: asyncio.TimerHandle | None = None
@@ -169,9 +172,10 @@ class DealerChannel:
             self._news.open()
 
     def _handshake_ended(self, how: str) -> None:
-        if how == "handshake" and self._access.decline(self.address):
-            self._reopen()
-            return
+        if how == "handshake" and self._tries_found_key:
+            return self._leave_key_out()
+        if how == "":
+            self._unheard, self._tries_found_key = [], False
         self._broken = self._broken + 1 if how == "broken" else 0
         if how == "broken" and self._broken < _BROKEN_IN_A_ROW:
             return
@@ -180,6 +184,16 @@ class DealerChannel:
             self._learn(how)
         if how == "key" and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, self._try_again)
+
+    def _leave_key_out(self) -> None:
+        """Open both connections anew without the key that was found, as the hub uses none; nothing is lost."""
+        self._access.decline(self.address)
+        self._tries_found_key, unheard, self._unheard = False, self._unheard, []
+        self._attempt -= 1  # whoever waits to send goes on
+        self._reopen()
+        for lane, frames in unheard:
+            with contextlib.suppress(zmq.Again):
+                self._ports[lane].send(frames)
 
     def _try_again(self) -> None:
         self._retry = None
@@ -247,6 +261,8 @@ class DealerChannel:
             self._ports[lane].send(frames)
         except zmq.Again:
             return False
+        if self._tries_found_key:
+            self._unheard.append((lane, frames))
         return True
 
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
@@ -263,6 +279,8 @@ class DealerChannel:
             self._check_open()
             try:
                 self._ports[lane].send(frames)
+                if self._tries_found_key:
+                    self._unheard.append((lane, frames))
                 return
             except zmq.Again:
                 if not self._ports[lane].writable:
@@ -312,7 +330,7 @@ class DealerChannel:
 
     def _reopen(self) -> None:
         self._attempt += 1
-        self._untold = False
+        self._untold, self._unheard = False, []
         if self._retry is not None:  # this is another try already
             self._retry.cancel()
             self._retry = None

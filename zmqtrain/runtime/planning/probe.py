@@ -8,7 +8,6 @@ Rule 3: what cannot be measured is None, never invented.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -31,8 +30,6 @@ __all__ = ["RoundTrips", "LinkFigures", "measure_link", "probe_link"]
 
 Answered = TypeVar("Answered", bound=Message)
 
-logger = logging.getLogger(__name__)
-
 PINGS = 100
 TIMES_ASKED = 8
 RATE_BYTES = 8 << 20
@@ -40,8 +37,6 @@ RATE_SECONDS = 3.0
 IN_FLIGHT = 4
 """So many probes are on their way at a time: 1 MiB, as much as a hub grants its nodes together."""
 
-FOUND_KEY_SECONDS = 2.0
-"""So long a hub is tried with a key that was found and not given, before it is tried without."""
 ANSWER_SECONDS = 10.0
 """A hub that answers nothing for so long is given up."""
 
@@ -93,16 +88,11 @@ def measure_link(
     peer = PeerId(f"doctor#{secrets.token_hex(4)}")
     access = find_access(address, server_key, keys)
 
-    async def measure(wait_seconds: float) -> LinkFigures:
+    async def measure() -> LinkFigures:
         channel = DealerChannel.connect(address, peer=peer, access=access)
         return await probe_link(channel, address, wait_seconds)
 
-    if access.found is not None:  # at a hub without keys it is left out, and the Hello that was sent with it is lost
-        try:
-            return asyncio.run(measure(min(FOUND_KEY_SECONDS, wait_seconds)))
-        except HubUnreachable as error:
-            logger.debug("no answer in the first %g s: %s", FOUND_KEY_SECONDS, error)
-    return asyncio.run(measure(wait_seconds))
+    return asyncio.run(measure())
 
 
 async def probe_link(channel: Channel, address: str, wait_seconds: float) -> LinkFigures:
