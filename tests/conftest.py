@@ -32,7 +32,7 @@ settings.load_profile("zmqtrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-pages", action="store_true", help="follow every page of the tutorial (a minute more)")
+    parser.addoption("--all-pages", action="store_true", help="follow every page of the tutorial (half a minute more)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,8 +1,8 @@
 """A lab for tests: PCs that are folders of one machine, each with a home of its own, on the loopback.
 
 What a person types on a PC runs there as typed, but for this: tcp://hub:5555 is the loopback and a free port; `scp` and
-`ssh` copy and run between the folders; `pip install FOLDER` puts a package of pure Python into a PC's own place; a PC's
-host name is its own; and nodes train no faster than `PACE_SECONDS` a step, so that several share a core.
+`ssh` copy and run between the folders; `pip install` puts a package of pure Python into a PC's own place; a PC's host
+name is its own; and nodes train no faster than `PACE_SECONDS` a step, so that several share a core.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ PACE_SECONDS = "0.05"
 KEYS = {"^C": signal.SIGINT, "^\\": signal.SIGQUIT}
 ENDS = (0, -signal.SIGQUIT)
 """The exit codes of a program that has ended well, or by the key ^\\."""
-LONG = ("zmqtrain-broker", "zmqtrain-node", "python ", "zmqtrain status --watch")
+LONG = re.compile(r"bin/zmqtrain-broker|bin/zmqtrain-node|\.venv/bin/python \w[\w/]*\.py|bin/zmqtrain status --watch")
 """Beginnings of commands that go on while others are typed, also on their PC, which has several terminals; the next one
-with the same beginning is typed there when the one before it has ended."""
-READY = {"zmqtrain-broker": re.compile(r"^run-\w+.*: training", re.MULTILINE)}
+of the same program is typed there when the one before it has ended."""
+READY = {"bin/zmqtrain-broker": re.compile(r"^run-\w+.*: training", re.MULTILINE)}
 """Beginnings of commands -> what they show when they are ready: nobody types on before."""
 
-PYTHON = 'echo $$ > "$LAB/pids/$$"\nexec {python} -W ignore "$@"\n'
+PYTHON = """echo $$ > "$LAB/pids/$$"
+case "$*" in "-m pip "*) shift 2; exec {python} "$LAB/pip.py" "$@" ;; esac
+exec {python} -W ignore "$@"
+"""
 COMMAND = 'echo $$ > "$LAB/pids/$$"\nexec {python} -m zmqtrain.cli "$@"\n'
 BROKER = """echo $$ > "$LAB/pids/$$"
 case "$*" in *--bind*) ;; *) set -- "$@" --bind "tcp://*:$LAB_PORT" ;; esac
@@ -144,17 +147,20 @@ class Program:
 
 
 class Pc:
-    """A PC: a folder with a home, and what is typed there.  name: also that of its folder in the lab's."""
+    """A PC: a folder with a home, and what is typed there.  name: also that of its folder in the lab's.
+
+    place: the folder in which is typed, at first that of the clone.
+    """
 
     def __init__(self, name: str, lab: Path, port: str) -> None:
         self.name = name
-        self.home = self.place = lab / name
+        self.home = lab / name
+        self.place = self.home / "zmqtrain"
         self.programs: list[Program] = []
-        clone = self.home / "zmqtrain"
-        (clone / ".venv" / "bin").mkdir(parents=True)
-        (clone / ".venv" / "bin" / "activate").write_text("")
-        (clone / "bin").symlink_to(lab / "commands")
-        (clone / "docs").symlink_to(PROJECT / "docs")
+        self.place.mkdir(parents=True)
+        (self.place / "bin").symlink_to(lab / "bin")
+        (self.place / ".venv").symlink_to(lab / "venv")
+        (self.place / "docs").symlink_to(PROJECT / "docs")
         self.environment = {
             **os.environ,
             "HOME": str(self.home),
@@ -172,7 +178,7 @@ class Pc:
     @property
     def goes_on(self) -> Program:
         """The newest of its programs that go on while others are typed."""
-        return next(program for program in reversed(self.programs) if program.command.startswith(LONG))
+        return next(program for program in reversed(self.programs) if LONG.match(program.command))
 
     def wait(self) -> None:
         """Wait until all that was typed here has ended, and well."""
@@ -190,15 +196,14 @@ class Lab:
         self._end = contextlib.ExitStack()
         self.port = self._end.enter_context(kept_address()).rpartition(":")[2]
         (folder / "pids").mkdir()
-        (folder / "commands").mkdir()
         python = shlex.quote(sys.executable)
-        self.add_command("zmqtrain", COMMAND.format(python=python))
-        self.add_command("zmqtrain-broker", BROKER.format(python=python))
-        self.add_command("zmqtrain-node", NODE.format(python=python, pace=PACE_SECONDS))
-        self.add_command("python", PYTHON.format(python=python))
-        self.add_command("pip", f"exec {python} - \"$@\" <<'EOF'\n{PIP}EOF\n")
-        self.add_command("ssh", SSH.format(project=PROJECT))
-        self.add_command("scp", SCP)
+        self.add_command("bin/zmqtrain", COMMAND.format(python=python))
+        self.add_command("bin/zmqtrain-broker", BROKER.format(python=python))
+        self.add_command("bin/zmqtrain-node", NODE.format(python=python, pace=PACE_SECONDS))
+        self.add_command("venv/bin/python", PYTHON.format(python=python))
+        self.add_command("commands/ssh", SSH.format(project=PROJECT))
+        self.add_command("commands/scp", SCP)
+        (folder / "pip.py").write_text(PIP)
 
     def __enter__(self) -> Lab:
         return self
@@ -213,9 +218,10 @@ class Lab:
             program.kill()
         self._end.close()
 
-    def add_command(self, name: str, script: str) -> None:
-        """Put a program on the path of all PCs, as the text of a shell script."""
-        path = self.folder / "commands" / name
+    def add_command(self, place: str, script: str) -> None:
+        """Make a program of the lab, as the text of a shell script; those in commands/ are on the path of all PCs."""
+        path = self.folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{script}")
         path.chmod(0o755)
 
@@ -243,13 +249,14 @@ class Lab:
             text = "cd ."
         if text.startswith("export "):
             pc.environment |= [text.removeprefix("export ").split("=", 1)]
+        long = LONG.match(text)
         for former in pc.programs:
-            if any(text.startswith(long) and former.command.startswith(long) for long in LONG):
+            if long and former.command.split()[0] == long[0].split()[0]:
                 former.wait_well()
         program = Program(self.here(text), name, pc.place, pc.environment, self.changed)
         program.allowed = allowed
         pc.programs.append(program)
-        if not text.startswith(LONG):
+        if not long:
             program.wait_well()
         for start, shown in READY.items():
             if text.startswith(start):

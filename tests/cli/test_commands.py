@@ -290,7 +290,8 @@ def test_a_broker_says_where_its_model_is_and_how_to_go_on(tmp_path: Path) -> No
     (tmp_path / "model.safetensors").touch()
     first, model, again = result(7, 9, tmp_path, tmp_path).splitlines()
     assert first == "ended at version 7, 9 contributions" and model == f"the model: {tmp_path / 'model.safetensors'}"
-    assert again == f"to go on with this run: zmqtrain-broker with the same options and --checkpoint {tmp_path}"
+    assert again.startswith("to go on with this run: ")
+    assert again.endswith(f"zmqtrain-broker with the same options and --checkpoint {tmp_path}")
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1-of-2.safetensors")
     assert "part of the model" in result(7, 9, tmp_path, tmp_path)
 

@@ -199,7 +199,9 @@ def result(
     elif parts := sorted(folder.glob(part_file("*", "*"))):
         lines.append(f"this master's part of the model: {parts[0]} (zmqtrain merge makes the whole of all)")
     options = "the same options, more --units" if over else "the same options"
-    lines.append(f"to go on with this run: {program} with {options} and --checkpoint {again}")
+    command, _, part = program.partition(" ")
+    line = f"{command_word(command)} {part}".rstrip()
+    lines.append(f"to go on with this run: {line} with {options} and --checkpoint {again}")
     return "\n".join(lines)
 
 

@@ -61,8 +61,8 @@ def _run(config: StopConfig) -> int:
         )
 
     run, version = stop(config.hub, config.server_key, config.keys, wait_seconds=config.wait_seconds, welcomed=say)
-    trained = f"at version {version}; its broker saves it and says where the model is" if version >= 0 else "untrained"
-    print(f"{run} has ended {trained}")
+    trained = "; its broker saves it and says where the model is" if version >= 0 else " untrained"
+    print(f"{run} has ended{trained}")
     return 0
 
 
