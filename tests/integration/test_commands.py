@@ -155,11 +155,9 @@ def test_local_runs_a_federation_to_its_end_and_says_where_its_model_is(text: Pa
     assert re.search(r"^held-out loss \d", result.stdout, re.MULTILINE)
     assert "6/6 units" in result.stdout
     kept = re.match(r"the run and its model are saved in (zmqtrain-runs/(run-\w{8}))$", result.stdout.splitlines()[0])
-    assert (
-        kept
-        and f"to go on with this run: zmqtrain local with the same options, more --units and --checkpoint {kept[1]}"
-        in (result.stdout)
-    )
+    assert kept, result.stdout
+    again = f"zmqtrain local with the same options, more --units and --checkpoint {kept[1]}"
+    assert again in result.stdout
     arrays, facts = read_model(tmp_path / kept[1] / "broker" / "model.safetensors")
     assert (facts.run, facts.program) == (kept[2], "text") and facts.evaluation.keys() >= {"loss"}
     assert [leaf.path for leaf in facts.leaves] and arrays.keys() == {leaf.path for leaf in facts.leaves}
@@ -181,7 +179,7 @@ def test_stop_ends_a_run_and_its_nodes_and_the_model_is_there(text: Path, tmp_pa
         watch.send_signal(signal.SIGINT)
         ended = run("stop", hub.address)
         assert ended.returncode == 0, ended
-        assert re.search(r"^(run-\w{8}) has ended at version \d+; its broker saves it", ended.stdout, re.MULTILINE)
+        assert re.search(r"^(run-\w{8}) has ended; its broker saves it", ended.stdout, re.MULTILINE)
         said = node.communicate(timeout=BOUND_SECONDS)[0]
         assert node.returncode == 0 and "held-out" in said, said
         assert hub.wait() == 0, hub.said
