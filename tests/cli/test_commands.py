@@ -17,7 +17,7 @@ import pytest
 
 import zmqtrain
 from zmqtrain import installed
-from zmqtrain.cli import COMMANDS, broker, broker_main, main, node_main
+from zmqtrain.cli import COMMANDS, broker, broker_main, local, main, node_main
 from zmqtrain.cli.broker import (
     check_checkpoint,
     check_program,
@@ -562,3 +562,20 @@ def test_what_a_peer_wrote_in_an_error_moves_no_cursor(capsys: pytest.CaptureFix
 
     assert run_command("zmqtrain-node", refused, service=True) == 78
     assert capsys.readouterr().err == "zmqtrain-node: the broker says ?[2J[/red]\n"
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_the_nodes_of_one_pc_share_its_card(driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(pid=os.getpid())
+
+    monkeypatch.setattr(local.subprocess, "Popen", start)
+    monkeypatch.setattr(local, "has_nvidia_driver", lambda: driver)
+    federation = local.Federation(RunSettings(program="text"), 2, pin=False)
+    monkeypatch.setattr(federation, "_broker", SimpleNamespace(address="tcp://127.0.0.1:5555"))
+    federation._start_node(0).errors.close()
+    (command,) = commands
+    assert ("XLA_PYTHON_CLIENT_PREALLOCATE=false" in command) is driver and sys.executable in command[:3]
