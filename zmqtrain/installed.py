@@ -9,11 +9,12 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["clone_folder", "command_word", "has_nvidia_driver", "how_to_install"]
+__all__ = ["clone_folder", "command_word", "has_nvidia_driver", "how_to_install", "sharing_card"]
 
 PACKAGE = Path(__file__).parent
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
@@ -22,6 +23,13 @@ DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
 def has_nvidia_driver() -> bool:
     """Return whether this PC has the driver of an NVIDIA card."""
     return any(Path(file).exists() for file in DRIVER_FILES) or shutil.which("nvidia-smi") is not None
+
+
+def sharing_card(command: Sequence[str]) -> list[str]:
+    """Return the command of one of several processes of this PC, so that each takes of a card what it needs: the first
+    would take three quarters of its memory else."""
+    env = shutil.which("env") if has_nvidia_driver() else None
+    return list(command) if env is None else [env, "XLA_PYTHON_CLIENT_PREALLOCATE=false", *command]
 
 
 def clone_folder() -> Path | None:

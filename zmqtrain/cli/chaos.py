@@ -33,6 +33,7 @@ from zmqtrain.cli.fields import require
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.installed import sharing_card
 
 __all__ = ["ChaosConfig", "HERE_KINDS", "main", "outcome_table"]
 
@@ -162,7 +163,7 @@ def _make_run(
 
 def _service(folder: Path, name: str, module: str, line: Sequence[str], ready: str = "") -> Service:
     clock = folder / f"{name}.clock"
-    command = [sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), module, *line]
+    command = sharing_card([sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), module, *line])
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from zmqtrain.cli.fields import (
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import say
 from zmqtrain.errors import ConfigError, ZmqTrainError
-from zmqtrain.installed import has_nvidia_driver
+from zmqtrain.installed import sharing_card
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.runtime.broker.registration import MasterPlace
 from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
@@ -272,13 +271,11 @@ class Federation:
         name = f"node-{index + 1}"
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "zmqtrain.cli.node", self.broker.address, "--name", name, "--follow-stdin"]
-        if has_nvidia_driver() and (env := shutil.which("env")) is not None:  # else the first takes most of the card
-            command = [env, "XLA_PYTHON_CLIENT_PREALLOCATE=false", *command]
         if self._checkpoint is not None and self.settings.masters == 1 and self.exchange == "hub":
             keep = ["--checkpoint-every", self._checkpoint_every, "--checkpoint-keep", str(self._checkpoint_keep)]
             command += ["--checkpoint", str(self._checkpoint / name), "--new-run", *keep]
         process = subprocess.Popen(
-            [*command, "--pace-seconds", str(self.pace_seconds), "--exchange", self.exchange],
+            sharing_card([*command, "--pace-seconds", str(self.pace_seconds), "--exchange", self.exchange]),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
