@@ -3,7 +3,7 @@
 Start a broker and then this script on every PC, as often as you like:
 
     zmqtrain-broker
-    python custom_loop.py tcp://hub:5555 --keys lab.key_secret
+    python custom_loop.py tcp://hub:5555 --keys ~/lab.key_secret
 
 The first one founds the run with its parameters; each later one takes the run's parameters at its first step. Without
 the marked lines this is an ordinary script that trains alone (and then has no use for its arguments `hub` and `keys`).

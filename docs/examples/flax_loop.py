@@ -1,7 +1,7 @@
 """Join a run from a training loop with flax.nnx: an ordinary script and five marked lines.
 
     zmqtrain-broker
-    python flax_loop.py tcp://hub:5555 --keys lab.key_secret
+    python flax_loop.py tcp://hub:5555 --keys ~/lab.key_secret
 
 What the nodes share is the model's parameters and its batch statistics. BatchNorm computes with the mean and the
 variance of each batch while it trains, and with running averages of them when it is evaluated. Those averages belong to

@@ -3,7 +3,7 @@
 Start a broker and then this script on every PC, whatever number of devices each of them has:
 
     zmqtrain-broker
-    python fsdp_loop.py tcp://hub:5555 --keys lab.key_secret
+    python fsdp_loop.py tcp://hub:5555 --keys ~/lab.key_secret
 
 The step is an ordinary `jax.sharding` program: XLA speaks between the devices of the PC, zmqtrain between the PCs. Each
 device offers its own part of every leaf and takes its own part of what comes back; nothing is gathered on one of them.

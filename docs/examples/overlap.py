@@ -3,7 +3,7 @@
 Start a broker, where the processes meet, and then this script on every PC (or as often as you like on one):
 
     zmqtrain-broker
-    python overlap.py tcp://hub:5555 --size 2 --keys lab.key_secret
+    python overlap.py tcp://hub:5555 --size 2 --keys ~/lab.key_secret
 
 Each process trains the same network on data of its own, by the mean of all gradients. The backward pass gives the
 gradients layer by layer, the last one first; each is a bucket, which is reduced over all processes while the layers

@@ -1,7 +1,7 @@
 """Have the learning rate follow the run and not this node: warm-up and decay by the samples of all nodes.
 
     zmqtrain-broker
-    python schedule_loop.py tcp://hub:5555 --keys lab.key_secret
+    python schedule_loop.py tcp://hub:5555 --keys ~/lab.key_secret
 
 An optax schedule counts the steps of the optimizer that it is in. At a PC that joins late, or comes back, that count
 begins at 0: it would warm up again, and then train with a rate that the others have left behind long ago. So the
