@@ -125,7 +125,7 @@ def test_a_node_trains_the_brokers_program_to_its_end_and_says_what_came_of_it(t
 def test_a_broker_that_is_told_to_end_says_goodbye_and_ends_with_0(by: int) -> None:
     with broker("--program", "text") as hub:
         assert hub.end(by) == 0
-        assert "ended: no node has joined, so there is no model" in hub.said
+        assert "ended: no node has begun to train, so there is no model" in hub.said
 
 
 def test_a_node_that_is_interrupted_sends_what_it_has_and_ends_with_0(text: Path) -> None:
@@ -183,7 +183,7 @@ def test_stop_ends_a_run_and_its_nodes_and_the_model_is_there(text: Path, tmp_pa
         said = node.communicate(timeout=BOUND_SECONDS)[0]
         assert node.returncode == 0 and "held-out" in said, said
         assert hub.wait() == 0, hub.said
-    assert "an operator, stop, ends the run: one node sends what is computed, and ends" in hub.said
+    assert "an operator, stop, ends the run: one node sends what it has computed, and ends" in hub.said
     arrays, facts = read_model(tmp_path / "kept" / "model.safetensors")
     assert arrays and facts.version >= 1
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
-from runs import BrokerProcess, Trainer, broker
+from runs import BrokerProcess, Trainer, batches, broker
 
 from zmqtrain.errors import HubUnreachable, JoinRefused, RunStopped
+from zmqtrain.runtime.broker.registration import MasterPlace
+from zmqtrain.runtime.broker.standby import StandbyPlace
 from zmqtrain.runtime.model_files import read_model
-from zmqtrain.runtime.node.connect import stop
+from zmqtrain.runtime.node.connect import connect, stop
 from zmqtrain.settings import RunSettings
+from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.key_folder import KeyFolder
 
 SETTINGS = RunSettings(codec="ternary:block=128", every=4, delay=2, lost_seconds=60.0)
@@ -54,3 +60,36 @@ def test_a_loop_over_data_of_its_own_hears_from_its_next_step_that_the_run_is_en
         stop(hub.address)
         with pytest.raises(RunStopped, match=r"zmqtrain stop"):
             trainer.join()
+
+
+def test_a_standby_ends_with_the_run():
+    with (
+        BrokerProcess(SETTINGS, None) as first,
+        BrokerProcess(None, None, standby=StandbyPlace(first=first.address)) as standby,
+    ):
+        trainer = Trainer(first.address, "pc-1")
+        trainer.wait_until(lambda: trains(trainer))
+        stop(first.address)
+        trainer.join()
+        assert first.process.wait(60) == 0 and standby.process.wait(60) == 0
+
+
+def test_all_masters_of_a_run_end_with_it_and_only_the_first_takes_the_order():
+    settings = RunSettings.from_dict(SETTINGS.to_dict() | {"masters": 2, "initial": "founder"})
+    with BrokerProcess(settings, None) as first:
+        place = MasterPlace(shard=1, masters=2, first=first.address)
+        with BrokerProcess(None, None, place=place) as second, ThreadPoolExecutor(1) as pool:
+            with (
+                connect(first.address, "pc-1") as node,
+                DelayedSync(node, {"w": np.zeros((200, 100), np.float32)}) as sync,
+            ):
+                params, asked = sync.params, None
+                for steps, _ in enumerate(node.batches(batches), 1):
+                    params = sync.step({"w": params["w"] + 1}, samples=16)
+                    if steps == 12:
+                        with pytest.raises(JoinRefused, match="has shard 1 of the run: say it to the first master"):
+                            stop(second.address)
+                        asked = pool.submit(stop, first.address)
+                params = sync.finish(params)
+            assert asked.result(60)[1] > 0
+            assert first.process.wait(60) == 0 and second.process.wait(60) == 0

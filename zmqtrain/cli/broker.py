@@ -90,6 +90,8 @@ def _run(config: BrokerConfig) -> int:
     display = Display(lambda: latest[-1] if latest else None, f"broker: {what}")
 
     folders: list[Path | None] = []
+    is_new = config.checkpoint is None and not config.no_checkpoint and place is None and standby is None
+    former = RunFolders().cut_short() if is_new else None
 
     def ready(broker: Broker) -> None:
         folders.append(broker.folder)
@@ -107,6 +109,8 @@ def _run(config: BrokerConfig) -> int:
         if beginning is not None:
             say(f"it begins with {beginning.path}: {beginning.facts.description}")
         say(saving(broker.folder))
+        if former is not None:
+            say(f"note: the broker of another run did not end in order; to go on with that:\n  --checkpoint {former}")
         if place is None:
             say(f"to end the run and all its nodes:\n  {stop_line(broker.channel.address, keys)}")
         if unknown:
@@ -190,7 +194,7 @@ def result(
     over: all data units of the run are done.
     """
     if version < 0:
-        return "ended: no node has joined, so there is no model"
+        return "ended: no node has begun to train, so there is no model"
     lines = [f"ended at version {version}, {plural(contributions, 'contribution')}"]
     if folder is None:
         return f"{lines[0]}; nothing was saved (--no-checkpoint)"

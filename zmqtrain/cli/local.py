@@ -343,6 +343,7 @@ def _run(config: LocalConfig) -> int:
         if hub.ledger.finished:
             raise ConfigError(finished(hub.run, hub.version, hub.ledger.total))
         say(saving(folder))
+        say(f"its broker is at {federation.broker.address}")
         nodes, where = plural(config.nodes, "node"), federation.broker.address
         title = f"local: {nodes} to train {describe_program(settings)} at {where}"
         display = Display(lambda: federation.roster, title)

@@ -274,6 +274,6 @@ def test_a_run_is_ended_by_an_operator_alone_and_a_stranger_costs_it_nothing(tmp
 
     with caplog.at_level("INFO"):
         lived(story, tmp_path, is_operator=lambda peer: operator)
-    said = "an operator, op, ends the run: one node sends what is computed, and ends" in caplog.text
+    said = "an operator, op, ends the run: one node sends what it has computed, and ends" in caplog.text
     assert said == operator
     assert read_model(tmp_path / "model.safetensors")[1].version == int(operator)

@@ -389,6 +389,21 @@ def test_a_folder_that_is_the_runs_own_is_made_when_the_run_has_begun_and_not_be
     again.keeper.close(again.hub.state(), again.aggregator)
 
 
+def test_the_newest_run_whose_broker_was_killed_is_found_and_no_other(tmp_path):
+    folders = RunFolders(tmp_path / "runs")
+    assert folders.cut_short() is None
+    ended, killed, lives = (Run(folders.folder(f"run-{name}"), made_late=True) for name in ("ended", "killed", "lives"))
+    for run in (ended, killed, lives):
+        run.found()
+    ended.keeper.close(ended.hub.state(), ended.aggregator)
+    killed.keeper._folder.close()
+    assert folders.cut_short() == folders.folder("run-killed")
+    again = Run(folders.folder("run-killed"))
+    assert folders.cut_short() is None, "it is gone on with"
+    for run in (again, lives):
+        run.keeper.close(run.hub.state(), run.aggregator)
+
+
 def test_every_run_has_a_folder_of_its_own():
     folders, run = RunFolders(), new_run()
     assert run != new_run() and folders.folder(run) == Path("zmqtrain-runs") / run

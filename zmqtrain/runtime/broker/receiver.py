@@ -183,12 +183,13 @@ class Receiver:
             if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self.behind) != message.size:
                 raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
             self._traffic.intake.pay(sum(len(frame) for frame in frames))
+            nodes = self._hub.nodes
             try:
                 self._carry_out(self._hub.receive(peer, message, now))
             finally:
                 self.behind = ()
             if isinstance(message, Stop) and self._hub.stopped_at == now:
-                self._telling.stopping(peer)
+                self._telling.stopping(peer, nodes)
             if isinstance(message, Relayed):
                 self._relays.pump(peer)
             if isinstance(message, Hello):

@@ -10,6 +10,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from zmqtrain.runtime.broker.parts import MODEL_FILE
+from zmqtrain.runtime.checkpoints.folder import is_locked
+
 __all__ = ["RUNS", "RunFolders", "new_run"]
 
 RUNS = Path("zmqtrain-runs")
@@ -26,6 +29,18 @@ class RunFolders:
     """The folders of runs that were given none. root: where they are."""
 
     root: Path = RUNS
+
+    def cut_short(self) -> Path | None:
+        """Return the newest folder of a run whose broker was killed, and that no broker has now; None if there is none.
+
+        A broker that ends in order writes the model after its last checkpoint.
+        """
+        found = []
+        for folder in self.root.glob("run-*") if self.root.is_dir() else ():
+            checkpoints = sorted(folder.glob("checkpoint-*.safetensors"))
+            if checkpoints and not (folder / MODEL_FILE).exists() and not is_locked(folder):
+                found.append((checkpoints[-1].stat().st_mtime, folder))
+        return max(found)[1] if found else None
 
     def folder(self, run: str, shard: int = 0, masters: int = 1, term: int = 0) -> Path:
         """Return the folder of a run; that of one master's shard of it, or of a standby that took over, is its own.

@@ -145,12 +145,12 @@ class Telling:
             text = "no version is kept by all %d nodes and here: the run goes on from version %d, not to the bits "
             logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
 
-    def stopping(self, peer: PeerId) -> None:
-        """An operator ends the run."""
-        nodes = self._hub.nodes
-        which = "no node is here" if not nodes else "one node sends" if nodes == 1 else f"{nodes} nodes send"
-        what = f"{which} what is computed, and ends" if nodes == 1 else f"{which} what is computed, and end"
-        logger.warning("an operator, %s, ends the run: %s", self._name(peer), what if nodes else which)
+    def stopping(self, peer: PeerId, nodes: int) -> None:
+        """An operator ends the run. nodes: that were here."""
+        what = "one node sends what it has computed, and ends" if nodes == 1 else "no node is here"
+        if nodes > 1:
+            what = f"{nodes} nodes send what they have computed, and end"
+        logger.warning("an operator, %s, ends the run: %s", self._name(peer), what)
 
     def over(self, by_first: bool = False) -> None:
         """The run has come to its end."""

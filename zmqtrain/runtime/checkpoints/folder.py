@@ -24,7 +24,7 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.runtime.checkpoints.files import read_arrays, sync_folder, write_arrays
 from zmqtrain.runtime.checkpoints.journal import Journal, read_journal
 
-__all__ = ["CheckpointFolder"]
+__all__ = ["CheckpointFolder", "is_locked"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,23 @@ _NAME = re.compile(r"checkpoint-(\d{12})\.safetensors")
 _JOURNAL = re.compile(r"journal-(\d{12})\.log")
 _STALE = re.compile(r"(checkpoint-\d{12}|model[-\w]*|keys)\.safetensors\.part")
 LOCK = "lock"
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process has this folder now; a folder that cannot be looked into counts as one."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 class CheckpointFolder:
