@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -35,8 +36,9 @@ from zmqtrain.cli.display import (
 from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardown, run_command, watch_signals
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.settings import check_host, read_config
-from zmqtrain.cli.terminal import Terminal
+from zmqtrain.cli.terminal import Terminal, say
 from zmqtrain.errors import ConfigError, DataError, ModelMismatch
+from zmqtrain.installed import command_word
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
 from zmqtrain.runtime.node.alone import Solitude
@@ -121,7 +123,7 @@ def _run(config: NodeConfig) -> int:
             recorder.close()
     console = Terminal()
     console.print(result_table(result, program.sample_word, in_lockstep=config.lockstep is not None))
-    console.print(model_line(node.run, result.statistics.version, over, node.address, config.keys), soft_wrap=True)
+    say(model_line(node.run, result.statistics.version, over, node.address, config.keys))
     return 0
 
 
@@ -132,10 +134,10 @@ def model_line(run: str, version: int, over: bool, address: str, keys: Path | No
     """
     if over:
         return f"{run} is over: this node ended with its last parameters, of version {version}; its broker has the file"
-    how = f"zmqtrain export {address}" + (f" --keys {keys}" if keys else "")
+    how = f"{command_word('zmqtrain')} export {address}" + (f" --keys {shlex.quote(str(keys))}" if keys else "")
     return (
         f"this node left {run} at version {version}, and the run goes on: the model is the broker's, not what this "
-        f"node held. To take it out:  {how}"
+        f"node held. To take it out:\n  {how}"
     )
 
 
