@@ -173,7 +173,8 @@ class Pc:
         }
         self.environment.pop("XDG_CONFIG_HOME", None)
         (self.home / ".site").mkdir()
-        (self.home / ".site" / "sitecustomize.py").write_text(f"import socket\nsocket.gethostname = lambda: {name!r}\n")
+        names = f"import platform, socket\nsocket.gethostname = platform.node = lambda: {name!r}\n"
+        (self.home / ".site" / "sitecustomize.py").write_text(names)
 
     @property
     def goes_on(self) -> Program:
