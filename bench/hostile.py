@@ -59,6 +59,8 @@ _Figures = dict[str, Any]
 AFTER_SECONDS = 5.0
 """The block after an attack begins so long after it: by then honest nodes are back."""
 PORT = 5555
+HONEST = "honest"
+"""How the names of honest nodes begin: attackers take names such as pc-1."""
 OPEN_TO_ALL = tuple(name for name in ATTACKS if name != "steal")
 """Without keys anybody may come in, also under another's name: see docs/operations.md."""
 RATES = {"fetch_again_and_again": 1e9}
@@ -381,12 +383,12 @@ def _be_broker(case: Case, folder: str = "") -> None:
     from zmqtrain.settings import RunSettings
     from zmqtrain.transport.key_folder import KeyFolder
 
-    told, complaints = commands(), _complaints("pc-")
+    told, complaints = commands(), _complaints(f"{HONEST}-")
     keys, key = None, ""
     if folder:
         keys = KeyFolder(Path(folder))
         key = keys.hub().public.decode()
-        keys.new([f"pc-{number}" for number in range(case.nodes + case.authorised)])
+        keys.new([f"{HONEST}-{number}" for number in range(case.nodes + case.authorised)])
     with BrokerThread(f"tcp://*:{PORT}", RunSettings.from_dict(case.settings), keys=keys) as thread:
         say({"key": key})
         while True:
@@ -411,8 +413,8 @@ def _be_node(case: Case, number: str, host: str, folder: str = "") -> None:
     params: Any = {"w": jax.numpy.zeros(case.params)}
     pattern = jax.numpy.asarray(random.standard_normal(case.params, dtype="float32"))
     move = jax.jit(lambda tree, size: {"w": tree["w"] + size * pattern})
-    keys = KeyFolder(Path(folder)).secret_of(f"pc-{number}") if folder else None
-    with connect(f"tcp://{host}:{PORT}", f"pc-{number}", keys=keys, timeout_seconds=60.0) as node:
+    keys = KeyFolder(Path(folder)).secret_of(f"{HONEST}-{number}") if folder else None
+    with connect(f"tcp://{host}:{PORT}", f"{HONEST}-{number}", keys=keys, timeout_seconds=60.0) as node:
         sync = DelayedSync(node, params)
         params, steps = sync.params, 0
         while sync.statistics().aggregates_applied < 4:
@@ -435,7 +437,7 @@ def _be_attackers(case: Case, host: str, key: str, folder: str = "") -> None:
 
     told = commands()
     os.nice(19)
-    pair = CurveKeys.load(KeyFolder(Path(folder)).secret_of(f"pc-{case.nodes}")) if case.authorised else None
+    pair = CurveKeys.load(KeyFolder(Path(folder)).secret_of(f"{HONEST}-{case.nodes}")) if case.authorised else None
     place = Place(host, PORT, key.encode() or None, None if pair is None else (pair.public, pair.secret))
     say({"ready": True})
     stop, threads, turn = threading.Event(), list[threading.Thread](), 0

@@ -11,6 +11,7 @@ from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Reduce, Replicate, Send
 from zmqtrain.protocol.fencing import LIFE, Stamp
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import (
     Aggregate,
     Fetch,
@@ -209,6 +210,25 @@ def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_book
     assert not hub.may_announce, "b is not of the crew that the standby goes by: a alone"
     hub.receive("a#1", Heartbeat(2.5, 1), 2.5)
     assert hub.may_announce
+
+
+def test_nodes_that_join_and_never_publish_have_no_word_between_a_hub_and_its_standby():
+    hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
+    for name in ("a", "silent", "still"):
+        hub.receive(f"{name}#1", Hello(name), -2.0)
+        member = hub.members[f"{name}#1"]
+        member.state, member.counted = MemberState.LIVE, name == "a"
+    hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
+    one = follower()
+    (books,) = (effect.message for effect in hub.in_step(0.0) if getattr(effect, "peer", "") == "s#1")
+    one.receive(books, 0.5)
+    assert [*one.crew] == ["a#1"]
+    (beat, *_) = (effect.message for effect in one.tick(2.0) if isinstance(effect, Send))
+    hub.receive("s#1", beat, 2.0)
+    hub.gone("s#1", "cut", 2.0)
+    assert not hub.may_announce
+    hub.receive("a#1", Heartbeat(2.5, 1), 2.5)
+    assert hub.may_announce, "two silent nodes of three keep nobody from going on"
 
 
 def test_a_node_that_lets_its_hub_go_on_says_so_at_once_and_to_the_standby():

@@ -207,5 +207,9 @@ def counted(members: Mapping[PeerId, Member]) -> set[PeerId]:
 
 
 def crew(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes whose word decides between a hub and its standby: those that train; before any does, all."""
-    return training(members) or {peer for peer, member in members.items() if member.is_node}
+    """Return the nodes whose word decides between a hub and its standby: those of which a delta has come; before there
+    is one, those that train; before any does, all.
+
+    A node that joins and never publishes has no word: many of them could keep a hub from going on without its standby.
+    """
+    return counted(members) or training(members) or {peer for peer, member in members.items() if member.is_node}
