@@ -486,5 +486,31 @@ def test_a_node_that_left_the_first_and_is_started_again_has_no_vote_for_the_sta
     assert two_sides(world, "a#1", "b#1") == (True, False)
 
 
+def out_of_step_and_back():
+    """A standby that nodes have waited for too long, as it was cut off; one of two nodes was, too, and came again."""
+    world = world_of(2)
+    for seconds in (0.3, 0.3, 1.5, 0.3):
+        world.run(seconds)
+    world.partition({"a#1"}, 0.3)
+    world.mend_all()
+    return world
+
+
+def test_a_run_whose_standby_was_out_of_step_and_is_back_waits_for_no_node_that_came_again_meanwhile():
+    world = out_of_step_and_back()
+    version = world.brokers[FIRST].hub.version
+    world.run(6.0)
+    assert all(node.peer.version > version for node in world.nodes.values())
+    assert world.brokers[FIRST].hub.standby is not None
+
+
+def test_a_standby_that_is_back_in_time_is_in_step_again_once_it_may_be_though_nothing_is_released():
+    world = out_of_step_and_back()
+    for node in world.nodes.values():
+        node.publish = lambda: None
+    world.run(70.0)
+    assert world.brokers[FIRST].hub.tenure.follows
+
+
 TestWorld = World.TestCase
 TestWorld.settings = hypothesis_settings(max_examples=40, stateful_step_count=12)

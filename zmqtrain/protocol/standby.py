@@ -301,6 +301,14 @@ class Tenure:
         """The standby is gone: it may take over, with half of the crew that it was told last."""
         self.follows = False
 
+    def returned(self, address: str) -> None:
+        """A standby at this address follows again, and is not in step: it holds a copy that it was sent since it came
+        back. If it is the one that was in step last, it takes over no more before it is told that it is in step again:
+        no node need let this hub go on. A hub that was started again may not know which one was in step last."""
+        if address == self.standby and not (self.follows or self._unknown):
+            self._told.clear()
+            self._released.clear()
+
     def dismissed(self, reason: str) -> None:
         """The standby has said goodbye: it will not take over, or does so now."""
         if reason == TAKES_OVER:

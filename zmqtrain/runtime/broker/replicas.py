@@ -114,14 +114,16 @@ class Replicas:
     def holds(self, version: Version, now: float) -> None:
         """The standby holds this version."""
         self._held = max(self._held, version)
-        may_be = self._hub.standby is not None and self._patience.may_be_in_step(now)
-        if may_be and not self._hub.tenure.follows and self._hub.standby is not None:
+        if (standby := self._hub.standby) is not None:
+            self._hub.tenure.returned(standby.address)
+        may_be = standby is not None and self._patience.may_be_in_step(now)
+        if may_be and not self._hub.tenure.follows and standby is not None:
             if version >= self._announced:
                 if self._closing_since is not None:
                     self._patience.waited(now - self._closing_since, 0, now)
                 self._closing_since, self._in_step_at = None, now
                 self._patience.in_step(now)
-                logger.info("the standby at %s is in step, at version %d", self._hub.standby.address, version)
+                logger.info("the standby at %s is in step, at version %d", standby.address, version)
                 self._carry_out(self._hub.in_step(now))
             elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
                 self._closing_since = now
@@ -140,6 +142,8 @@ class Replicas:
                 f"without it, and it is in step again in {pause:.0f} s at the earliest"
             )
             self.send_away(standby.peer, text)
+        elif self._held >= 0 and not self._hub.tenure.follows:  # it may be in step again since it said so
+            self.holds(self._held, now)
         self._flush(now)
         self._ask_rival()
         paused = self._hub.standby is None and bool(self._waiting) and now - self._waiting[0].since > PAUSED_SECONDS
