@@ -157,6 +157,13 @@ def test_where_gradients_are_exchanged_in_every_step_the_headline_says_how_and_n
     assert "k 8" not in text and "samples" not in text
 
 
+def test_the_headline_says_that_an_operator_ends_the_run() -> None:
+    assert " · an operator ends the run: nodes send what they have computed" in roster_headline(
+        roster(hub={"ending": True})
+    )
+    assert "operator" not in roster_headline(roster())
+
+
 def test_the_headline_says_what_a_parameter_server_serves() -> None:
     served = {"keys": 12, "bytes": 3_200_000, "pushes": 4500, "clients": 3}
     assert " · serves 12 keys, 3.2 MB: 4.5 k pushes, 3 clients now" in roster_headline(roster(served=served))

@@ -157,6 +157,8 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     parts.append(plural(len(roster.members), "node"))
     if roster.samples or not roster.exchange:  # past the broker, they are counted in the end
         parts.append(f"{format_count(roster.samples)} sample{'s' * (roster.samples != 1)}")
+    if roster.hub.get("ending"):
+        parts.append("an operator ends the run: nodes send what they have computed")
     if roster.exchange:
         parts.append(f"exchange {words(roster.exchange.partition(',')[0])}")
     elif roster.every:
