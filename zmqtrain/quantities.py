@@ -12,11 +12,17 @@ from math import isfinite
 
 from zmqtrain.errors import ConfigError
 
-__all__ = ["parse_count", "parse_bytes", "parse_rate", "parse_duration"]
+__all__ = ["parse_count", "parse_bytes", "parse_rate", "parse_duration", "require_kind"]
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
+
+
+def require_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
+    """Raise ConfigError, naming what it is and how it is written, unless a caller's value is of one of these kinds."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ConfigError(f"{name} is written like {example}, not {value!r} (of type {type(value).__name__})")
 
 
 def parse_count(text: str, name: str = "a count") -> int:

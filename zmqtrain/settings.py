@@ -85,6 +85,16 @@ def read_steps(name: str, value: Any) -> Any:
     return FITTED[name] if value == AUTO and name in FITTED else value
 
 
+def _checked(name: str, value: Any, wanted: type) -> Any:
+    """Return a setting's value in its kind. Raises ConfigError for one of another kind."""
+    value = read_steps(name, value)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError(f"setting {name} must be {_KINDS[wanted]}, got {value!r}")
+    return value
+
+
 def pieces_of(values: int) -> int:
     """Return into how many fragments auto cuts a model of so many values: the aggregate of the first comes down while
     the others go up, and each fragment costs its heads."""
@@ -175,6 +185,8 @@ class RunSettings:
     """A node or a hub silent for so long is taken for lost."""
 
     def __post_init__(self) -> None:
+        for field in fields(RunSettings):
+            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name), type(field.default)))
         codec, fragments = split_argument(self.codec, "fragments")
         if fragments is not None:
             if self.fragments not in (AUTO_FRAGMENTS, fragments):
@@ -317,11 +329,5 @@ class RunSettings:
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"unknown setting {name!r}: the broker runs another version of zmqtrain")
-            wanted = type(known[name].default)
-            value = read_steps(name, value)
-            if wanted is float and type(value) is int:
-                value = float(value)
-            if type(value) is not wanted:
-                raise ConfigError(f"setting {name} must be {_KINDS[wanted]}, got {value!r}")
-            checked[name] = value
+            checked[name] = _checked(name, value, type(known[name].default))
         return cls(**checked)

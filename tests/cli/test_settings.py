@@ -369,3 +369,14 @@ def test_a_setting_that_is_no_number_or_absurd_is_refused_by_name(tmp_path, name
     path.write_text(f"{'standby = ' + repr(standby[1]) if standby else ''}\n{name} = {value}\n")
     with pytest.raises(ConfigError, match=name):
         read_config(BrokerConfig, "zmqtrain-broker", ["--config", str(path)])
+
+
+def test_settings_in_python_are_checked_as_those_that_are_typed() -> None:
+    assert RunSettings(every="auto", elastic=1) == RunSettings()  # type: ignore[arg-type]
+    for wrong, words in (
+        ({"every": "often"}, "a whole number"),
+        ({"codec": 5}, "a text"),
+        ({"units": True}, "a whole"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            RunSettings(**wrong)  # type: ignore[arg-type]

@@ -859,6 +859,24 @@ MISTAKES: dict[str, list[Mistake]] = {
             call=lambda place: _sync(place.open, _params(), lambda sync: sync.step([np.zeros((2, 3), np.float32)])),
         ),
         Mistake(
+            "`sync.step(params, score=losses)` with a loss for each example",
+            ("score is one number, the mean loss of the step, got an array of shape [8]: give score=losses.mean()",),
+            "Give the mean",
+            call=lambda place: _sync(place.open, _params(), lambda sync: sync.step(_params(), score=np.ones(8))),
+        ),
+        Mistake(
+            "`sync.step(None)`: the step's result was not returned",
+            ("came without the leaf w float32[2,3]",),
+            "Return the parameters from your step",
+            call=lambda place: _sync(place.open, _params(), lambda sync: sync.step(None)),
+        ),
+        Mistake(
+            "`zt.connect(hub, keys=5)`",
+            ('keys is written like "lab.key_secret", a file, not 5',),
+            "Give the name of the key file",
+            call=lambda place: _connect(place.open, keys=5),
+        ),
+        Mistake(
             "`sync.step` after `sync.finish`",
             ("`step` was called after `finish`", "connect again (zmqtrain.connect) and make another DelayedSync"),
             "The node has ended: connect again to train on",

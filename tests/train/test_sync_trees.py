@@ -92,3 +92,19 @@ def test_a_newcomer_whose_parameters_have_another_shape_hears_so_at_its_first_st
     with pytest.raises(ModelMismatch, match="where it was"):
         sync.step({name: leaf[:1] for name, leaf in tree().items()})
     assert sync.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"score": jnp.ones(8)}, r"score is one number, .* an array of shape \[8\]: give score=losses\.mean\(\)"),
+        ({"score": "0.5"}, "score is one number, .* got '0.5'"),
+        ({"samples": (8, 3)}, r"samples is how many there were in the step, a whole number, got \(8, 3\)"),
+    ],
+)
+def test_a_score_that_is_no_number_and_samples_that_are_no_count_are_refused(figures, words):
+    sync = DelayedSync(ScriptedExchange(), tree())
+    with pytest.raises(ConfigError, match=words):
+        sync.step(tree(), **figures)
+    sync.step(tree(), score=np.float32(0.5), samples=np.int64(8))
+    assert sync.steps == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import reprlib
 import statistics
 from collections import deque
@@ -240,6 +241,7 @@ class DelayedSync:
         """
         self._check_open("step")
         leaves = self._flatten(params)
+        samples = _check_figures(score, samples)
         self._check_stopped(params, samples)
         self._last = None  # before more memory is needed
         if isinstance(self._score_before, jax.Array) and not self._score_before.is_deleted():
@@ -430,7 +432,7 @@ class DelayedSync:
         if tree != self._tree or any(
             getattr(leaf, "shape", ()) != shape for leaf, shape in zip(leaves, self._shapes, strict=True)
         ):
-            raise _changed_model(self._model, _describe_floats(params))
+            raise _changed_model(self._model, describe_model(params))
         return leaves
 
     def _offer(self, leaves: list[Any]) -> list[Any]:
@@ -567,6 +569,19 @@ class DelayedSync:
 
 def _is_deleted(score: Any) -> bool:
     return isinstance(score, jax.Array) and score.is_deleted()
+
+
+def _check_figures(score: Any, samples: Any) -> int:
+    """Return how many samples a step had. Raises ConfigError for what is no count, and a score that is no number."""
+    if score is not None and (np.shape(score) != () or isinstance(score, str | bytes)):
+        what = f"an array of shape {list(np.shape(score))}" if np.shape(score) else repr(score)
+        raise ConfigError(
+            f"score is one number, the mean loss of the step, got {what}: give score=losses.mean(), for example"
+        )
+    try:
+        return operator.index(samples)
+    except TypeError:
+        raise ConfigError(f"samples is how many there were in the step, a whole number, got {samples!r}") from None
 
 
 def _describe_floats(params: Any) -> ModelSpec:

@@ -39,7 +39,8 @@ def parse_address(address: str, example: str = "tcp://192.168.1.10:5555") -> tup
 
     Raise ConfigError, with an `example` of what could be typed, if it has another form.
     """
-    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)", address, re.ASCII)
+    text = address if isinstance(address, str) else ""
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)", text, re.ASCII)
     if match is None or (match[2] != "*" and int(match[2]) > 65535):
         raise ConfigError(f"{address!r} is no address of the form tcp://HOST:PORT, for example {example}")
     return match[1].strip("[]"), 0 if match[2] == "*" else int(match[2])

@@ -24,6 +24,7 @@ import zmq
 from zmq.auth.certs import load_certificate
 
 from zmqtrain.errors import ConfigError
+from zmqtrain.quantities import require_kind
 
 __all__ = [
     "Credentials",
@@ -121,6 +122,10 @@ def read_credentials(server_key: GivenServerKey, keys: GivenKeys) -> Credentials
     server_key: the key itself, or the file that holds it.  keys: the pair, or its file; one that names its hub needs no
     server_key.  Raises ConfigError.
     """
+    if keys:
+        require_kind("keys", keys, (CurveKeys, str, Path), '"lab.key_secret", a file')
+    if server_key:
+        require_kind("server_key", server_key, (bytes, str, Path), '"hub.key", a file, or the 40 characters in it')
     pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(_at_home(keys)) if keys else None
     server = _read_server_key(server_key) if server_key else None
     if server is None and pair is not None:

@@ -64,8 +64,8 @@ def open_port(
     name = name or f"{socket.gethostname().partition('.')[0] or 'process'}-{os.getpid()}"
     if not name.isprintable() or len(name) > 64 or "#" in name:
         raise ConfigError(f"a process's name is at most 64 printable characters without '#', got {name!r}")
-    if not 1 <= size <= MAX_PROCESSES:
-        raise ConfigError(f"size must be 1 to {MAX_PROCESSES}, got {size}")
+    if not isinstance(size, int) or not 1 <= size <= MAX_PROCESSES:
+        raise ConfigError(f"size must be 1 to {MAX_PROCESSES}, got {size!r}")
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank must be 0 to {size - 1} in a group of {size}, or None for any, got {rank}")
     if timeout_seconds <= 0 or direct_seconds <= 0:

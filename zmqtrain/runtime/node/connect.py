@@ -19,6 +19,7 @@ from zmqtrain.interfaces import Channel
 from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Stop
 from zmqtrain.protocol.standby_messages import Promote
+from zmqtrain.quantities import require_kind
 from zmqtrain.runtime.checkpoints.every import every_from_text
 from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
 from zmqtrain.runtime.events import NodeEvents
@@ -92,6 +93,13 @@ def connect(
         raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
     named = name
     name = name or socket.gethostname().partition(".")[0] or "node"
+    require_kind("name", name, str, '"pc1"')
+    require_kind("timeout_seconds", timeout_seconds, (int, float), "10.0")
+    require_kind("link", link, str, '"1gbit"')
+    require_kind("share", share, (int, float), "0.8")
+    require_kind("checkpoint_every", checkpoint_every, str, '"60s", or "64" for a count of versions')
+    if checkpoint is not None:
+        require_kind("checkpoint", checkpoint, (str, Path), '"kept", a folder')
     if not name.isprintable() or len(name) > 64 or "#" in name:
         raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
     if codec_on not in get_args(CodecOn):

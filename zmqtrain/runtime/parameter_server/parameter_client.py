@@ -125,7 +125,7 @@ class ParameterClient:
         timeout_seconds: of the connection, and of every wait that is not told otherwise.
         Raises ConfigError, HubUnreachable, PeerLost, JoinRefused.
         """
-        given = [addresses] if isinstance(addresses, str) else list(addresses)
+        given = [addresses] if isinstance(addresses, str) or not isinstance(addresses, Iterable) else list(addresses)
         if not given or not all(isinstance(address, str) and address for address in given):
             raise ConfigError(
                 f"connect needs the masters' addresses, such as ['tcp://10.0.0.1:5555'], not {addresses!r}"
