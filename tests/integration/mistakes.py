@@ -716,6 +716,18 @@ MISTAKES: dict[str, list[Mistake]] = {
             lambda place: ["promote", place.closed, "--wait-seconds", "0.2"],
         ),
         Mistake(
+            "`zmqtrain export run1`, and there is no such folder",
+            ("there is no folder run1; a broker's address is written like tcp://192.168.1.10:5555",),
+            "Name the broker's `--checkpoint` folder, or its address",
+            _typed("export", "run1"),
+        ),
+        Mistake(
+            "`zmqtrain export` of a folder without a run",
+            ("there is no run in", "name the --checkpoint folder of a broker, or its address"),
+            "The broker said at its start where it saves",
+            lambda place: ["export", str(place.keys.path)],
+        ),
+        Mistake(
             "`zmqtrain merge` in an empty folder",
             ("there is no part of a model in", "start that master again on the folder, and end it"),
             "Each master writes its part when it ends",
