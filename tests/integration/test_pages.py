@@ -15,7 +15,7 @@ from tests.lab import ENDS, Lab, Program
 from tests.pages import Command, Shown, Source, read_page
 
 PROJECT = Path(__file__).parents[2]
-OFTEN = ("README", "2-", "3-", "4-", "5-", "8-")
+OFTEN = ("README", "2-", "3-", "5-", "8-")
 """Beginnings of the pages that are followed each time; --all-pages adds the others."""
 PAGES = ("README.md", *sorted(f"docs/tutorial/{path.name}" for path in (PROJECT / "docs" / "tutorial").glob("*.md")))
 NOT_RUN = {
