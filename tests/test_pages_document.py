@@ -10,6 +10,7 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 README = PROJECT / "README.md"
 PAGES = (README, *sorted((PROJECT / "docs").rglob("*.md")))
+GLOSSARY = PROJECT / "docs" / "glossary.md"
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 WIDTH = 140
@@ -38,3 +39,11 @@ def test_every_link_of_a_page_leads_to_a_file_and_its_heading(page: Path) -> Non
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_the_glossary_has_the_words_of_a_run_in_alphabetical_order() -> None:
+    words = re.findall(r"^\| ([^|(]+?) (?:\([^|]*\) )?\|", GLOSSARY.read_text(), re.MULTILINE)[1:]
+    assert words == sorted(words, key=str.lower)
+    assert {"age", "anchor", "delta", "drain", "fragment", "quorum", "unit", "version"} <= set(words)
+    named = set(re.findall(r"(?<!\*)\*([a-z ]+)\*(?!\*)", GLOSSARY.read_text())) - {"italics"}
+    assert [name for name in named if name not in words and name.removesuffix("s") not in words] == []
