@@ -17,8 +17,8 @@ def strict_run(monkeypatch, places, **settings):
     """Two nodes, pc-1 and pc-2, which compress where `places` says; their final parameters and their coders."""
     coders = {}
 
-    def connect_there(address, name):
-        made = connect(address, name, codec_on=places[name])
+    def connect_there(address, name, keys=None):
+        made = connect(address, name, keys=keys, codec_on=places[name])
         coders[name] = made
         return made
 

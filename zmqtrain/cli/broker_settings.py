@@ -34,7 +34,8 @@ __all__ = ["BrokerConfig"]
 class BrokerConfig(RunOptions):
     """Start the broker of a run: the one program on the hub that the nodes of all PCs connect to.
 
-    All settings of the run are given here and nowhere else; the nodes adopt them when they join. Ctrl-C ends the run.
+    All settings of the run are given here and nowhere else; the nodes adopt them when they join. Ctrl-C saves
+    the run and ends this broker alone; zmqtrain stop ends the run and its nodes too.
 
     On the network only PCs with an authorised key come in (zmqtrain keys); the broker says what each of them needs.
 
