@@ -64,6 +64,9 @@ def test_figures_are_shown_in_a_persons_units() -> None:
     assert [format_seconds(value) for value in (-1.0, 9.9, 75.4, 3700.0)] == ["0:00", "0:09", "1:15", "1:01:40"]
     assert format_scores({"bits_per_byte": 3.384}) == "bits per byte 3.3840"
     assert format_scores({"loss": 0.06, "accuracy": 98.14}) == "loss 0.0600, accuracy 98.1 %"
+    assert format_scores({"accuracy": 98.14, "loss": 0.06}) == "loss 0.0600, accuracy 98.1 %", (
+        "as a checkpoint has them"
+    )
     assert format_scores({"accuracy": 0.981, "top_5_accuracy": 100.0}) == "accuracy 0.9810, top 5 accuracy 100.0 %"
 
 

@@ -153,3 +153,40 @@ def loss_of(shown: str) -> float:
 def test_what_is_not_run_is_in_a_page() -> None:
     typed = [step.text for page in PAGES for step in read_page(PROJECT / page) if isinstance(step, Command)]
     assert [start for start in NOT_RUN if not any(text.startswith(start) for text in typed)] == []
+
+
+GOOD = """
+pc1$ echo "version 12 of pc1" > said
+pc1$ scp said pc2:there
+pc2$ cat ../there
+version 7 of pc1
+hub$ ssh pc2 'hostname_of() { cat there; }; hostname_of | tee again'
+version … pc1
+"""
+BAD = {
+    "a command that fails": "pc1$ false",
+    "a line that is not shown": "pc1$ echo version 12 of pc2\nversion 12 of pc1",
+    "a line that is shown once": "pc1$ echo once\nonce\n```\n\n```console\nonce",
+    "a key where nothing runs": "pc1$ .venv/bin/python loop.py\nhub$ true\npc1$ ^C",
+}
+
+
+def test_a_page_that_is_right_is_followed_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(f"```console{GOOD}```\n")
+    (tmp_path / "lab").mkdir()
+    assert len(follow(str(tmp_path / "page.md"), tmp_path / "lab")) == 4
+    assert (tmp_path / "lab" / "pc2" / "again").read_text() == "version 12 of pc1\n"
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_page_that_is_wrong_fails(what: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(f"```console\n{BAD[what]}\n```\n")
+    (tmp_path / "lab").mkdir()
+    with pytest.raises(AssertionError):
+        follow(str(tmp_path / "page.md"), tmp_path / "lab")
+
+
+def test_a_block_that_nothing_runs_is_no_block_of_a_page(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("```sh\ntrue\n```\n")
+    with pytest.raises(ValueError, match="nothing runs it"):
+        read_page(tmp_path / "page.md")

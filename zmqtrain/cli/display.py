@@ -122,8 +122,9 @@ def format_number(value: float, digits: int = 3) -> str:
 
 def format_scores(scores: Mapping[str, float]) -> str:
     """Return held-out scores as "loss 2.3110, accuracy 98.1 %". An accuracy is in percent, as `Program.evaluate` has
-    it; one of at most 1 is shown as it came, as it may be a fraction."""
-    return ", ".join(f"{name.replace('_', ' ')} {_score(name, value)}" for name, value in scores.items())
+    it; one of at most 1 is shown as it came, as it may be a fraction. The loss stands first, also after a restart."""
+    ordered = sorted(scores.items(), key=lambda item: item[0] != "loss")
+    return ", ".join(f"{name.replace('_', ' ')} {_score(name, value)}" for name, value in ordered)
 
 
 def _score(name: str, value: float) -> str:
