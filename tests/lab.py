@@ -218,6 +218,8 @@ class Lab:
         for program in self.programs():
             program.kill()
         self._end.close()
+        if kind is not None:  # the report of a test that failed has what was printed
+            print(*self.programs(), sep="\n\n")
 
     def add_command(self, place: str, script: str) -> None:
         """Make a program of the lab, as the text of a shell script; those in commands/ are on the path of all PCs."""
