@@ -137,7 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("page", [page for page in PAGES if every or Path(page).name.startswith(OFTEN)])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_page_can_be_followed(page: str, tmp_path: Path) -> None:
     programs = follow(page, tmp_path)
     if page.endswith("8-the-model.md"):
