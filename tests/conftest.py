@@ -36,9 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # who was started in the background has SIGINT ignored, and so have its children: tests that interrupt would hang
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # a process that was started in the background ignores SIGINT and SIGQUIT, and so do its children: tests that send
+    # these would hang
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     if COMPILED not in os.environ:  # a worker has that of who started it
         config.stash[COMPILED_HERE] = os.environ[COMPILED] = tempfile.mkdtemp(prefix="zmqtrain-compiled-")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -183,7 +183,7 @@ class Receiver:
             if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self.behind) != message.size:
                 raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
             self._traffic.intake.pay(sum(len(frame) for frame in frames))
-            nodes = self._hub.nodes
+            nodes = self._hub.nodes if isinstance(message, Stop) else 0
             try:
                 self._carry_out(self._hub.receive(peer, message, now))
             finally:
