@@ -31,8 +31,8 @@ def test_a_real_run_is_scored_from_what_its_nodes_had(tmp_path: Path) -> None:
     losses = [loss for _, loss in line["curve"]]
     assert len(losses) >= 3 and losses[-1] < losses[0]
     assert all(seconds >= 0 for seconds, _ in line["curve"])
+    # an exchange every two steps, and one more at the end
     assert line["steps"] > 0 and line["period_steps"] > 1.5 and line["mb_up"] > 0
-    # every two steps, and once more at the end
     assert line["chosen"]["every"] == 2
 
 
