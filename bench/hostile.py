@@ -66,7 +66,8 @@ OPEN_TO_ALL = tuple(name for name in ATTACKS if name != "steal")
 RATES = {"fetch_again_and_again": 1e9}
 """Of the attackers' port in a row of its own, where --attack-rate would hide what the broker sends."""
 SECONDS = {"confirm_late": 60.0}
-"""Of an attack whose cost is bounded over a minute (protocol.standby.Patience), not at once."""
+"""Length of the blocks of these attacks. The hub bounds what a late standby costs in each minute
+(protocol.standby.Patience), so a shorter block would measure more than that."""
 STAR_SECONDS, LEARNING_SECONDS = 20.0, 90.0
 """What it takes to build a star and have its nodes train, and all rows of bench/hostile_learning.py."""
 

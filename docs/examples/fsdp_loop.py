@@ -1,6 +1,6 @@
 """Join a run from a loop whose parameters are spread over the GPUs of this PC (FSDP): plain JAX, five marked lines.
 
-Start a broker and then this script on every PC, whatever number of devices each of them has:
+Start a broker, then this script on every PC. The PCs may have different numbers of devices:
 
     zmqtrain-broker
     python fsdp_loop.py tcp://hub:5555 --keys ~/lab.key_secret

@@ -174,7 +174,7 @@ def stop_line(address: str, keys: KeyFolder | None) -> str:
 
 
 def saving(folder: Path | None) -> str:
-    """Return where a broker says that it saves its run. folder: None for nowhere."""
+    """Return the line with which a broker says where it saves its run. folder: None: the run is not saved."""
     if folder is None:
         return "nothing is saved (--no-checkpoint): the model is lost when this broker ends"
     return f"the run and its model are saved in {folder}"

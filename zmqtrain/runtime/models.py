@@ -1,4 +1,4 @@
-"""Put the parameters of a model file into a tree, and write a tree's to one: `zmqtrain.load_model`, `save_model`.
+"""Model files and trees of jax arrays: `zmqtrain.load_model`, `save_model`. `model_files` does the rest without jax.
 
 Rule: leaves are found by their names, which are their paths in the tree; nothing is guessed from an order.
 """
