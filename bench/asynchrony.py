@@ -44,7 +44,7 @@ from zmqtrain.transport.memory import LinkModel
 from asynchrony_cases import EXPERIMENTS, Case
 from asynchrony_table import draw, markdown, show
 from perceptron import Perceptron
-from report import append_line, read_lines
+from report import append_line, parse_seeds, read_lines
 
 __all__ = ["TASKS", "Task", "run_case", "sweep", "main"]
 
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _jobs(options: argparse.Namespace) -> list[tuple[Case, int]]:
     cases = [case for name in options.experiment for case in EXPERIMENTS[name]()]
     chosen = [_of_steps(case, options.steps) for case in cases if _is_chosen(asdict(case), options)]
-    jobs = [(case, seed) for seed in _seeds(options.seeds) for case in chosen]
+    jobs = [(case, seed) for seed in parse_seeds(options.seeds) for case in chosen]
     number, parts = (int(part) for part in options.part.split("/"))
     return jobs[number::parts]
 
@@ -297,10 +297,6 @@ def _is_chosen(line: Line, options: argparse.Namespace) -> bool:
     """Return whether a run is one of those that the command line names."""
     named = ("experiment", "task", "start", "nodes", "method", "group")
     return all(not getattr(options, key) or line[key] in getattr(options, key) for key in named)
-
-
-def _seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ from codec_methods import EXCHANGING, METHODS, TASKS, CodecTask, Method, parse_r
 from codec_table import Line, draw, identity, markdown, read_runs, show, summarise
 from coded_gradients import CodedGradients
 from federation import Federation, LocalSteps, cosine_scales, draw_batches, join_batches
-from report import append_line
+from report import append_line, parse_seeds
 
 __all__ = ["Setup", "run_method", "sweep", "main"]
 
@@ -285,17 +285,13 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Setup, Method, int]]:
                     text=options.text,
                     images=options.images,
                 )
-                jobs += [(setup, method, seed) for seed in _seeds(options.seeds) for method in methods]
+                jobs += [(setup, method, seed) for seed in parse_seeds(options.seeds) for method in methods]
     if left_out and not jobs:
         raise SystemExit(left_out[0])
     for text in left_out:
         print(text, file=sys.stderr)
     number, parts = (int(part) for part in options.part.split("/"))
     return jobs[number::parts]
-
-
-def _seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
 
 
 def _argument(text: str) -> tuple[str, int]:

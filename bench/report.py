@@ -25,6 +25,7 @@ from rich.table import Table
 __all__ = [
     "Row",
     "parse_rate",
+    "parse_seeds",
     "format_rate",
     "describe_machine",
     "BusyMeter",
@@ -40,6 +41,13 @@ Row = Mapping[str, Any]
 
 RATE_UNITS = {"": 1.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 PACKAGES = ("pyzmq", "jax", "jaxlib", "numpy", "msgpack", "optax")
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Return the seeds that a text names: how many, from 0 ("3"), or a list ("3,5", or "4," for one)."""
+    if "," in text:
+        return [int(seed) for seed in text.split(",") if seed]
+    return list(range(int(text)))
 
 
 def parse_rate(text: str | float) -> float:

@@ -56,7 +56,7 @@ import jax
 from zmqtrain.errors import ZmqTrainError
 
 import time_to_loss_star
-from report import append_line, format_rate, parse_rate, print_table, read_lines, write_json
+from report import append_line, format_rate, parse_rate, parse_seeds, print_table, read_lines, write_json
 from time_to_loss_rows import (
     DILOCO_STEPS,
     SMOOTHED_STEPS,
@@ -283,7 +283,9 @@ def crossing_seconds(
 class Table:
     """The rows of one number of nodes: their seconds, beside those of one node and of the ideal with the same seed."""
 
-    def __init__(self, bench: Bench, rows: Sequence[Row], seeds: int, place: Place, targets: Sequence[float]) -> None:
+    def __init__(
+        self, bench: Bench, rows: Sequence[Row], seeds: Sequence[int], place: Place, targets: Sequence[float]
+    ) -> None:
         self.bench, self.rows, self.seeds, self.place, self.targets = bench, rows, seeds, place, targets
         self.seconds: dict[str, dict[float, dict[int, float]]] = {
             row.name: {target: self._seconds(row, target) for target in targets} for row in rows
@@ -301,7 +303,7 @@ class Table:
 
     def _seconds(self, row: Row, target: float) -> dict[int, float]:
         wait, _ = self._wait(row)
-        lines = {seed: self.bench.line(replace(row.job, seed=seed)) for seed in range(self.seeds)}
+        lines = {seed: self.bench.line(replace(row.job, seed=seed)) for seed in self.seeds}
         return {
             seed: crossing_seconds(line, self.place.step_seconds, target, row, wait)
             for seed, line in lines.items()
@@ -318,7 +320,7 @@ class Table:
         """Return the table, in numbers."""
         table = []
         for row in self.rows:
-            lines = [line for seed in range(self.seeds) if (line := self.bench.line(replace(row.job, seed=seed)))]
+            lines = [line for seed in self.seeds if (line := self.bench.line(replace(row.job, seed=seed)))]
             if not lines:
                 continue
             made: dict[str, Any] = {
@@ -494,7 +496,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = str(SHARED_TEXT) if SHARED_TEXT.is_file() else "stdlib"
     parser.add_argument("--nodes", type=int, nargs="+", default=[4], help="of a run, a table each (default 4)")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (default %(default)s)")
+    parser.add_argument(
+        "--seeds", type=parse_seeds, default="3", help="how many, from 0, or a list as 3,5 or 4, (default %(default)s)"
+    )
     parser.add_argument("--simulated", action="store_true", help="our rows in virtual time, not on the star")
     only_help = "make the runs of those rows alone whose names begin so; the table has all that there are"
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[""], help=only_help)
@@ -588,12 +592,12 @@ def _tune(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
-def _bounded(bench: Bench, rows: Sequence[Row], seeds: int, made: bool) -> list[Row]:
+def _bounded(bench: Bench, rows: Sequence[Row], seeds: Sequence[int], made: bool) -> list[Row]:
     """Return a sweep's rows, those set by hand with at most SWEEP_STEPS_OVER_AUTO times auto's steps.
 
     made: make auto's runs first, where they are missing.
     """
-    jobs = [replace(row.job, seed=seed) for row in rows if row.name == "auto" for seed in range(seeds)]
+    jobs = [replace(row.job, seed=seed) for row in rows if row.name == "auto" for seed in seeds]
     if made:
         bench.make(jobs)
     steps = [line["steps"] for job in jobs if (line := bench.line(job)) is not None]
@@ -611,7 +615,7 @@ def _tables(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
         by_nodes = {nodes: _bounded(bench, rows, options.seeds, not options.table) for nodes, rows in by_nodes.items()}
     if not options.table:
         wanted = [row for rows in by_nodes.values() for row in rows if row.name.startswith(tuple(options.only))]
-        jobs = list(dict.fromkeys(replace(row.job, seed=seed) for seed in range(options.seeds) for row in wanted))
+        jobs = list(dict.fromkeys(replace(row.job, seed=seed) for seed in options.seeds for row in wanted))
         if options.time_exchanges or not options.simulated:
             jobs += dict.fromkeys(row.exchange for row in wanted if row.exchange is not None)
         number, parts = (int(part) for part in options.part.split("/"))

@@ -186,7 +186,7 @@ def test_ratios_are_of_runs_with_the_same_seed(tmp_path: Path) -> None:
         lines.append(line_of(replace(ours, seed=seed), seconds, chosen=chosen))
     file = tmp_path / "lines"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = Table(Bench([file]), [Row(name="one", job=one), Row(name="auto", job=ours)], 3, Place(), [2.0])
+    table = Table(Bench([file]), [Row(name="one", job=one), Row(name="auto", job=ours)], range(3), Place(), [2.0])
     assert table.ratios("one", "auto", 2.0) == pytest.approx([2.0, 3.0], rel=0.01)
     row = table.as_rows()[1]
     assert row["seeds"] == 2 and row["speed-up 2.00"] == pytest.approx(2.5, rel=0.01)
@@ -202,7 +202,7 @@ def test_a_row_with_a_run_that_did_not_reach_the_loss_has_no_mean(tmp_path: Path
     short["curve"] = short["curve"][:50]
     file = tmp_path / "lines"
     file.write_text(json.dumps(line_of(one, 1000)) + "\n" + json.dumps(short) + "\n")
-    (row,) = Table(Bench([file]), [Row(name="one", job=one)], 2, Place(), [2.0]).as_rows()
+    (row,) = Table(Bench([file]), [Row(name="one", job=one)], range(2), Place(), [2.0]).as_rows()
     assert row["seeds"] == 2 and row.get("s to 2.00") is None
 
 
