@@ -32,8 +32,8 @@ import numpy as np
 import optax
 
 from zmqtrain import Program, RunSettings, load_program
-from zmqtrain.errors import ZmqTrainError
-from zmqtrain.settings import FIXED
+from zmqtrain.core.errors import ZmqTrainError
+from zmqtrain.core.settings import FIXED
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.sim.program import NodeProgram
 from zmqtrain.train.apart import own_seed

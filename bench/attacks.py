@@ -22,7 +22,8 @@ from random import Random
 import msgpack
 import zmq
 
-from zmqtrain.errors import FramingError
+from zmqtrain.core.errors import FramingError
+from zmqtrain.core.types import MAX_FRAME_BYTES
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message, encode_message
 from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.messages import (
@@ -42,7 +43,6 @@ from zmqtrain.protocol.messages import (
     WireLeaf,
 )
 from zmqtrain.protocol.standby_messages import Books, Holding, Replica
-from zmqtrain.types import MAX_FRAME_BYTES
 
 from fuzz_inputs import mutate_session, read_session
 from fuzz_sessions import honest_sessions

@@ -31,7 +31,7 @@ import numpy as np
 
 from zmqtrain.chaos.run import KEEP_ALL, Outcome, record_of
 from zmqtrain.chaos.schedule import BROKER, KINDS, Fault, check_kinds, draw_schedule
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.monitor.ledger import lives_of
 from zmqtrain.monitor.records import Record
 

@@ -32,7 +32,7 @@ from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.payload import decode_payload, encode_payload, initial_states
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 from report import describe_machine, print_table, write_json
 

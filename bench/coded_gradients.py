@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from zmqtrain.codecs.base import WRAPPERS, codec_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.step import TrainState, describe_model
 
 from federation import Batches, ExchangeSettings, LocalSteps, Watch

@@ -306,8 +306,8 @@ def _only(row: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 def _be_broker() -> None:
     """Be the broker at which the ranks meet."""
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
 
     told = commands()
     with BrokerThread(f"tcp://*:{PORT}", RunSettings()) as broker:

@@ -149,9 +149,9 @@ def _measure_all(options: argparse.Namespace) -> None:
 
 
 def _be_broker(folder: str, first: str) -> None:
-    from zmqtrain.runtime.broker.serve import serve
-    from zmqtrain.runtime.broker.standby import StandbyPlace
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import serve
+    from zmqtrain.broker.standby import StandbyPlace
+    from zmqtrain.core.settings import RunSettings
 
     told = commands()
 
@@ -176,8 +176,8 @@ def _be_broker(folder: str, first: str) -> None:
 
 
 def _be_node(hub: str, number: int) -> None:
-    from zmqtrain.runtime.node.connect import connect
-    from zmqtrain.types import LeafSpec, Tally
+    from zmqtrain.core.types import LeafSpec, Tally
+    from zmqtrain.node.connect import connect
 
     told = commands()
     chance = np.random.default_rng(number)

@@ -2,7 +2,7 @@
 
 Rule 1: what is measured is what a run does, without a network: `DeltaCoder` and `Aggregator`, frames, checks and
 checksums included.  Rule 2: CPU time of the one thread; the best of all rounds counts.  Rule 3: the last lines printed
-are those of the table in `zmqtrain/runtime/planning/costs.py`, which plans are made from: measure, and copy them there.
+are those of the table in `zmqtrain/planning/costs.py`, which plans are made from: measure, and copy them there.
 
 Where a processor trains, it subtracts and rebases too (all threads of XLA's): the line REBASE_NS, and behind it the
 same for models in fragments.
@@ -30,19 +30,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.delta import DeltaCoder, Encoded, encode_snapshot
+from zmqtrain.averaging.slab_threads import SlabThreads
+from zmqtrain.averaging.sparse_round import SparseRound
+from zmqtrain.averaging.vectors import Vectors
 from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, Offer, PeerId
+from zmqtrain.planning.costs import COSTS, CodecCosts, SparseCosts
+from zmqtrain.planning.schedule import model_of
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish
-from zmqtrain.runtime.equation.aggregator import Aggregator
-from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded, encode_snapshot
-from zmqtrain.runtime.equation.slab_threads import SlabThreads
-from zmqtrain.runtime.equation.sparse_round import SparseRound
-from zmqtrain.runtime.equation.vectors import Vectors
-from zmqtrain.runtime.planning.costs import COSTS, CodecCosts, SparseCosts
-from zmqtrain.runtime.planning.schedule import model_of
-from zmqtrain.settings import RunSettings
 from zmqtrain.train.step import Rebase
-from zmqtrain.types import Buffer, Offer, PeerId
 
 from report import print_table, write_json
 

@@ -51,8 +51,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.planning.planning import Wish
-from zmqtrain.runtime.planning.schedule import Schedule, payload_rate
+from zmqtrain.planning.planning import Wish
+from zmqtrain.planning.schedule import Schedule, payload_rate
 
 import lockstep
 from children import Child, ask_all, commands, difference, resident_bytes, say, thread_seconds
@@ -343,8 +343,8 @@ def _own_cpu(node: dict[str, Any]) -> float:
 
 def _be_broker(case: Case) -> None:
     """Be the broker in its namespace; answer `figures` with its statistics and its CPU seconds, all told."""
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
 
     told = commands()
     with BrokerThread(f"tcp://*:{PORT}", RunSettings.from_dict(case.settings)) as broker:

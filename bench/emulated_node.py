@@ -92,7 +92,7 @@ class EmulatedNode:
 
     def join(self, address: str, number: int) -> None:
         """Join the run, and train until every function is compiled and the exchange runs as it will."""
-        from zmqtrain.runtime.node.connect import connect
+        from zmqtrain.node.connect import connect
         from zmqtrain.train.sync import DelayedSync
 
         self.exchange = connect(address, f"pc-{number}")

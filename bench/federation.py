@@ -29,7 +29,7 @@ from zmqtrain import Program
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
-from zmqtrain.specs import parse_spec
+from zmqtrain.core.specs import parse_spec
 from zmqtrain.strategies.aggregate import mean_over_live
 from zmqtrain.strategies.outer import FAMILIES as OUTER_FAMILIES
 from zmqtrain.strategies.outer import outer_from_spec

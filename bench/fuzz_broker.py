@@ -17,21 +17,21 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
-from zmqtrain.errors import ChannelClosed, ChannelFull, CodecError
+from zmqtrain.broker import arrivals as arrivals_room
+from zmqtrain.broker import broker as broker_room
+from zmqtrain.broker import receiver as receiver_room
+from zmqtrain.broker import telling
+from zmqtrain.core.errors import ChannelClosed, ChannelFull, CodecError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, Lane, PeerId
+from zmqtrain.parameter_server import parameters as parameters_room
 from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import (
     Aggregate,
 )
-from zmqtrain.runtime.broker import arrivals as arrivals_room
-from zmqtrain.runtime.broker import broker as broker_room
-from zmqtrain.runtime.broker import intake as intake_room
-from zmqtrain.runtime.broker import receiver as receiver_room
-from zmqtrain.runtime.broker import telling
-from zmqtrain.runtime.broker import traffic as traffic_room
-from zmqtrain.runtime.parameter_server import parameters as parameters_room
-from zmqtrain.settings import RunSettings
+from zmqtrain.session import intake as intake_room
+from zmqtrain.session import traffic as traffic_room
 from zmqtrain.transport.limits import check_message
-from zmqtrain.types import Buffer, Lane, PeerId
 
 from fuzz_inputs import read_session
 from fuzz_sessions import PEERS, SETTINGS

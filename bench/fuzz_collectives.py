@@ -21,7 +21,7 @@ from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Sending
 from zmqtrain.collectives.trees import take_tree
 from zmqtrain.collectives.wire import Head, pack, unpack
-from zmqtrain.errors import (
+from zmqtrain.core.errors import (
     FramingError,
     ZmqTrainError,
 )

@@ -13,9 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from zmqtrain.averaging.delta import DENSE, encode_snapshot
+from zmqtrain.averaging.moments import encode_moments
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, LeafSpec, PeerId, count_values
+from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import encode_message, split
@@ -34,11 +39,6 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     model_to_wire,
 )
-from zmqtrain.runtime.equation.delta import DENSE, encode_snapshot
-from zmqtrain.runtime.equation.moments import encode_moments
-from zmqtrain.runtime.rules import canonical
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import Buffer, LeafSpec, PeerId, count_values
 
 from fuzz_inputs import Record, pack_session
 

@@ -19,16 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.broker.keeper import Keeper
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.payload import check_payload, decode_payload, encode_payload, plan_payload, seal_frame
-from zmqtrain.errors import (
+from zmqtrain.core.errors import (
     CheckpointError,
     CodecError,
     ConfigError,
     FramingError,
 )
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Expect
 from zmqtrain.protocol.framing import (
     Assembler,
@@ -58,11 +62,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.broker.keeper import Keeper
-from zmqtrain.runtime.equation.aggregator import Aggregator, Released
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
-from zmqtrain.types import PeerId
 
 from fuzz_broker import run_broker
 from fuzz_collectives import collective_sessions, mutate_collectives, run_collectives
@@ -310,9 +310,9 @@ def _memory_folder() -> str | None:
 
 
 def _hub_and_arrays() -> tuple[Any, Aggregator]:
+    from zmqtrain.planning.rules import canonical
     from zmqtrain.protocol.hub import Hub
     from zmqtrain.protocol.rounds import release_rule_from_spec
-    from zmqtrain.runtime.rules import canonical
 
     settings = canonical(RunSettings(release="immediately"))
     return Hub(settings, release_rule_from_spec(settings.release), "run-1"), Aggregator(settings)
@@ -329,9 +329,9 @@ def _resume(folder: Path) -> None:
 
 
 def _files() -> list[bytes]:
+    from zmqtrain.averaging.delta import encode_snapshot
+    from zmqtrain.broker.checkpoint import RunFolder
     from zmqtrain.codecs.fragment import Layout
-    from zmqtrain.runtime.broker.checkpoint import RunFolder
-    from zmqtrain.runtime.equation.delta import encode_snapshot
 
     hub, aggregator = _hub_and_arrays()
     layout = Layout(MODEL, 1, (0, 1))

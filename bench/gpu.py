@@ -37,7 +37,7 @@ from zmqtrain.codecs.base import codec_from_spec  # noqa: E402
 from zmqtrain.codecs.codec import Codec  # noqa: E402
 from zmqtrain.codecs.payload import decode_payload, encode_payload  # noqa: E402
 from zmqtrain.codecs.payload_jax import DeviceCoder  # noqa: E402
-from zmqtrain.errors import ConfigError  # noqa: E402
+from zmqtrain.core.errors import ConfigError  # noqa: E402
 
 from report import print_table, write_json  # noqa: E402
 
@@ -226,7 +226,7 @@ class Trainer:
 
 def measure_node(size: Size, codec_on: str) -> dict[str, Any]:
     """Train with exchanges on and off in turns; return one row. Raises RuntimeError if the exchange does not work."""
-    from zmqtrain.runtime.node.connect import connect
+    from zmqtrain.node.connect import connect
 
     with _broker(size) as address, connect(address, "gpu", codec_on=codec_on) as node:  # type: ignore[arg-type]
         trainer = Trainer(node, size)
@@ -289,8 +289,8 @@ def _broker(size: Size) -> Iterator[str]:
 
 
 def _be_broker(size: Size) -> None:
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import FIXED, RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import FIXED, RunSettings
 
     settings = RunSettings(
         outer=FIXED["outer"],

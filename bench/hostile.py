@@ -380,8 +380,8 @@ def _complaints(about: str = "") -> _Complaints:
 
 
 def _be_broker(case: Case, folder: str = "") -> None:
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
     from zmqtrain.transport.key_folder import KeyFolder
 
     told, complaints = commands(), _complaints(f"{HONEST}-")
@@ -405,7 +405,7 @@ def _be_node(case: Case, number: str, host: str, folder: str = "") -> None:
     import jax
     import numpy as np
 
-    from zmqtrain.runtime.node.connect import connect
+    from zmqtrain.node.connect import connect
     from zmqtrain.train.sync import DelayedSync
     from zmqtrain.transport.key_folder import KeyFolder
 

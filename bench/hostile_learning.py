@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zmqtrain.errors import NonFiniteDelta
+from zmqtrain.core.errors import NonFiniteDelta
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.programs.datasets import load_digits
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.run import SimResult, simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.train.sync import DelayedSync

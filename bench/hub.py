@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.planning.schedule import payload_rate
-from zmqtrain.types import Tally
+from zmqtrain.core.types import Tally
+from zmqtrain.planning.schedule import payload_rate
 
 from children import Child, ask_all, commands, difference, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
@@ -220,9 +220,9 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
 
 def _be_broker(case: Case, shard: int, addresses: str) -> None:
     """Be one broker; answer `figures` with its statistics and its CPU seconds by thread."""
-    from zmqtrain.runtime.broker.registration import MasterPlace
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.registration import MasterPlace
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
 
     told, (first, own) = commands(), json.loads(addresses)
     place = MasterPlace(shard=shard, masters=case.masters, first=first, address=own) if shard else None
@@ -240,7 +240,7 @@ class _Node:
     def __init__(self, case: Case, number: int) -> None:
         import numpy as np
 
-        from zmqtrain.types import LeafSpec
+        from zmqtrain.core.types import LeafSpec
 
         size = case.params // LEAVES
         self.case, self.number = case, number
@@ -250,7 +250,7 @@ class _Node:
 
     def join(self, address: str) -> None:
         """Join the run."""
-        from zmqtrain.runtime.node.connect import connect
+        from zmqtrain.node.connect import connect
 
         self.exchange = connect(address, f"pc-{self.number}")
         self.exchange.join(self.model, self.leaves)

@@ -40,10 +40,10 @@ import jax
 import numpy as np
 
 from zmqtrain import Program, RunSettings, TrainingLoop, connect, load_program
+from zmqtrain.broker.broker import Broker
+from zmqtrain.broker.serve import serve
 from zmqtrain.programs import parse_arguments
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.broker.broker import Broker
-from zmqtrain.runtime.broker.serve import serve
 from zmqtrain.train.step import LocalStep
 
 import codec_learning

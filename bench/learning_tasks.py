@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from zmqtrain import Program, RunSettings, load_program
-from zmqtrain.settings import FIXED
+from zmqtrain.core.settings import FIXED
 
 __all__ = ["Task", "Method", "Mode", "METHODS", "RATES", "BEST_RATE", "default_tasks", "quick"]
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zmqtrain.runtime.planning.schedule import payload_rate
+from zmqtrain.planning.schedule import payload_rate
 
 from children import Child, ask_all, commands, median_sleep, say
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json
@@ -135,8 +135,8 @@ def main() -> None:
 
 
 def _be_broker(case: Case) -> None:
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
 
     told = commands()
     with BrokerThread(f"tcp://*:{PORT}", RunSettings(start_nodes=case.nodes, evaluate_seconds=0.0)) as broker:
@@ -151,8 +151,8 @@ class _Node:
     def __init__(self, case: Case, number: int, address: str) -> None:
         import numpy as np
 
-        from zmqtrain.runtime.lockstep.lockstep import open_gradients, read_exchange
-        from zmqtrain.runtime.node.connect import connect
+        from zmqtrain.node.connect import connect
+        from zmqtrain.synchronous.lockstep import open_gradients, read_exchange
         from zmqtrain.train.buckets import Buckets
 
         choice = read_exchange(case.exchange)
@@ -215,7 +215,7 @@ def _be_node(case: Case, number: int) -> None:
 
 def _describe_model(params: int) -> Any:
     """Return the leaves of a transformer of about so many values."""
-    from zmqtrain.types import LeafSpec
+    from zmqtrain.core.types import LeafSpec
 
     return tuple(LeafSpec(name, shape, "float32") for name, shape in model_shapes(params).items())
 

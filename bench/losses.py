@@ -159,8 +159,8 @@ def _obey(stop: threading.Event) -> None:
 
 def _be_broker() -> None:
     """Be the broker at which all meet, or one that is a master of the parameter server."""
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
 
     told = commands()
     with BrokerThread(f"tcp://*:{PORT}", RunSettings()) as broker:
@@ -204,7 +204,7 @@ def _calls(comm: Any, call: str) -> Callable[[], object]:
 
         return round_trip
     if kind.startswith("exchange"):
-        from zmqtrain.runtime.lockstep.allreduce import AllreduceExchange
+        from zmqtrain.synchronous.allreduce import AllreduceExchange
 
         exchange = AllreduceExchange(comm, algorithm)
 

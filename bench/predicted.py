@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain import RunSettings
-from zmqtrain.settings import FIXED
+from zmqtrain.core.settings import FIXED
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.transport.memory import LinkModel
 

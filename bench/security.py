@@ -28,8 +28,8 @@ __all__ = ["main", "measure_pump", "measure_revocation", "start"]
 BROKER = """
 import sys
 from pathlib import Path
-from zmqtrain.runtime.broker.serve import serve
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import serve
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.transport.key_folder import KeyFolder
 folder = sys.argv[1]
 settings = RunSettings(program="capture-me", codec="float32", broadcast_codec="float32", every=1, delay=2)
@@ -41,9 +41,9 @@ serve("tcp://*:5555", settings, keys=keys, ready=ready, interrupted=lambda count
 NODE = """
 import sys, threading
 import numpy as np
-from zmqtrain.errors import ZmqTrainError
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.types import LeafSpec, Tally
+from zmqtrain.core.errors import ZmqTrainError
+from zmqtrain.node.connect import connect
+from zmqtrain.core.types import LeafSpec, Tally
 name, address, keys = sys.argv[1:]
 leaf = np.random.default_rng(7).standard_normal(50_000, np.float32)
 try:
@@ -67,7 +67,7 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat, Hello
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.types import Lane, PeerId
+from zmqtrain.core.types import Lane, PeerId
 address, file = sys.argv[1:]
 async def beat(channel):
     while True:
@@ -117,7 +117,7 @@ PUMP_NODE = """
 import asyncio, json, sys, time
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import read_credentials
-from zmqtrain.types import Lane, PeerId
+from zmqtrain.core.types import Lane, PeerId
 address, file = sys.argv[1:]
 async def main():
     server_key, keys = read_credentials(None, file or None)

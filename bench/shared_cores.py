@@ -1,6 +1,6 @@
 """Say beforehand what a star does whose hosts share one machine's cores: `zmqtrain plan`'s formula, told of the cores.
 
-Rule 1: bytes, stages, k and d are the plan's (runtime/planning).  Rule 2: so are its costs, but that these are of one
+Rule 1: bytes, stages, k and d are the plan's (planning).  Rule 2: so are its costs, but that these are of one
 core in a good hour with nothing beside it: what an exchange costs these cores when all hosts make theirs at once, and
 nobody trains, can be measured beside a run, and then takes the place of the package's table; with it, how many deltas
 are in an aggregate (a quorum may close a round without the last of them: there are more aggregates then).
@@ -24,9 +24,9 @@ from dataclasses import replace
 from math import ceil, factorial
 from typing import NamedTuple
 
-from zmqtrain.runtime.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
-from zmqtrain.runtime.planning.planning import Wish, load_of
-from zmqtrain.runtime.planning.schedule import BUSIEST, CODEC_WEIGHT, Load, Prediction, Schedule, fit, predict
+from zmqtrain.planning.costs import DISPATCH_SECONDS, ExchangeCosts, exchange_costs
+from zmqtrain.planning.planning import Wish, load_of
+from zmqtrain.planning.schedule import BUSIEST, CODEC_WEIGHT, Load, Prediction, Schedule, fit, predict
 
 __all__ = ["Shared", "Work", "fit_on", "load_on", "predict_on", "slowdown", "work_of"]
 

@@ -31,15 +31,15 @@ import optax
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout
 from zmqtrain.codecs.payload import payload_size
-from zmqtrain.errors import ConfigError
-from zmqtrain.quantities import parse_count, parse_rate
-from zmqtrain.runtime.planning.planning import Plan, Wish, make_plan
-from zmqtrain.settings import AUTO_FRAGMENTS, RunSettings
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.quantities import parse_count, parse_rate
+from zmqtrain.core.settings import AUTO_FRAGMENTS, RunSettings
+from zmqtrain.core.types import LeafSpec
+from zmqtrain.planning.planning import Plan, Wish, make_plan
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.memory import LinkModel
-from zmqtrain.types import LeafSpec
 
 from report import print_table, write_json
 from shared_cores import fit_on, load_on, predict_on, work_of

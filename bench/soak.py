@@ -237,8 +237,8 @@ def _row(name: str, samples: Sequence[Vitals], answer: dict[str, Any], said: lis
 
 
 def _be_broker(case: Case, checkpoint: str) -> None:
-    from zmqtrain.runtime.broker.serve import BrokerThread
-    from zmqtrain.settings import RunSettings
+    from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.core.settings import RunSettings
 
     noted, told = watch_unraisable(), commands()
     with BrokerThread("tcp://127.0.0.1:0", RunSettings.from_dict(case.settings), checkpoint=Path(checkpoint)) as broker:
@@ -252,7 +252,7 @@ def _be_node(case: Case, address: str, number: str) -> None:
     import jax
     import numpy as np
 
-    from zmqtrain.runtime.node.connect import connect
+    from zmqtrain.node.connect import connect
     from zmqtrain.train.sync import DelayedSync
 
     noted, told = watch_unraisable(), commands()

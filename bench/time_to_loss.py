@@ -53,7 +53,7 @@ from typing import Any
 
 import jax
 
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.core.errors import ZmqTrainError
 
 import time_to_loss_star
 from report import append_line, format_rate, parse_rate, parse_seeds, print_table, read_lines, write_json

@@ -27,13 +27,13 @@ import jax
 import numpy as np
 
 from zmqtrain import Program, RunSettings, load_program
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.quantities import parse_count
+from zmqtrain.core.settings import read_steps
 from zmqtrain.monitor.records import read_records
+from zmqtrain.planning.costs import exchange_costs, hub_threads
+from zmqtrain.planning.rules import canonical
 from zmqtrain.programs import parse_arguments
-from zmqtrain.quantities import parse_count
-from zmqtrain.runtime.planning.costs import exchange_costs, hub_threads
-from zmqtrain.runtime.rules import canonical
-from zmqtrain.settings import read_steps
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 from zmqtrain.transport.memory import LinkModel

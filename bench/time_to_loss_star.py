@@ -25,9 +25,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.checkpoint.files import read_arrays
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
-from zmqtrain.runtime.checkpoints.files import read_arrays
 from zmqtrain.sim.program import SharedModel
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 
@@ -211,8 +211,8 @@ def _read_job(said: str) -> Job:
 
 def _be_broker(job: Job, folder: Path) -> None:
     """Serve the run until the bench ends this process; say the broker's figures when they are asked for."""
-    from zmqtrain.runtime.broker.broker import Broker
-    from zmqtrain.runtime.broker.serve import serve
+    from zmqtrain.broker.broker import Broker
+    from zmqtrain.broker.serve import serve
 
     told, living = commands(), list[Broker]()
 

@@ -22,10 +22,10 @@ import numpy as np
 import optax
 
 import zmqtrain as zt
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.lockstep.lockstep import open_gradients, read_exchange, unit_wait_seconds
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.synchronous.lockstep import open_gradients, read_exchange, unit_wait_seconds
 
 from vitals import count_left
 

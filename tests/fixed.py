@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.settings import RunSettings
 
 __all__ = ["FIXED_RUN", "fixed_run"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node_settings import NodeConfig
-from zmqtrain.settings import AUTO, FITTED, RunSettings
+from zmqtrain.core.settings import AUTO, FITTED, RunSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """# Settings and their defaults

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec, coding_from_spec
-from zmqtrain.errors import ConfigError
-from zmqtrain.specs import parse_spec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import parse_spec
 
 from codec_methods import METHODS
 from codec_table import markdown, read_runs, summarise

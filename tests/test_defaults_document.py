@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests import settings_page
+from zmqtrain.broker.keeper import FREE_SETTINGS
+from zmqtrain.checkpoint.every import STRICT_VERSIONS, USUAL_SECONDS
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.status import StatusConfig
-from zmqtrain.runtime.broker.keeper import FREE_SETTINGS
-from zmqtrain.runtime.checkpoints.every import STRICT_VERSIONS, USUAL_SECONDS
-from zmqtrain.runtime.planning.planning import Wish, make_plan
-from zmqtrain.settings import FIRST, FIXED, RunSettings
+from zmqtrain.core.settings import FIRST, FIXED, RunSettings
+from zmqtrain.planning.planning import Wish, make_plan
 from zmqtrain.transport.connections import ConnectionLimits
 
 ROOT = Path(__file__).parents[1]

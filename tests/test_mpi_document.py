@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
+from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.collectives.allreduce import ALIASES, ALLREDUCE
 from zmqtrain.collectives.costs import COSTS, messages_sent, port_bytes, steps_taken
 from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
 from zmqtrain.collectives.steps import run_locally
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.transport.memory_ports import memory_ports
 
 SECONDS = 60.0

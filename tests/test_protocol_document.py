@@ -21,6 +21,8 @@ import pytest
 
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, Relay, Relayed, WireProcess
 from zmqtrain.protocol.hub import ALLOWED, MemberState
@@ -48,8 +50,6 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Move, Peer, PeerState
 from zmqtrain.protocol.standby_messages import Books, Replica
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec, PeerId
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {kind.__name__: kind for kind in MESSAGES}

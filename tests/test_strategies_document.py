@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import AUTO, FITTED, RunSettings
+from zmqtrain.planning.rules import check_rules
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.runtime.rules import check_rules
-from zmqtrain.settings import AUTO, FITTED, RunSettings
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.outer import outer_from_spec
 from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec

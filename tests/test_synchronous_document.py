@@ -12,7 +12,7 @@ from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.settings import read_config
 from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.runtime.lockstep.lockstep import read_exchange
+from zmqtrain.synchronous.lockstep import read_exchange
 from zmqtrain.train.lockstep import Allreduce, Server
 
 PAGE = (Path(__file__).parents[1] / "docs" / "synchronous.md").read_text()

@@ -8,22 +8,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, RunStopped, ZmqTrainError
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import VERSION as __version__
+from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, RunStopped, ZmqTrainError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import VERSION as __version__
 
 if TYPE_CHECKING:
+    from zmqtrain.broker.broker import Broker
+    from zmqtrain.collectives.connect import Communicator
     from zmqtrain.collectives.messenger import Message
     from zmqtrain.collectives.requests import Request, wait_all, wait_any
     from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Status
     from zmqtrain.engine.executor import Engine
+    from zmqtrain.models import load_model, save_model
+    from zmqtrain.node.connect import connect
+    from zmqtrain.node.node import Node
+    from zmqtrain.parameter_server.parameter_client import ParameterClient
     from zmqtrain.programs import load_program
-    from zmqtrain.runtime.broker.broker import Broker
-    from zmqtrain.runtime.groups.communicator import Communicator
-    from zmqtrain.runtime.models import load_model, save_model
-    from zmqtrain.runtime.node.connect import connect
-    from zmqtrain.runtime.node.node import Node
-    from zmqtrain.runtime.parameter_server.parameter_client import ParameterClient
     from zmqtrain.train.gradients import GradientLoop
     from zmqtrain.train.loop import TrainingLoop
     from zmqtrain.train.program import Program
@@ -60,10 +60,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "connect": "zmqtrain.runtime.node.connect",
-    "Node": "zmqtrain.runtime.node.node",
-    "Broker": "zmqtrain.runtime.broker.broker",
-    "Communicator": "zmqtrain.runtime.groups.communicator",
+    "connect": "zmqtrain.node.connect",
+    "Node": "zmqtrain.node.node",
+    "Broker": "zmqtrain.broker.broker",
+    "Communicator": "zmqtrain.collectives.connect",
     "ANY_SOURCE": "zmqtrain.collectives.transfers",
     "ANY_TAG": "zmqtrain.collectives.transfers",
     "wait_all": "zmqtrain.collectives.requests",
@@ -72,9 +72,9 @@ _HOMES = {
     "Message": "zmqtrain.collectives.messenger",
     "Status": "zmqtrain.collectives.transfers",
     "Engine": "zmqtrain.engine.executor",
-    "load_model": "zmqtrain.runtime.models",
-    "save_model": "zmqtrain.runtime.models",
-    "ParameterClient": "zmqtrain.runtime.parameter_server.parameter_client",
+    "load_model": "zmqtrain.models",
+    "save_model": "zmqtrain.models",
+    "ParameterClient": "zmqtrain.parameter_server.parameter_client",
     "DelayedSync": "zmqtrain.train.sync",
     "TrainingLoop": "zmqtrain.train.loop",
     "GradientLoop": "zmqtrain.train.gradients",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 import codec_learning
 from codec_learning import Setup, run_method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from zmqtrain.runtime.planning.costs import COSTS, SPARSE_COSTS, CodecCosts, SparseCosts
+from zmqtrain.planning.costs import COSTS, SPARSE_COSTS, CodecCosts, SparseCosts
 
 from costs import main
 

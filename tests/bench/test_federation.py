@@ -22,7 +22,7 @@ from runs import broker
 from zmqtrain import RunSettings, TrainingLoop, connect
 from zmqtrain.codecs.base import codec_from_spec, coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 from codec_methods import parse_row
 from coded_gradients import CodedGradients

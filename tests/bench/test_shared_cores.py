@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.runtime.planning.planning import Wish
-from zmqtrain.runtime.planning.schedule import BUSIEST, CODEC_WEIGHT, Schedule, fit
+from zmqtrain.planning.planning import Wish
+from zmqtrain.planning.schedule import BUSIEST, CODEC_WEIGHT, Schedule, fit
 
 import shared_cores
 from shared_cores import Shared, Work, fit_on, load_on, predict_on, slowdown, work_of

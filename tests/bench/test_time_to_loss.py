@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from zmqtrain import RunSettings
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 import time_to_loss
 from time_to_loss import Bench, Row, Table, best_rates, default_rows, hand_row, power_bytes, sweep_rows

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.chaos.schedule import BROKER, KINDS, RANGES, Fault, check_kinds, draw_schedule
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 NODES = tuple(f"pc-{number}" for number in range(6))
 

@@ -10,9 +10,9 @@ import pytest
 from zmqtrain.cli.card import check_card
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.programs import load_program
-from zmqtrain.settings import RunSettings
 from zmqtrain.train import footprint
 
 

@@ -8,13 +8,13 @@ from math import nan
 import pytest
 from rich.console import Console
 
+from zmqtrain.broker.history import History
 from zmqtrain.chaos.player import Deed
 from zmqtrain.chaos.run import Outcome
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.cli import main
 from zmqtrain.cli.chaos import outcome_table
 from zmqtrain.monitor.ledger import Audit
-from zmqtrain.runtime.broker.history import History
 
 
 @pytest.mark.parametrize(

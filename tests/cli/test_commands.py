@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import zmqtrain
-from zmqtrain import installed
+from zmqtrain.broker import registration
 from zmqtrain.cli import COMMANDS, broker, broker_main, local, main, node_main
 from zmqtrain.cli.broker import (
     check_checkpoint,
@@ -37,7 +37,8 @@ from zmqtrain.cli.ending import end_signals, first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, model_line, paced, say_alone
 from zmqtrain.cli.terminal import say
-from zmqtrain.errors import (
+from zmqtrain.core import installed
+from zmqtrain.core.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -48,11 +49,10 @@ from zmqtrain.errors import (
     RunStopped,
     SteppedDown,
 )
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.broker import registration
-from zmqtrain.runtime.broker.registration import public_address
-from zmqtrain.runtime.node.alone import Solitude
-from zmqtrain.settings import RunSettings
+from zmqtrain.session.alone import Solitude
+from zmqtrain.transport.address import public_address
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys
 

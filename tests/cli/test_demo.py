@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zmqtrain.cli import demo
 from zmqtrain.cli.demo import Curve, Point, Recorder, draw, pace_sentence, speed_sentence, summary_table
-from zmqtrain.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.protocol.messages import Roster
 
 

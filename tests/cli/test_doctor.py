@@ -12,10 +12,10 @@ import pytest
 from zmqtrain.cli import doctor, main
 from zmqtrain.cli.doctor import judge_link, judge_machine, judge_way
 from zmqtrain.cli.machine import Machine, WayToHub, find_way
-from zmqtrain.errors import HubUnreachable
-from zmqtrain.installed import how_to_install
-from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import HubUnreachable
+from zmqtrain.core.installed import how_to_install
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning.probe import LinkFigures, RoundTrips
 
 WAY = WayToHub(own="10.0.0.2", interface="eth0", path_mtu=1500, mtu=1500, bits_per_second=10**9)
 LINK = LinkFigures(

@@ -8,7 +8,7 @@ import pytest
 
 from zmqtrain.cli import main
 from zmqtrain.cli.settings import read_config
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.settings import RunSettings
 
 ASK = ["plan", "--params", "25M", "--nodes", "4", "--step-ms", "50"]
 

@@ -24,8 +24,8 @@ from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.sim import SimConfig
 from zmqtrain.cli.status import StatusConfig
 from zmqtrain.cli.stop import StopConfig
-from zmqtrain.errors import ConfigError
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.train.lockstep import Allreduce, Server
 

@@ -8,8 +8,8 @@ from zmqtrain.codecs.base import Coding, by_size, codec_from_spec, coding_from_s
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.plain import bf16
 from zmqtrain.codecs.ternary import ternary
-from zmqtrain.errors import ConfigError
-from zmqtrain.types import LeafSpec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import LeafSpec
 
 MODEL = (
     LeafSpec("embedding", (256, 64), "float32"),

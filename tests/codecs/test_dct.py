@@ -16,7 +16,7 @@ from zmqtrain.codecs.chain import chain
 from zmqtrain.codecs.dct import BLOCKS, dct
 from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import slabs
 

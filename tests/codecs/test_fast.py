@@ -17,7 +17,7 @@ from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
 from zmqtrain.codecs.ternary import ternary
 from zmqtrain.codecs.topk import topk
-from zmqtrain.errors import NonFiniteDelta
+from zmqtrain.core.errors import NonFiniteDelta
 
 from slabs import raw, slabs
 

@@ -16,7 +16,7 @@ from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
 from zmqtrain.codecs.rotate import fragment
 from zmqtrain.codecs.ternary import ternary
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 LARGEST = np.finfo(np.float32).max
 

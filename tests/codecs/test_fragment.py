@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout, WholeLayout, check_model
-from zmqtrain.errors import ConfigError, ModelMismatch
-from zmqtrain.types import LeafSpec, count_values
+from zmqtrain.core.errors import ConfigError, ModelMismatch
+from zmqtrain.core.types import LeafSpec, count_values
 
 B = BLOCK_VALUES
 SHAPES = [(), (1,), (0,), (B,), (B - 1,), (B + 1,), (3, B), (7, 1000), (2, 3, 5), (10 * B + 17,)]

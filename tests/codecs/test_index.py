@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.index import check_places, index_form, pack_places, unpack_places
-from zmqtrain.errors import CodecError
+from zmqtrain.core.errors import CodecError
 
 SHAPES = [
     (1, 1),

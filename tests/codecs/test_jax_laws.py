@@ -11,7 +11,7 @@ import pytest
 
 from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec
 from zmqtrain.codecs.feedback import error_feedback
-from zmqtrain.errors import CodecError
+from zmqtrain.core.errors import CodecError
 
 from slabs import raw
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.levels import int2, sign
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import raw, slabs
 

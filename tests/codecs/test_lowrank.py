@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zmqtrain.codecs import lowrank as module
 from zmqtrain.codecs.lowrank import lowrank
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import raw, slabs
 

@@ -24,8 +24,8 @@ from zmqtrain.codecs.payload import (
     plan_parts,
     plan_payload,
 )
-from zmqtrain.errors import CodecError, NonFiniteDelta
-from zmqtrain.types import MAX_FRAME_BYTES, LeafSpec
+from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.types import MAX_FRAME_BYTES, LeafSpec
 
 SPECS = ["float32", "bf16", "int8:block=256", "int4s", "int2", "ternary:block=128", "ternary:fragments=4", "sign"]
 SPECS += ["topk:density=0.05+int4", "blocktopk+int8", "randomk:density=0.1+int8", "dct+topk:density=0.1+int8"]

@@ -17,8 +17,8 @@ from zmqtrain.codecs.base import CODECS, STAGES, codec_from_spec
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.payload import decode_payload, encode_payload, initial_states, payload_size
 from zmqtrain.codecs.payload_jax import DeviceCoder
-from zmqtrain.errors import CodecError, NonFiniteDelta
-from zmqtrain.types import MAX_FRAME_BYTES
+from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 SPECS = [*CODECS, *(f"{stage}+int8" for stage in STAGES)]
 """Every member of the family, by its defaults."""

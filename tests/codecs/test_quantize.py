@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zmqtrain.codecs import quantize
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import raw, slabs
 

@@ -18,7 +18,7 @@ from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
 from zmqtrain.codecs.sparsify import blocktopk, magnitude_keys, randomk
 from zmqtrain.codecs.topk import topk
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import slabs
 

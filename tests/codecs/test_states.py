@@ -8,7 +8,7 @@ import pytest
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.payload import encode_payload, initial_states
 from zmqtrain.codecs.states import fill_states, pack_states
-from zmqtrain.errors import CodecError
+from zmqtrain.core.errors import CodecError
 
 CODECS = ["lowrank:rank=2", "randomk:density=0.1+int8", "feedback+topk:density=0.1+int4", "momentum+int8", "ternary"]
 

@@ -17,7 +17,7 @@ from zmqtrain.collectives.exchanges import barrier
 from zmqtrain.collectives.reductions import find_reduction
 from zmqtrain.collectives.rooted import BROADCAST
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
-from zmqtrain.errors import CollectiveMismatch, FramingError
+from zmqtrain.core.errors import CollectiveMismatch, FramingError
 
 INT = np.dtype(np.int64)
 

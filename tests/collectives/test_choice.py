@@ -9,7 +9,7 @@ import pytest
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.collectives.choice import TABLE, choose_algorithm, choose_chunk_bytes
 from zmqtrain.collectives.shares import chunks, share_bounds
-from zmqtrain.types import MAX_FRAME_BYTES
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16, 1000])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zmqtrain.errors import ConfigError, PeerLost
+from zmqtrain.core.errors import ConfigError, PeerLost
 
 Make = Callable[..., Any]
 LARGE = 300_000

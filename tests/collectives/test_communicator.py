@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.errors import (
+from zmqtrain.core.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     ConfigError,

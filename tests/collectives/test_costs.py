@@ -19,7 +19,7 @@ from zmqtrain.collectives.costs import (
 )
 from zmqtrain.collectives.reductions import find_reduction
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Traffic, run_locally
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
 

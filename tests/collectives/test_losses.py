@@ -11,7 +11,7 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
-from zmqtrain.errors import CollectiveTimeout, LocalProtocolError, PeerLost
+from zmqtrain.core.errors import CollectiveTimeout, LocalProtocolError, PeerLost
 
 Make = Callable[..., Any]
 LOST = 1

@@ -14,7 +14,7 @@ from zmqtrain.collectives.matching import Matching
 from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Finding, Receiving, Sending
 from zmqtrain.collectives.trees import take_tree
 from zmqtrain.collectives.wire import Head, Kind
-from zmqtrain.errors import FramingError, PeerLost
+from zmqtrain.core.errors import FramingError, PeerLost
 
 RANKS = 2
 BYTES = (0, 8, 32_000, 70_000, 5_000_000)

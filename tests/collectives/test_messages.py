@@ -13,7 +13,7 @@ import pytest
 import zmqtrain as zt
 from zmqtrain.collectives.matching import EAGER_WINDOW_BYTES
 from zmqtrain.collectives.transfers import Status
-from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 
 Make = Callable[..., Any]
 LARGE = 700_000

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as npst
 from zmqtrain.collectives.functions import describe_function
 from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
 from zmqtrain.collectives.steps import Values
-from zmqtrain.errors import ConfigError, OperationError
+from zmqtrain.core.errors import ConfigError, OperationError
 
 DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "bfloat16"]
 UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply} | {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.errors import CollectiveMismatch, LocalProtocolError, PeerLost
+from zmqtrain.core.errors import CollectiveMismatch, LocalProtocolError, PeerLost
 
 Make = Callable[..., Any]
 LARGE = 100_000

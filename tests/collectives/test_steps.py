@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Traffic, Values, run_locally
-from zmqtrain.errors import CollectiveMismatch, LocalProtocolError
+from zmqtrain.core.errors import CollectiveMismatch, LocalProtocolError
 
 
 def numbers(*values: float) -> Values:

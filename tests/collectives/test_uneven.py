@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import CollectiveMismatch, ConfigError, FramingError
+from zmqtrain.core.errors import CollectiveMismatch, ConfigError, FramingError
 from zmqtrain.protocol.framing import pack_value, unpack_value
 
 Make = Callable[..., Any]

@@ -15,8 +15,8 @@ from zmqtrain.collectives import matching, windows
 from zmqtrain.collectives.arrays import DTYPES, dtype_code, dtype_of_code, read_leaf
 from zmqtrain.collectives.trees import read_tree, take_tree
 from zmqtrain.collectives.wire import HEAD_BYTES, MAX_TEXT_BYTES, Head, Kind, pack, unpack
-from zmqtrain.errors import ConfigError, FramingError, LocalProtocolError
-from zmqtrain.types import MAX_FRAME_BYTES
+from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 words = st.integers(0, 2**64 - 1)
 heads = st.builds(

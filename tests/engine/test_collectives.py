@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
+from zmqtrain.collectives.connect import Communicator
+from zmqtrain.core.errors import PeerLost
 from zmqtrain.engine.graph import Variable
-from zmqtrain.errors import PeerLost
-from zmqtrain.runtime.groups.communicator import Communicator
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports
 
 SECONDS = 30.0

@@ -11,7 +11,7 @@ import pytest
 
 import zmqtrain as zt
 from tests.engine.gates import SECONDS, Gate
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 
 def test_many_threads_push_and_wait_at_once(engine: zt.Engine) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import zmqtrain as zt
 from tests.engine.gates import SECONDS, Gate
-from zmqtrain.errors import ConfigError, EngineError, EngineTimeout
+from zmqtrain.core.errors import ConfigError, EngineError, EngineTimeout
 
 
 def test_an_exception_is_raised_to_who_waits_and_says_where_it_comes_from(engine: zt.Engine) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zmqtrain.core.errors import EngineError
 from zmqtrain.engine.graph import UNTOLD_FAILURES, Graph, State, Variable
-from zmqtrain.errors import EngineError
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from runs import batches, loss, parameters
 
-from zmqtrain.runtime.node.connect import connect
+from zmqtrain.node.connect import connect
 from zmqtrain.train.sync import DelayedSync
 
 OPTIMIZER = optax.adamw(0.02)

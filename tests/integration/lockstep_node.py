@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from tests.train.lockstep import REGRESSION
-from zmqtrain.runtime.lockstep.lockstep import open_gradients, read_exchange, unit_wait_seconds
-from zmqtrain.runtime.node.connect import connect
+from zmqtrain.node.connect import connect
+from zmqtrain.synchronous.lockstep import open_gradients, read_exchange, unit_wait_seconds
 from zmqtrain.train.gradients import GradientLoop
 
 HELD_BEFORE_STEP = 8

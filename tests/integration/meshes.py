@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.groups.mesh import MeshPort
-from zmqtrain.runtime.groups.rendezvous import open_port
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.collectives.mesh import MeshPort
+from zmqtrain.collectives.rendezvous import open_port
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 WAIT_SECONDS = 60.0
@@ -102,7 +102,7 @@ def send(port: MeshPort, rank: int, *messages: list[Any]) -> None:
 
 ECHO = """
 import ctypes, sys, threading
-from zmqtrain.runtime.groups.rendezvous import open_port
+from zmqtrain.collectives.rendezvous import open_port
 hub, size, rank, key = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 done = threading.Event()
 class Echo:

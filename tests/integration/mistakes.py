@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 import zmqtrain as zt
-from zmqtrain.runtime.checkpoints.files import write_arrays
-from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
-from zmqtrain.runtime.rules import canonical
-from zmqtrain.settings import RunSettings
+from zmqtrain.checkpoint.files import write_arrays
+from zmqtrain.checkpoint.folder import CheckpointFolder
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning.rules import canonical
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys
 

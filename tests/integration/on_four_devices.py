@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import broker
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect
 from zmqtrain.programs import load_program
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
 from zmqtrain.train.footprint import measure_footprint
 from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import FixedMinibatch

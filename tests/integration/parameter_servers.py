@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.errors import CollectiveTimeout
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.errors import CollectiveTimeout
+from zmqtrain.core.settings import RunSettings
 
 WAIT = 60.0
 

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.broker.standby import StandbyPlace
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.node.node import Node
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.standby import StandbyPlace
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect
+from zmqtrain.node.node import Node
 from zmqtrain.train.sync import DelayedSync
 
 TARGET = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
@@ -162,10 +162,10 @@ class BrokerProcess:
         program = (
             "import json, sys, logging, resource\n"
             "from pathlib import Path\n"
-            "from zmqtrain.runtime.broker.registration import MasterPlace\n"
-            "from zmqtrain.runtime.broker.serve import serve\n"
-            "from zmqtrain.runtime.broker.standby import StandbyPlace\n"
-            "from zmqtrain.settings import RunSettings\n"
+            "from zmqtrain.broker.registration import MasterPlace\n"
+            "from zmqtrain.broker.serve import serve\n"
+            "from zmqtrain.broker.standby import StandbyPlace\n"
+            "from zmqtrain.core.settings import RunSettings\n"
             "from zmqtrain.transport.key_folder import KeyFolder\n"
             "settings, folder, port, place, standby, every, keys, file_bytes = json.loads(sys.argv[1])\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"

@@ -18,9 +18,10 @@ import pytest
 import zmq
 from channels import HERE, StrangeSockets, meet, run
 
-from zmqtrain.errors import PeerLost
-from zmqtrain.runtime.broker import doorkeeper
-from zmqtrain.runtime.node.connect import connect
+from zmqtrain.broker import doorkeeper
+from zmqtrain.core.errors import PeerLost
+from zmqtrain.core.types import Lane, PeerId
+from zmqtrain.node.connect import connect
 from zmqtrain.transport import refusals
 from zmqtrain.transport.address import is_own_address, parse_address
 from zmqtrain.transport.admission import Admission
@@ -31,7 +32,6 @@ from zmqtrain.transport.zmq_access import LEAST_CONNECTIONS, descriptor_room
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import Lane, PeerId
 
 A, B = PeerId("pc-1#11"), PeerId("pc-2#22")
 HUB, ONE, TWO = (CurveKeys.generate() for _ in range(3))
@@ -361,8 +361,8 @@ def test_connections_are_cut_also_when_the_process_has_no_descriptor_left(monkey
 BROKER_OF_64_DESCRIPTORS = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from zmqtrain.runtime.broker.serve import serve
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import serve
+from zmqtrain.core.settings import RunSettings
 def ready(broker): print(broker.channel.address, flush=True)
 serve("tcp://127.0.0.1:0", RunSettings(), ready=ready, interrupted=lambda count: None)
 """

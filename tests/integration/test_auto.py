@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from runs import Trainer, batches, broker, loss, parameters
 
+from zmqtrain.broker.loads import Loads
 from zmqtrain.codecs import fast
+from zmqtrain.core.settings import FIRST as FIRST_SETTINGS
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
-from zmqtrain.runtime.broker.loads import Loads
-from zmqtrain.runtime.node.codec_jobs import CodecJobs
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.planning import auto
-from zmqtrain.settings import FIRST as FIRST_SETTINGS
-from zmqtrain.settings import RunSettings
+from zmqtrain.node.codec_jobs import CodecJobs
+from zmqtrain.node.connect import connect
+from zmqtrain.planning import auto
 
 AUTO = RunSettings(local_updates="fixed", release="all", evaluate_seconds=0.0)
 FIRST = (FIRST_SETTINGS["every"], FIRST_SETTINGS["delay"])

@@ -7,11 +7,11 @@ import pytest
 from runs import Trainer, broker, parameters
 
 import zmqtrain as zt
-from zmqtrain.errors import ConfigError, ModelMismatch
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.model_files import ModelFacts, read_beginning, read_model, write_model
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.checkpoint.model_files import ModelFacts, read_beginning, read_model, write_model
+from zmqtrain.core.errors import ConfigError, ModelMismatch
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 
 SETTINGS = RunSettings(units=4, every=4, delay=2, lost_seconds=60.0)
 

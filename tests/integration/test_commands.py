@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.terminals import pseudo_terminal
-from zmqtrain.runtime.model_files import read_model
-from zmqtrain.runtime.node.connect import connect
+from zmqtrain.checkpoint.model_files import read_model
+from zmqtrain.node.connect import connect
 from zmqtrain.transport.key_folder import KeyFolder
 
 SMALL = "data={text},width=8,layers=1,heads=1,context=8,batch=2,batches_per_unit=4"
@@ -255,7 +255,7 @@ def test_the_nodes_of_local_do_not_outlive_it_even_if_it_is_killed(text: Path) -
 KEEPER = """
 import sys
 from zmqtrain.cli.local import Federation
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.settings import RunSettings
 with Federation(RunSettings(program="text", program_arguments=sys.argv[1]), 1) as federation:
     print(*federation.process_ids, flush=True)
     sys.stdin.read()

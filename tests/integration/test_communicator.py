@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
+from zmqtrain.collectives.hub_line import HubLine
+from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
 from zmqtrain.protocol.group_messages import Forming
 from zmqtrain.protocol.messages import Message
-from zmqtrain.runtime.groups.hub_line import HubLine
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 from meshes import broker

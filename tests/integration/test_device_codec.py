@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from runs import Trainer, broker, parameters
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.node import coder_place
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node import coder_place
+from zmqtrain.node.connect import connect
 
 
 def strict_run(monkeypatch, places, **settings):

@@ -10,11 +10,11 @@ from runs import Trainer, broker
 
 from zmqtrain.cli import doctor, main
 from zmqtrain.cli.machine import Machine
-from zmqtrain.errors import HubUnreachable
+from zmqtrain.core.errors import HubUnreachable
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning import probe
+from zmqtrain.planning.probe import measure_link
 from zmqtrain.protocol import probes
-from zmqtrain.runtime.planning import probe
-from zmqtrain.runtime.planning.probe import measure_link
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 SETTINGS = RunSettings(every=2, delay=2, units=6, codec="int8")
@@ -94,7 +94,7 @@ class KeyedBroker:
         import asyncio
         import threading
 
-        from zmqtrain.runtime.broker.broker import Broker
+        from zmqtrain.broker.broker import Broker
         from zmqtrain.transport.zmq_router import RouterChannel
 
         ready = threading.Event()

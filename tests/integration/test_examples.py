@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.settings import RunSettings
 
 PROJECT = Path(__file__).parents[2]
 EXAMPLES = PROJECT / "docs" / "examples"

@@ -9,14 +9,14 @@ import pytest
 from runs import BrokerProcess, Trainer, broker, parameters
 
 import zmqtrain as zt
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.cli.export import main
-from zmqtrain.errors import CheckpointError, ConfigError
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.export import model_of_folder, model_of_run
-from zmqtrain.runtime.model_files import read_model
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
+from zmqtrain.cli.exporting import model_of_folder, model_of_run
+from zmqtrain.core.errors import CheckpointError, ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.key_folder import KeyFolder
 

@@ -9,9 +9,9 @@ import optax
 import pytest
 from runs import batches, broker, loss, parameters
 
-from zmqtrain.errors import JoinRefused
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import JoinRefused
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect
 from zmqtrain.train.apart import own_seed
 from zmqtrain.train.loop import TrainingLoop
 

@@ -19,13 +19,13 @@ import pytest
 from kept_node import have_saved, train, train_all
 from runs import BrokerProcess, batches, broker, parameters, sgd
 
-from zmqtrain.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
+from zmqtrain.checkpoint.folder import CheckpointFolder
+from zmqtrain.core.errors import CheckpointError, ConfigError, JoinRefused, ModelMismatch
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.ledger import audit, lives_of, releases_of
 from zmqtrain.monitor.records import read_records
-from zmqtrain.runtime.checkpoints.folder import CheckpointFolder
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
+from zmqtrain.node.connect import connect
 from zmqtrain.train.sync import DelayedSync
 
 PROGRAM = Path(__file__).with_name("kept_node.py")

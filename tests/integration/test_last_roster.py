@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.settings import RunSettings
 
 
 def test_the_roster_of_how_a_run_ended_says_what_the_living_half_of_the_hub_knows():

@@ -6,16 +6,16 @@ import asyncio
 
 from channels import HERE, run
 
+from zmqtrain.broker.broker import Broker
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.broker.broker import Broker
-from zmqtrain.runtime.node.link import HubLink
-from zmqtrain.settings import RunSettings
+from zmqtrain.session.link import HubLink
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import PeerId
 
 HUB, OWN = CurveKeys.generate(), CurveKeys.generate()
 

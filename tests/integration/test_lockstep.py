@@ -15,11 +15,11 @@ import pytest
 from tests.integration.lockstep_node import HELD_BEFORE_STEP, train
 from tests.integration.runs import BrokerProcess, broker
 from tests.train.lockstep import REGRESSION, SAMPLES, batches_of
-from zmqtrain.errors import JoinRefused
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.errors import JoinRefused
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect
 
 BATCHES_OF_A_UNIT = 2
 SECONDS = 100.0

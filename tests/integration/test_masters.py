@@ -14,14 +14,14 @@ import pytest
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 from safetensors.numpy import load_file
 
-from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.broker.parts import merge_parts
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import NodeRecorder
-from zmqtrain.runtime.broker.parts import merge_parts
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.node.node import Node
-from zmqtrain.settings import RunSettings
+from zmqtrain.node.connect import connect
+from zmqtrain.node.node import Node
 
 QUICK = {"every": 2, "delay": 1, "heartbeat_seconds": 0.1, "lost_seconds": 0.5, "masters": 2}
 CALM = QUICK | {"lost_seconds": 10.0}

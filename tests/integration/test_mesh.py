@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from runs import BrokerProcess
 
-from zmqtrain.errors import HubUnreachable, LocalProtocolError, ZmqTrainError
+from zmqtrain.collectives.presence import LEFT
+from zmqtrain.collectives.rendezvous import open_port
+from zmqtrain.core.errors import HubUnreachable, LocalProtocolError, ZmqTrainError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import HUB, HubChunk, Lane, PeerId
 from zmqtrain.protocol import vigil
-from zmqtrain.runtime.groups.presence import LEFT
-from zmqtrain.runtime.groups.rendezvous import open_port
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.types import HUB, HubChunk, Lane, PeerId
 
 from meshes import NOWHERE, WAIT_SECONDS, Remembering, broker, open_all, ports, send
 

@@ -8,11 +8,11 @@ import signal
 import pytest
 from runs import BrokerProcess
 
+from zmqtrain.collectives import presence
+from zmqtrain.collectives.presence import LEFT
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol import leaving, vigil
 from zmqtrain.protocol.group_messages import GroupLost
-from zmqtrain.runtime.groups import presence
-from zmqtrain.runtime.groups.presence import LEFT
-from zmqtrain.settings import RunSettings
 
 from meshes import WAIT_SECONDS, echoing, ports, send
 

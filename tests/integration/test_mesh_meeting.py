@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zmqtrain.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused
-from zmqtrain.runtime.groups import hub_line
-from zmqtrain.runtime.groups.presence import LEFT
-from zmqtrain.runtime.groups.rendezvous import open_port
+from zmqtrain.collectives import hub_line
+from zmqtrain.collectives.presence import LEFT
+from zmqtrain.collectives.rendezvous import open_port
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused
 
 from meshes import WAIT_SECONDS, echoing, ports, send
 

@@ -16,14 +16,14 @@ import pytest
 from mistakes import MISTAKES, Mistake, Place, page
 
 import zmqtrain as zt
+from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.cli import doctor, main
 from zmqtrain.cli.machine import Machine
 from zmqtrain.cli.node import Interruption
-from zmqtrain.errors import ZmqTrainError
-from zmqtrain.runtime import patience
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.node import node
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import ZmqTrainError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node import node
+from zmqtrain.session import patience
 from zmqtrain.transport.key_folder import KeyFolder
 
 GETADDRINFO = socket.getaddrinfo

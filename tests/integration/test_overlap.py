@@ -10,8 +10,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.settings import RunSettings
 
 PROJECT = Path(__file__).parents[2]
 EXAMPLE = PROJECT / "docs" / "examples" / "overlap.py"

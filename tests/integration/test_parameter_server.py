@@ -9,7 +9,7 @@ import pytest
 from parameter_servers import WAIT, assert_same, brokers, clients, leaves, model, together, wait_until_it_says
 
 import zmqtrain as zt
-from zmqtrain.errors import ChannelClosed, ConfigError, HubUnreachable, LocalProtocolError, NonFiniteDelta
+from zmqtrain.core.errors import ChannelClosed, ConfigError, HubUnreachable, LocalProtocolError, NonFiniteDelta
 
 # ---------------------------------------------------------------------- what is asked is done
 

@@ -15,10 +15,10 @@ import pytest
 from parameter_servers import WAIT, assert_same, brokers, clients, leaves, model, together, wait_until_it_says
 
 import zmqtrain as zt
-from zmqtrain.errors import CheckpointError, ConfigError, PeerLost
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.errors import CheckpointError, ConfigError, PeerLost
+from zmqtrain.core.settings import RunSettings
 
 WORKER = """
 import sys

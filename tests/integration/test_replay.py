@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from runs import broker
 
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record, read_records
+from zmqtrain.node.connect import connect
+from zmqtrain.node.node import Node
 from zmqtrain.programs import load_program
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.node.node import Node
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.replay import replay
 from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop

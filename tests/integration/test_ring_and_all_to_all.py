@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.settings import RunSettings
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = PROJECT / "docs" / "examples" / "ring_and_all_to_all.py"

@@ -14,15 +14,15 @@ import pytest
 import zmq
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 
-from zmqtrain.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
+from zmqtrain.core.errors import ChannelFull, HubUnreachable, JoinRefused, ModelMismatch, NonFiniteDelta, PeerLost
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Lane, PeerId, Tally
+from zmqtrain.node.connect import connect
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.admission import Seats
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import Lane, PeerId, Tally
 
 
 def finals(address, names, **options):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from runs import BrokerProcess, Trainer, batches, loss, parameters, sgd
 
-from zmqtrain.errors import JoinRefused
-from zmqtrain.runtime.broker.standby import StandbyPlace
-from zmqtrain.runtime.node.connect import connect, promote
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.standby import StandbyPlace
+from zmqtrain.core.errors import JoinRefused
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect, promote
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.key_folder import KeyFolder
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from runs import BrokerProcess, Trainer, batches, broker
 
-from zmqtrain.errors import HubUnreachable, JoinRefused, RunStopped
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.standby import StandbyPlace
-from zmqtrain.runtime.model_files import read_model
-from zmqtrain.runtime.node.connect import connect, stop
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.standby import StandbyPlace
+from zmqtrain.checkpoint.model_files import read_model
+from zmqtrain.core.errors import HubUnreachable, JoinRefused, RunStopped
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.node.connect import connect, stop
 from zmqtrain.train.sync import DelayedSync
 from zmqtrain.transport.key_folder import KeyFolder
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from channels import HERE, A, meet, run
 
-from zmqtrain.errors import AddressInUse, ConfigError
+from zmqtrain.core.errors import AddressInUse, ConfigError
+from zmqtrain.core.types import PeerId
 from zmqtrain.transport.address import is_loopback
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import PeerId
 
 
 def test_a_port_that_is_taken_is_named_with_what_to_type() -> None:

@@ -12,12 +12,12 @@ import pytest
 import zmq
 from channels import HERE, A, meet, run
 
-from zmqtrain.errors import ChannelClosed, ChannelFull
+from zmqtrain.core.errors import ChannelClosed, ChannelFull
+from zmqtrain.core.types import MAX_FRAME_BYTES, Lane, PeerId
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_port import Port, open_socket
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
 
 
 def test_messages_pass_both_ways_on_both_lanes() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from channels import HERE, A, meet, run
 
-from zmqtrain.errors import ChannelClosed
+from zmqtrain.core.errors import ChannelClosed
+from zmqtrain.core.types import MAX_FRAME_BYTES, Lane
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import MAX_FRAME_BYTES, Lane
 
 PROJECT = Path(__file__).parents[2]
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from channels import HERE, A, B, meet, run
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.planning.probe import measure_link
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import MAX_FRAME_BYTES, Lane, PeerId
+from zmqtrain.node.connect import connect
+from zmqtrain.planning.probe import measure_link
 from zmqtrain.transport.found_keys import Access, Places
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import MAX_FRAME_BYTES, Lane, PeerId
 
 
 def test_with_curve_only_who_knows_the_servers_key_is_heard() -> None:

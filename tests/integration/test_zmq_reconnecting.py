@@ -9,12 +9,12 @@ import pytest
 import zmq
 from channels import HERE, A, B, StrangeSockets, kept_address, meet, run
 
-from zmqtrain.errors import ChannelFull, PeerLost
+from zmqtrain.core.errors import ChannelFull, PeerLost
+from zmqtrain.core.types import Lane
 from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.routing import first_life, next_life, routing_id_of
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import Lane
 
 
 async def send_on(hub: RouterChannel, lane: Lane) -> None:

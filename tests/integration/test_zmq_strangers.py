@@ -11,10 +11,10 @@ import pytest
 import zmq
 from channels import HERE, A, B, StrangeSockets, meet, run
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.core.types import MAX_FRAME_BYTES, Lane
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_router import RouterChannel
-from zmqtrain.types import MAX_FRAME_BYTES, Lane
 
 
 def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.monitor import records
 from zmqtrain.monitor.ledger import Release, audit, computed_samples, releases_of
 from zmqtrain.protocol.effects import Contribution, Reduce

@@ -7,13 +7,13 @@ import pytest
 
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Update
 from zmqtrain.monitor import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.ledger import lives_of
 from zmqtrain.monitor.records import read_records
 from zmqtrain.protocol.effects import Contribution, Reduce
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import Update
 
 
 class Loss:

@@ -8,7 +8,7 @@ from math import inf, nan, pi
 import numpy as np
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import crc_of_frames, crc_of_leaves, name_of, read_records, write_records
 from zmqtrain.protocol.effects import Contribution, Reduce

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.parameter_server import directory as directories
 from zmqtrain.parameter_server.directory import ASKS, Directory
-from zmqtrain.types import LeafSpec
 
 W, B = LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "float64")
 WHERE = LeafSpec("w", (), ASKS)

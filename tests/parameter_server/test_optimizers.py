@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.parameter_server.optimizers import FAMILIES, optimizer_from_spec
 
 CASES = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES, SPLIT_BYTES, Piece, ShardMap
 
 batches = st.lists(

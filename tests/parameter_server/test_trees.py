@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import (
     describe_arguments,
     parse_arguments,

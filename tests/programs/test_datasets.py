@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zmqtrain.errors import DataError
+from zmqtrain.core.errors import DataError
 from zmqtrain.programs import datasets
 from zmqtrain.programs.datasets import load_digits, load_image_folder, load_text, read_idx
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.datasets import load_image_folder
 from zmqtrain.programs.image import ImageProgram, class_logits
 from zmqtrain.train.program import score_of

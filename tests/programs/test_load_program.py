@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.errors import ConfigError, DataError
+from zmqtrain.core.errors import ConfigError, DataError
 from zmqtrain.programs import (
     check_program_arguments,
     load_program,

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.errors import ConfigError, DataError
+from zmqtrain.core.errors import ConfigError, DataError
 from zmqtrain.programs.text import TextProgram, next_byte_logits
 from zmqtrain.train.program import score_of
 

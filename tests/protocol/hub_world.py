@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from math import inf, isnan, nan
 
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.types import LeafSpec, is_barrier
 from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
@@ -38,7 +39,6 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.types import LeafSpec, is_barrier
 
 __all__ = ["PEERS", "HubWorld"]
 

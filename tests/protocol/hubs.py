@@ -7,14 +7,14 @@ from math import nan
 
 from tests.fixed import FIXED_RUN
 from tests.protocol.said import ONE_EACH
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Contribution, Expect, SendTo
 from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.hub import Hub, MemberState
 from zmqtrain.protocol.messages import Fetch, Hello, Publish, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 __all__ = [
     "MODEL",

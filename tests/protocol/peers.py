@@ -6,12 +6,12 @@ from dataclasses import replace
 from math import nan
 
 from tests.fixed import FIXED_RUN
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Deliver, Send, Serve
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import Aggregate, Fetch, Publish, Roster, Snapshot, Welcome, model_to_wire
 from zmqtrain.protocol.peer import HUB, Peer, PeerState
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 __all__ = [
     "MODEL",

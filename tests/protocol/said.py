@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fixed import FIXED_RUN
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
 from zmqtrain.protocol.keys import (
     Awaited,
@@ -42,7 +43,6 @@ from zmqtrain.protocol.messages import (
     WorkUnit,
 )
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
-from zmqtrain.settings import RunSettings
 
 __all__ = ["EXAMPLES", "ONE_EACH"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 
 __all__ = ["MODEL", "SETTINGS", "FIRST", "SECOND"]
 

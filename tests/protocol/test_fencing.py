@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.fixed import FIXED_RUN
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Deliver, Expect, Found, Reduce, Send, SendTo, Serve, Withdraw
 from zmqtrain.protocol.fencing import (
     LIFE,
@@ -30,8 +32,6 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Goodbye, Heartbeat, Hello, Publish, Refused, Snapshot, Welcome
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("w", (8,), "float32"),)
 SETTINGS = RunSettings(**FIXED_RUN | {"every": 2, "delay": 1, "release": "immediately", "initial": "founder"})

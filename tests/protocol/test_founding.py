@@ -6,14 +6,14 @@ from math import inf, nan
 
 import pytest
 
-from zmqtrain.errors import LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.errors import LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Average, Disconnect, Expect, Found, Lend, SendTo, Serve
 from zmqtrain.protocol.hub import Hub, MemberState
 from zmqtrain.protocol.leaving import FOUNDER_SECONDS
 from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Preempt, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "float32"))
 OTHER = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (5,), "float32"))

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.protocol.said import EXAMPLES
-from zmqtrain.errors import FramingError
+from zmqtrain.core.errors import FramingError
+from zmqtrain.core.types import MAX_FRAME_BYTES
 from zmqtrain.protocol.framing import (
     PROTOCOL_VERSION,
     Assembler,
@@ -27,7 +28,6 @@ from zmqtrain.protocol.messages import (
     Roster,
     Snapshot,
 )
-from zmqtrain.types import MAX_FRAME_BYTES
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Rewind, SendTo, Serve
 from zmqtrain.protocol.hub import Hub, MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Publish, Refused, WorkRequest, WorkUnit, model_to_wire
 from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 MODEL = (LeafSpec("w", (3, 4), "float32"),)
 SETTINGS = RunSettings(mode="strict", release="all", start_nodes=2, units=40, codec="float32")

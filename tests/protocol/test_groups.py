@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.gatherings import ASKED, FOLD, join, process
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
 from zmqtrain.protocol.group_messages import Forming, Group, GroupLost, Relay, Relayed
 from zmqtrain.protocol.groups import (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.protocol.gatherings import FOLD, join, process
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
 from zmqtrain.protocol.group_messages import Forming, Group, GroupLost, Relay, Relayed
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Groups

@@ -6,9 +6,11 @@ import pytest
 
 from tests.protocol.hubs import hub_of, in_state, join, live_hub
 from tests.protocol.said import EXAMPLES
+from zmqtrain.averaging.delta import snapshot_codecs, snapshot_counts
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import plan_payload
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import SendTo
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
@@ -28,8 +30,6 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     model_to_wire,
 )
-from zmqtrain.runtime.equation.delta import snapshot_codecs, snapshot_counts
-from zmqtrain.types import LeafSpec
 
 STAMP = Stamp(3, 7)
 ONLY_HUBS_SAY = [kind for kind in MESSAGES if kind not in TAKEN_BY_HUBS]

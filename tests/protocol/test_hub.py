@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.hubs import SAMPLES, hub_of, in_state, sent
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.hub import ALLOWED, MemberState
 from zmqtrain.protocol.messages import MESSAGES, Goodbye, Hello, Refused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.hubs import FOUNDING, WIRE, contribute, hub_of, of, publish, sent
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Accumulate, Reduce
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome, WorkRequest
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.hubs import FOUNDING, MODEL, OTHER, WIRE, attend, found, hub_of, join, of, sent
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Disconnect, Expect, Found, SendTo, Serve
 from zmqtrain.protocol.hub import MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Snapshot, Welcome
-from zmqtrain.settings import RunSettings
 
 
 def test_the_first_node_founds_the_run():

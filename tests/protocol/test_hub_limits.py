@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.hubs import SAMPLES, attend, contribute, live_hub, publish, sent
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol import publishing
 from zmqtrain.protocol.effects import Disconnect, Expect, SendTo
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
@@ -16,7 +17,6 @@ from zmqtrain.protocol.joining import MOST_MEMBERS
 from zmqtrain.protocol.members import MOST_WAITING
 from zmqtrain.protocol.messages import Goodbye, Hello, Refused, Report
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.settings import RunSettings
 
 
 def test_records_of_peers_that_are_long_gone_are_bounded():

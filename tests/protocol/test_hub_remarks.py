@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.hubs import hub_of, live_hub, sent
-from zmqtrain.errors import CheckpointError, RemoteProtocolError
+from zmqtrain.core.errors import CheckpointError, RemoteProtocolError
 from zmqtrain.protocol.messages import Hello, Report, Welcome
 
 REPORT = Report(40, 320, 99.0, 0.25, 4.0, 1, 10, 20)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.hubs import MODEL, SAMPLES, WIRE, contribute, live_hub, publish, sent
-from zmqtrain.errors import CheckpointError
+from zmqtrain.core.errors import CheckpointError
 from zmqtrain.protocol.effects import Serve
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Fetch, Hello, Report, Welcome

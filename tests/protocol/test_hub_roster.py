@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.hubs import MODEL, SAMPLES, WIRE, contribute, hub_of, live_hub, of, sent
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Broadcast, Reduce
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Fetch, Hello, Report, Roster, Snapshot, Welcome, model_to_wire

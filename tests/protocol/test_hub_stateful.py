@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 
 from tests.fixed import fixed_run
 from tests.protocol.hub_world import PEERS, WIRE, HubWorld
+from zmqtrain.core.settings import AUTO_FRAGMENTS
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, model_to_wire
-from zmqtrain.settings import AUTO_FRAGMENTS
-from zmqtrain.types import LeafSpec
 
 RELEASES = ("all", "quorum", "immediately", "count:contributions=2", "time:seconds=0.3", "bounded:staleness=1")
 SCORES = st.sampled_from([0.25, 0.5, 0.75, 1.0, inf, nan])

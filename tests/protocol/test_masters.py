@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Broadcast, Expect, Found, Reduce, SendTo, Serve
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.hub import Hub, MemberState
@@ -23,8 +25,6 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 WIRE = model_to_wire((LeafSpec("w", (3, 4096), "float32"),))
 FIRST = "tcp://first:5555"

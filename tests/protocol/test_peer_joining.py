@@ -7,13 +7,13 @@ import zlib
 import pytest
 
 from tests.protocol.peers import MODEL, SETTINGS, WIRE, aggregate, founding, live, snapshot, syncing, welcome, welcomed
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS, Backoff
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome
 from zmqtrain.protocol.peer import HUB, Peer, PeerState
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
 
 OTHER = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "bfloat16"))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.protocol.peers import IN_STATE, ROSTER, WIRE, aggregate, live, publish, snapshot, welcome
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.protocol.effects import Deliver, Send, Withdraw
 from zmqtrain.protocol.messages import Fetch, Goodbye, Preempt, Refused
 from zmqtrain.protocol.peer import PeerState

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.protocol.rounds import (
     FIRST_GRACE_SECONDS,
     AfterAll,

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fixed import FIXED_RUN
-from zmqtrain.errors import FramingError, RemoteProtocolError
+from zmqtrain.core.errors import FramingError, RemoteProtocolError
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, FIRST, RunSettings
+from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.protocol.effects import Broadcast, Expect, Reduce, SendTo
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import Member, MemberState
@@ -43,8 +45,6 @@ from zmqtrain.protocol.schedules import (
     Timetable,
     schedule_from_plain,
 )
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, FIRST, RunSettings
-from zmqtrain.types import LeafSpec, PeerId
 
 AUTO = RunSettings(release="immediately")
 GIVEN = RunSettings(**FIXED_RUN | {"every": 3, "delay": 2})

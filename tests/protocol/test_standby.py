@@ -8,6 +8,8 @@ from dataclasses import replace
 from math import nan
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
+from zmqtrain.broker.replicas import Replicas
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Reduce, Replicate, Send
 from zmqtrain.protocol.fencing import LIFE, Stamp
 from zmqtrain.protocol.hub import Hub
@@ -29,8 +31,6 @@ from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.search import MOST_LEARNT
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Patience, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Books, Promote, Replica
-from zmqtrain.runtime.broker.replicas import Replicas
-from zmqtrain.settings import RunSettings
 
 
 def follower(books=None, holds=5):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
+from zmqtrain.broker.replicas import Replicas
 from zmqtrain.protocol.effects import (
     Broadcast,
     Connect,
@@ -39,7 +40,6 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import Follower, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Promote, Replica
-from zmqtrain.runtime.broker.replicas import Replicas
 
 TAKEOVER_SECONDS = 1.0
 NAMES = "abcdef"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.hubs import WIRE, attend, contribute, hub_of, in_state, join, live_hub, of, sent
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Disconnect, Reduce
 from zmqtrain.protocol.hub import MemberState
 from zmqtrain.protocol.leaving import STOP_SECONDS, STOPPED

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.core.errors import CheckpointError
 from zmqtrain.protocol.work import CLAIMED_AHEAD, MOST_IN_HAND, WorkLedger
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zmqtrain.chaos.schedule import Fault, draw_schedule
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.monitor.ledger import audit, lives_of, releases_of
 from zmqtrain.sim import SimNode, simulate
 from zmqtrain.sim.faults import SIM_KINDS, Fate, FrameNoise, flipped, pauses_and_cuts

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.errors import NonFiniteDelta
+from zmqtrain.core.errors import NonFiniteDelta
 from zmqtrain.sim import SimNode, simulate
 from zmqtrain.strategies.norms import NormGate
 from zmqtrain.train.sync import DelayedSync

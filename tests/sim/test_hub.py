@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol import effects
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.hub import CodecTimes, SimHub
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.programs import load_program
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim import hub
 from zmqtrain.sim.run import simulate
 from zmqtrain.sim.scenario import Scenario, SimNode

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.records import write_records
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.reading import read_scenario
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from zmqtrain.cli import main
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, FIRST, FITTED
 from zmqtrain.monitor.records import read_records
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, FIRST, FITTED
 from zmqtrain.sim import SimNode, simulate
 from zmqtrain.sim.replay import replay
 from zmqtrain.train.leaves import host_leaves

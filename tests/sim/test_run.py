@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.fixed import fixed_run
-from zmqtrain.errors import ConfigError, JoinRefused, NonFiniteDelta
+from zmqtrain.core.errors import ConfigError, JoinRefused, NonFiniteDelta
 from zmqtrain.programs import load_program
 from zmqtrain.sim import Scenario, SimNode, simulate
 from zmqtrain.strategies.initial import relatedness

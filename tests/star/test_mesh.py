@@ -10,13 +10,13 @@ from typing import IO
 from star import Host, Star
 
 BROKER = """
-from zmqtrain.runtime.broker.serve import serve
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import serve
+from zmqtrain.core.settings import RunSettings
 serve("tcp://*:5555", RunSettings(), ready=lambda broker: print("ready", flush=True), interrupted=lambda count: None)
 """
 PROCESS = """
 import sys, threading
-from zmqtrain.runtime.groups.rendezvous import open_port
+from zmqtrain.collectives.rendezvous import open_port
 hub, size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 class Listener:
     def on_message(self, source, frames):

@@ -10,8 +10,8 @@ from typing import IO
 from star import Host, Star
 
 BROKER = """
-from zmqtrain.runtime.broker.serve import serve
-from zmqtrain.settings import RunSettings
+from zmqtrain.broker.serve import serve
+from zmqtrain.core.settings import RunSettings
 serve("tcp://*:5555", RunSettings(), ready=lambda broker: print("ready", flush=True), interrupted=lambda count: None)
 """
 WORKER = """

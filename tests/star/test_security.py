@@ -33,7 +33,7 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Hello
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import read_credentials
-from zmqtrain.types import Lane, PeerId
+from zmqtrain.core.types import Lane, PeerId
 host, hub_key, other_key, stranger, known = sys.argv[1:]
 address = f"tcp://{host}:5555"
 

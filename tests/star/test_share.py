@@ -16,9 +16,9 @@ COUNTED_BYTES = 120_000_000
 MiB to each node, or of 6 MiB from all of them), and a burst."""
 BROKER = """
 import sys
-from zmqtrain.runtime.planning.auto import link_share
-from zmqtrain.runtime.broker.serve import serve
-from zmqtrain.settings import RunSettings
+from zmqtrain.planning.auto import link_share
+from zmqtrain.broker.serve import serve
+from zmqtrain.core.settings import RunSettings
 settings = RunSettings(codec="float32", broadcast_codec="float32", every=1, delay=2, release="immediately")
 share = link_share("1gbit", float(sys.argv[1]))
 ready = lambda broker: print("ready", flush=True)
@@ -27,8 +27,8 @@ serve("tcp://*:5555", settings, share=share, ready=ready, interrupted=lambda cou
 NODE = """
 import sys, threading
 import numpy as np
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.types import LeafSpec, Tally
+from zmqtrain.node.connect import connect
+from zmqtrain.core.types import LeafSpec, Tally
 name, address, share = sys.argv[1:]
 link = "" if share == "1" else "1gbit"
 leaf = np.zeros(2_000_000, np.float32)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import ConfigError, LocalProtocolError
+from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.strategies.aggregate import aggregation_from_spec, clipped, mean_over_live
 
 SPECS = ("mean", "weighted", "trimmed:share=0.25", "trimmed:share=0", "median", "majority", "clipped:factor=2")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.strategies.initial import (
     are_related,
     explain_unrelated,

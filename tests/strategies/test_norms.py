@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.strategies import norms
 from zmqtrain.strategies.norms import FEWEST, PATIENCE, NormGate, is_suspicious, norm_gate_from_text
 

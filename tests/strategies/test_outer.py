@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.strategies.outer import FAMILIES, adam, delayed_nesterov, nesterov, outer_from_spec, sgd
 
 

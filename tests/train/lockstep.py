@@ -14,10 +14,10 @@ import optax
 
 from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import PeerLost
-from zmqtrain.runtime.lockstep.allreduce import AllreduceExchange
+from zmqtrain.core.errors import PeerLost
+from zmqtrain.core.types import ExchangeStatistics, Update
+from zmqtrain.synchronous.allreduce import AllreduceExchange
 from zmqtrain.train.gradients import GradientLoop
-from zmqtrain.types import ExchangeStatistics, Update
 
 SAMPLES = 16
 SECONDS = 60.0

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.train.lockstep import Process, Regression, batches_of, finish, group_of
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import ModelMismatch
+from zmqtrain.core.errors import ModelMismatch
 from zmqtrain.train.anchor import DeviceMoves, HostMoves, SpreadMoves, moves_of
 from zmqtrain.train.spread import SpreadLeaves
 from zmqtrain.train.stack import Segment

@@ -13,8 +13,8 @@ import numpy as np
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import AggregateTimeout
-from zmqtrain.types import ExchangeStatistics, Update
+from zmqtrain.core.errors import AggregateTimeout
+from zmqtrain.core.types import ExchangeStatistics, Update
 
 __all__ = ["ScriptedExchange", "tree", "value", "add", "run"]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.train.anchor import DeviceMoves, HostMoves, moves_of
-from zmqtrain.types import LeafSpec
 
 SHAPES = [(3, 4096), (100, 50), (7,), ()]
 

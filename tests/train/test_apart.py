@@ -15,12 +15,12 @@ import pytest
 
 from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.errors import JoinRefused
+from zmqtrain.core.errors import JoinRefused
+from zmqtrain.core.types import LOCAL_UNITS, Part, Update, first_local_unit
 from zmqtrain.train.apart import begin, follow, own_seed, pack_moments, train_apart, unpack_moments
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import LOCAL_UNITS, Part, Update, first_local_unit
 
 
 class Program:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout, WholeLayout
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.train import blocks
 from zmqtrain.train.blocks import ahead, moved
-from zmqtrain.types import LeafSpec
 
 B = BLOCK_VALUES
 SIZES = [(1,), (B,), (3, B - 1), (9 * B + 17,), (23, 1000)]

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.corrupt import corrupted
 from zmqtrain.train.program import Program, score_of
 

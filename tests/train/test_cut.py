@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.train.cut import cut_shards
-from zmqtrain.types import LeafSpec
 
 
 def grid(shape, parts):

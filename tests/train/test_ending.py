@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange, add, run, tree, value
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.train.sync import DelayedSync
 
 

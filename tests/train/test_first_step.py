@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.train.scripted_exchange import ScriptedExchange, add, tree
+from zmqtrain.core.types import Part
 from zmqtrain.train import first_step as room
 from zmqtrain.train.first_step import FirstStep
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import Part
 
 
 class Described(ScriptedExchange):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from tests.train.lockstep import REGRESSION, SAMPLES, Ended, Process, Regression, Run, batches_of, finish, group_of
-from zmqtrain.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
+from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
 from zmqtrain.train.gradients import GradientLoop, _Lockstep
 from zmqtrain.train.minibatch import FixedMinibatch
 from zmqtrain.train.step import MinibatchStep

@@ -7,7 +7,7 @@ from math import erf, exp, pi, sqrt
 import numpy as np
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.induce import MIXTURES, Induced, induced_from_spec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.lockstep import Allreduce, Server, lockstep_from_spec
 
 

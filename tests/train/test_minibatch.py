@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.clocks import VirtualClock
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.minibatch import (
     IMPROBABLE,
     FixedMinibatch,

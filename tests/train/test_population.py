@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange, add, tree, value
+from zmqtrain.core.types import Part, Update
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import Part, Update
 
 FIXED = {"fragments": 1, "codec": "float32", "broadcast_codec": "float32", "outer": "sgd:rate=1"}
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zmqtrain.installed import how_to_install
+from zmqtrain.core.installed import how_to_install
 from zmqtrain.train import seen
 from zmqtrain.train.seen import UNUSED_CARD, name_device, say_device
 

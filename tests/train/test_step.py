@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.types import LeafSpec
 from zmqtrain.train.step import Rebase, describe_model
-from zmqtrain.types import LeafSpec
 
 SHAPES = [(3, 4096), (100, 50), (7,)]
 FRAGMENTS = [1, 2, 3]

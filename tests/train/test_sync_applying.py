@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange, add, run, tree, value
+from zmqtrain.core.types import Part, Update
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import Part, Update
 
 
 def leaves_at(value):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange
-from zmqtrain.errors import RunStopped
+from zmqtrain.core.errors import RunStopped
 from zmqtrain.train.sync import DelayedSync
 
 

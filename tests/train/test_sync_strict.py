@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange, add, run, tree, value
-from zmqtrain.errors import AggregateTimeout
+from zmqtrain.core.errors import AggregateTimeout
 from zmqtrain.train.sync import DelayedSync
 
 

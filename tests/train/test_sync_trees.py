@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.train.scripted_exchange import ScriptedExchange, run, tree, value
-from zmqtrain.errors import ConfigError, ModelMismatch
+from zmqtrain.core.errors import ConfigError, ModelMismatch
+from zmqtrain.core.types import Part
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import Part
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

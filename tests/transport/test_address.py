@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.address import parse_addresses, say_unreachable
 
 FIRST, SECOND = "tcp://pc1:5555", "tcp://pc2:5556"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys, fingerprint, load_public_key, read_credentials
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 from zmqtrain.transport.memory import LinkModel, memory_hub
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
-from zmqtrain.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 
 T = TypeVar("T")
 A, B = PeerId("a#1"), PeerId("b#2")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.errors import ConfigError, LocalProtocolError
+from zmqtrain.core.errors import ConfigError, LocalProtocolError
+from zmqtrain.core.types import Buffer
 from zmqtrain.transport.memory_ports import MemoryPort, MemoryPorts, memory_ports
-from zmqtrain.types import Buffer
 
 PATIENCE_SECONDS = 20
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from zmqtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.types import PeerId
 from zmqtrain.transport.pacing import Credits, Outbox
-from zmqtrain.types import PeerId
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import MAX_FRAME_BYTES, PeerId
 from zmqtrain.transport.pacing import Credits
 from zmqtrain.transport.reservation import (
     BURST_BYTES,
@@ -22,7 +23,6 @@ from zmqtrain.transport.reservation import (
     TokenBucket,
     Use,
 )
-from zmqtrain.types import MAX_FRAME_BYTES, PeerId
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 RATE = 1e8

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zmqtrain.broker.history import History, read_history
 from zmqtrain.chaos.player import Deed, Player, Wire
 from zmqtrain.chaos.schedule import BROKER
 from zmqtrain.chaos.services import Service
+from zmqtrain.core.types import PeerId
 from zmqtrain.monitor.ledger import Audit, Release, audit, lives_of
 from zmqtrain.monitor.records import Record, read_records
-from zmqtrain.runtime.broker.history import History, read_history
-from zmqtrain.types import PeerId
 
 __all__ = ["KEEP_ALL", "READY", "Outcome", "Run", "hub_folder", "record_of"]
 

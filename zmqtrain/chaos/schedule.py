@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["BROKER", "FaultKind", "KINDS", "Fault", "FaultKindRange", "RANGES", "check_kinds", "draw_schedule"]
 

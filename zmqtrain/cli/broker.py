@@ -18,25 +18,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zmqtrain import __version__
+from zmqtrain.broker.broker import Broker
+from zmqtrain.broker.parts import MODEL_FILE, part_file
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.run_folders import RUNS, RunFolders
+from zmqtrain.broker.serve import serve
+from zmqtrain.broker.standby import Standby, StandbyPlace
+from zmqtrain.checkpoint.model_files import read_beginning
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.display import Display, log_to_stderr, plural
 from zmqtrain.cli.ending import leave_at_once, run_command
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.terminal import say
-from zmqtrain.errors import CheckpointError, ConfigError
-from zmqtrain.installed import clone_folder, command_word
+from zmqtrain.core.errors import CheckpointError, ConfigError
+from zmqtrain.core.installed import clone_folder, command_word
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import BrokerRecorder
+from zmqtrain.planning.auto import link_share
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.broker.broker import Broker
-from zmqtrain.runtime.broker.parts import MODEL_FILE, part_file
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.run_folders import RUNS, RunFolders
-from zmqtrain.runtime.broker.serve import serve
-from zmqtrain.runtime.broker.standby import Standby, StandbyPlace
-from zmqtrain.runtime.model_files import read_beginning
-from zmqtrain.runtime.planning.auto import link_share
-from zmqtrain.settings import RunSettings
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
 from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.found_keys import EVERY_PC

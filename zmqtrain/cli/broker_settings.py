@@ -20,10 +20,10 @@ from zmqtrain.cli.fields import (
     check_no_checkpoint,
     require,
 )
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.planning.auto import link_share
-from zmqtrain.runtime.rules import check_rules
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning.auto import link_share
+from zmqtrain.planning.rules import check_rules
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.key_folder import default_key_folder
 

@@ -32,8 +32,8 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import require
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
-from zmqtrain.errors import ConfigError, ZmqTrainError
-from zmqtrain.installed import sharing_card
+from zmqtrain.core.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.installed import sharing_card
 
 __all__ = ["ChaosConfig", "HERE_KINDS", "main", "outcome_table"]
 

@@ -29,10 +29,10 @@ from zmqtrain.cli.fields import Verbose, require
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
-from zmqtrain.errors import ConfigError, ZmqTrainError
-from zmqtrain.installed import how_to_install
+from zmqtrain.core.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.installed import how_to_install
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.settings import RunSettings
 
 __all__ = [
     "DemoConfig",

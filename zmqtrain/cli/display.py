@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zmqtrain.cli.terminal import StderrHandler, Terminal, VisibleFormatter, visible
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.protocol.fencing import Verdict
 from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster

@@ -21,11 +21,11 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.machine import Machine, WayToHub, find_way, look_at_machine
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
-from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused
-from zmqtrain.installed import how_to_install
+from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
+from zmqtrain.core.installed import how_to_install
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
+from zmqtrain.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
-from zmqtrain.runtime.planning.probe import LinkFigures, RoundTrips, measure_link
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, RunSettings
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.found_keys import find_access
 

@@ -23,7 +23,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO
 
 from zmqtrain.cli.terminal import visible
-from zmqtrain.errors import ConfigError, HubUnreachable, JoinRefused, NotHereYet, RunStopped, SteppedDown, ZmqTrainError
+from zmqtrain.core.errors import (
+    ConfigError,
+    HubUnreachable,
+    JoinRefused,
+    NotHereYet,
+    RunStopped,
+    SteppedDown,
+    ZmqTrainError,
+)
 
 __all__ = [
     "run_command",

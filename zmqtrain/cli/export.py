@@ -10,13 +10,13 @@ from typing import Annotated
 
 import tyro
 
+from zmqtrain.checkpoint.model_files import read_model, write_model
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.exporting import model_of_folder, model_of_run
 from zmqtrain.cli.fields import File, require
 from zmqtrain.cli.settings import check_host, read_config
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.export import model_of_folder, model_of_run
-from zmqtrain.runtime.model_files import read_model, write_model
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.address import parse_addresses
 
 __all__ = ["ExportConfig", "main"]

@@ -12,9 +12,9 @@ from typing import Annotated, Protocol
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.checkpoints.every import every_from_text
-from zmqtrain.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings
+from zmqtrain.checkpoint.every import every_from_text
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings
 
 __all__ = [
     "Verbose",

@@ -22,8 +22,8 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import Folder
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
-from zmqtrain.errors import ConfigError
-from zmqtrain.installed import command_word
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.installed import command_word
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
 __all__ = ["ListConfig", "NewConfig", "RevokeConfig", "main"]

@@ -19,6 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.run_folders import RunFolders, new_run
+from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural
 from zmqtrain.cli.ending import first_interrupt, run_command
@@ -35,16 +39,12 @@ from zmqtrain.cli.fields import (
 )
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import say
-from zmqtrain.errors import ConfigError, ZmqTrainError
-from zmqtrain.installed import sharing_card
+from zmqtrain.core.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.installed import sharing_card
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning.rules import check_rules
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.runtime.broker.registration import MasterPlace
-from zmqtrain.runtime.broker.run_folders import RunFolders, new_run
-from zmqtrain.runtime.broker.serve import BrokerThread
-from zmqtrain.runtime.lockstep.lockstep import read_exchange
-from zmqtrain.runtime.model_files import Beginning, read_beginning
-from zmqtrain.runtime.rules import check_rules
-from zmqtrain.settings import RunSettings
+from zmqtrain.synchronous.lockstep import read_exchange
 
 __all__ = ["LocalConfig", "main", "Federation", "Departure", "share_of_cores"]
 

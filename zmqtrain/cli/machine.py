@@ -20,11 +20,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.errors import HubUnreachable
-from zmqtrain.installed import has_nvidia_driver, how_to_install
+from zmqtrain.core.errors import HubUnreachable
+from zmqtrain.core.installed import has_nvidia_driver, how_to_install
+from zmqtrain.core.types import VERSION
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.zmq_port import libzmq_version
-from zmqtrain.types import VERSION
 
 __all__ = ["WayToHub", "Machine", "find_way", "look_at_machine"]
 

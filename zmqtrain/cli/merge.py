@@ -10,12 +10,12 @@ from typing import Annotated
 
 import tyro
 
+from zmqtrain.broker.parts import merge_parts
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import Verbose
 from zmqtrain.cli.settings import read_config
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.broker.parts import merge_parts
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["MergeConfig", "main"]
 

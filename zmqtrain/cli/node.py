@@ -37,15 +37,15 @@ from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardo
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.terminal import Terminal, say
-from zmqtrain.errors import ConfigError, DataError, ModelMismatch
-from zmqtrain.installed import command_word
+from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
+from zmqtrain.core.installed import command_word
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import NodeRecorder
-from zmqtrain.runtime.lockstep.lockstep import check_masters, open_gradients, unit_wait_seconds
-from zmqtrain.runtime.node.alone import Solitude
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.node.masters import MastersNode
-from zmqtrain.runtime.node.node import Node
-from zmqtrain.settings import RunSettings
+from zmqtrain.node.connect import connect
+from zmqtrain.node.masters import MastersNode
+from zmqtrain.node.node import Node
+from zmqtrain.session.alone import Solitude
+from zmqtrain.synchronous.lockstep import check_masters, open_gradients, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce
 from zmqtrain.transport.found_keys import Access, find_access

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zmqtrain.cli.fields import File, Folder, Hubs, Verbose, check_checkpoints, require
-from zmqtrain.errors import ConfigError
-from zmqtrain.quantities import parse_bytes
-from zmqtrain.runtime.lockstep.lockstep import read_exchange
-from zmqtrain.runtime.node.connect import NO_CHECKPOINT_IN_LOCKSTEP
-from zmqtrain.runtime.planning.auto import link_share
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.quantities import parse_bytes
+from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP
+from zmqtrain.planning.auto import link_share
+from zmqtrain.synchronous.lockstep import read_exchange
 from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.train.lockstep import Lockstep, Server
 from zmqtrain.transport.address import parse_addresses

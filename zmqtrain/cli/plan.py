@@ -20,14 +20,14 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.codecs.base import coding_from_spec
-from zmqtrain.errors import ConfigError
-from zmqtrain.quantities import parse_bytes, parse_count, parse_rate
-from zmqtrain.runtime.planning.learning import NODE_BATCHES, SPREAD
-from zmqtrain.runtime.planning.memory import MemoryEstimate, Place, estimate
-from zmqtrain.runtime.planning.planning import Plan, Wish, make_plan, variants
-from zmqtrain.runtime.planning.schedule import model_of
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import LeafSpec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.quantities import parse_bytes, parse_count, parse_rate
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec
+from zmqtrain.planning.learning import NODE_BATCHES, SPREAD
+from zmqtrain.planning.memory import MemoryEstimate, Place, estimate
+from zmqtrain.planning.planning import Plan, Wish, make_plan, variants
+from zmqtrain.planning.schedule import model_of
 
 __all__ = ["PlanConfig", "main", "wish_of", "memory_of", "settings_line"]
 

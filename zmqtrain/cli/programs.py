@@ -14,7 +14,7 @@ import tyro
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import visible
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs import ENTRY_POINT_GROUP, program_names, program_source
 
 __all__ = ["ProgramsConfig", "describe_one", "main"]

@@ -10,7 +10,7 @@ from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import File, Hub, require
 from zmqtrain.cli.settings import check_host, read_config
-from zmqtrain.runtime.node.connect import promote
+from zmqtrain.node.connect import promote
 from zmqtrain.transport.address import parse_address
 
 __all__ = ["PromoteConfig", "main"]

@@ -28,8 +28,8 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zmqtrain import __version__
-from zmqtrain.errors import ConfigError, NotHereYet
-from zmqtrain.settings import read_steps
+from zmqtrain.core.errors import ConfigError, NotHereYet
+from zmqtrain.core.settings import read_steps
 from zmqtrain.transport.address import parse_address, parse_addresses
 
 __all__ = ["read_config", "check_host"]

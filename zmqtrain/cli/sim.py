@@ -28,7 +28,7 @@ from zmqtrain.cli.display import (
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from zmqtrain.sim.replay import ReplayResult

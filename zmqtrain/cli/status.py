@@ -15,12 +15,12 @@ from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import File, Hubs, require
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.terminal import Terminal
-from zmqtrain.errors import HubUnreachable
+from zmqtrain.core.errors import HubUnreachable
+from zmqtrain.node.connect import connect
+from zmqtrain.node.masters import MastersNode
+from zmqtrain.node.node import Node
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.protocol.words import MAX_SENTENCE, words
-from zmqtrain.runtime.node.connect import connect
-from zmqtrain.runtime.node.masters import MastersNode
-from zmqtrain.runtime.node.node import Node
 from zmqtrain.transport.address import parse_addresses
 
 __all__ = ["StatusConfig", "main", "roster_as_json"]

@@ -32,9 +32,9 @@ from zmqtrain.codecs.rotate import fragment
 from zmqtrain.codecs.sparsify import blocktopk, randomk
 from zmqtrain.codecs.ternary import ternary
 from zmqtrain.codecs.topk import topk
-from zmqtrain.errors import ConfigError
-from zmqtrain.specs import Number, parse_spec
-from zmqtrain.types import LeafSpec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import Number, parse_spec
+from zmqtrain.core.types import LeafSpec
 
 __all__ = [
     "CODECS",

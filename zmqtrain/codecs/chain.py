@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.codecs.codec import Codec, Sections, Stage, State, needs_slab
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["chain"]
 

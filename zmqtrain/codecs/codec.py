@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zmqtrain.errors import CodecError, ConfigError, NonFiniteDelta
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = [
     "LARGEST_BLOCK",

@@ -23,8 +23,8 @@ from zmqtrain.codecs.codec import (
     needs_finite,
     needs_slab,
 )
-from zmqtrain.specs import format_spec
-from zmqtrain.types import Array
+from zmqtrain.core.specs import format_spec
+from zmqtrain.core.types import Array
 
 __all__ = ["error_feedback", "momentum_correction"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ConfigError, ModelMismatch
-from zmqtrain.types import Array, ModelSpec
+from zmqtrain.core.errors import ConfigError, ModelMismatch
+from zmqtrain.core.types import Array, ModelSpec
 
 __all__ = ["BLOCK_VALUES", "Layout", "WholeLayout", "check_model"]
 

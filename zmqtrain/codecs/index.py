@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zmqtrain.codecs import fast
-from zmqtrain.errors import CodecError
-from zmqtrain.types import Array
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.types import Array
 
 __all__ = ["MOST_PLACES", "Form", "check_places", "index_form", "pack_places", "rank_search", "unpack_places"]
 

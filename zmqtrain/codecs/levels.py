@@ -31,9 +31,9 @@ from zmqtrain.codecs.codec import (
     read_buffers,
 )
 from zmqtrain.codecs.quantize import decode_blocks, scale_blocks, write_blocks
-from zmqtrain.errors import CodecError
-from zmqtrain.specs import format_spec
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.specs import format_spec
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["sign", "int2"]
 

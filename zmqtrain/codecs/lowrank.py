@@ -30,9 +30,9 @@ from zmqtrain.codecs.codec import (
     needs_slab,
     read_buffers,
 )
-from zmqtrain.errors import CodecError
-from zmqtrain.specs import format_spec
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.specs import format_spec
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["lowrank"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from zmqtrain.codecs.codec import Codec, Scratch
 from zmqtrain.codecs.payload import Slab, open_slabs
-from zmqtrain.types import Buffer
+from zmqtrain.core.types import Buffer
 
 __all__ = ["payload_norm"]
 

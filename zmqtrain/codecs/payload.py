@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs.codec import Codec, State
 from zmqtrain.codecs.sparsify import put_at
-from zmqtrain.errors import CodecError, NonFiniteDelta
-from zmqtrain.types import MAX_FRAME_BYTES, Array, Buffer
+from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
 
 __all__ = [
     "Slab",

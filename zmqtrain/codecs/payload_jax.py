@@ -23,8 +23,8 @@ import numpy as np
 
 from zmqtrain.codecs.codec import Codec, State
 from zmqtrain.codecs.payload import PayloadPlan, check_payload, plan_payload, seal_frame
-from zmqtrain.errors import CodecError, NonFiniteDelta
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["DeviceCoder", "Coded"]
 

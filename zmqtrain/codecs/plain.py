@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.codecs.codec import Codec, Scratch, Sections, Stateless, needs_finite, needs_slab, read_buffers
-from zmqtrain.errors import NonFiniteDelta
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import NonFiniteDelta
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["bf16", "float32"]
 

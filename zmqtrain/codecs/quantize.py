@@ -32,9 +32,9 @@ from zmqtrain.codecs.codec import (
     plain,
     read_buffers,
 )
-from zmqtrain.errors import CodecError
-from zmqtrain.specs import format_spec
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.specs import format_spec
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["int8", "int8_stochastic", "int4", "int4_stochastic", "decode_blocks", "scale_blocks", "write_blocks"]
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from zmqtrain.codecs.chain import chain
 from zmqtrain.codecs.codec import Codec, Sections, Stage, State, block_count, needs_between, needs_finite, read_buffers
-from zmqtrain.errors import CodecError
-from zmqtrain.specs import format_spec
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.specs import format_spec
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["MOST_FRAGMENTS", "fragment", "fragment_stage"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.codecs.codec import State
-from zmqtrain.errors import CodecError
+from zmqtrain.core.errors import CodecError
 
 __all__ = ["pack_states", "fill_states"]
 

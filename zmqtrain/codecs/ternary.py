@@ -32,8 +32,8 @@ from zmqtrain.codecs.codec import (
     read_buffers,
 )
 from zmqtrain.codecs.quantize import write_blocks
-from zmqtrain.errors import CodecError
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["ternary"]
 

@@ -25,7 +25,7 @@ from zmqtrain.codecs.sparsify import (
     needs_short_slab,
     picking_stage,
 )
-from zmqtrain.types import Array, Buffer
+from zmqtrain.core.types import Array, Buffer
 
 __all__ = ["topk"]
 

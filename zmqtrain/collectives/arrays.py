@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ConfigError, FramingError
-from zmqtrain.types import Array
+from zmqtrain.core.errors import ConfigError, FramingError
+from zmqtrain.core.types import Array
 
 __all__ = [
     "DTYPES",

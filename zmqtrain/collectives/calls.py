@@ -28,7 +28,7 @@ from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
 from zmqtrain.collectives.transfers import Outgoing
 from zmqtrain.collectives.windows import Inflow, Outflow
 from zmqtrain.collectives.wire import CONFIRM, Head, Kind, digest
-from zmqtrain.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
+from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
 
 __all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "Call", "Calls", "Phases"]
 

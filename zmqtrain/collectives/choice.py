@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import inf
 
-from zmqtrain.types import MAX_FRAME_BYTES
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 __all__ = ["LARGEST_CHUNK_BYTES", "SMALLEST_CHUNK_BYTES", "TABLE", "choose_algorithm", "choose_chunk_bytes"]
 

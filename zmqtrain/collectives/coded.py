@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zmqtrain.collectives.shares import share_bounds
 from zmqtrain.collectives.steps import Receive, Send, Steps
 from zmqtrain.collectives.trees import Tree
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["Coder", "check_coder", "coded_allreduce"]
 

@@ -35,7 +35,7 @@ from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER, share_bounds
 from zmqtrain.collectives.steps import Steps
 from zmqtrain.collectives.trees import Tree, is_value, read_tree, take_tree
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
-from zmqtrain.errors import CollectiveMismatch, ConfigError
+from zmqtrain.core.errors import CollectiveMismatch, ConfigError
 
 __all__ = ["Communicator", "Op"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from zmqtrain.collectives.allreduce import ALIASES
 from zmqtrain.collectives.rooted import children
 from zmqtrain.collectives.shares import share_bounds
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = [
     "Cost",

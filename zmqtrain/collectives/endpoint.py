@@ -16,9 +16,9 @@ from typing import cast
 from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.wire import Head, Kind, digest, pack, unpack
-from zmqtrain.errors import CollectiveTimeout, FramingError
-from zmqtrain.interfaces import HubPort, Port
-from zmqtrain.types import HUB, Buffer, HubChunk
+from zmqtrain.core.errors import CollectiveTimeout, FramingError
+from zmqtrain.core.interfaces import HubPort, Port
+from zmqtrain.core.types import HUB, Buffer, HubChunk
 
 __all__ = ["Endpoint"]
 

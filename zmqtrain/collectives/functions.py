@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from zmqtrain.collectives.steps import Values
-from zmqtrain.errors import OperationError
+from zmqtrain.core.errors import OperationError
 
 __all__ = ["call_function", "describe_function", "named_operation", "try_function"]
 

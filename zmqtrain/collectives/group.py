@@ -19,7 +19,7 @@ from zmqtrain.collectives.requests import Request
 from zmqtrain.collectives.steps import HUB
 from zmqtrain.collectives.transfers import ANY_SOURCE, Transfer
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
-from zmqtrain.errors import (
+from zmqtrain.core.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     FramingError,

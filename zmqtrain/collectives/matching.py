@@ -34,7 +34,7 @@ from zmqtrain.collectives.transfers import (
 )
 from zmqtrain.collectives.trees import read_tree
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
-from zmqtrain.errors import CollectiveMismatch, FramingError, ZmqTrainError
+from zmqtrain.core.errors import CollectiveMismatch, FramingError, ZmqTrainError
 
 __all__ = ["CLOSING", "EAGER_WINDOW_BYTES", "PIECE_BYTES", "WINDOW_BYTES", "Matching"]
 

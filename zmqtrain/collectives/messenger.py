@@ -36,8 +36,8 @@ from zmqtrain.collectives.transfers import (
     status_of,
 )
 from zmqtrain.collectives.trees import Tree, is_value, take_tree, take_value
-from zmqtrain.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
-from zmqtrain.interfaces import Port
+from zmqtrain.core.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
+from zmqtrain.core.interfaces import Port
 
 __all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger"]
 

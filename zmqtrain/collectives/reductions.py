@@ -19,7 +19,7 @@ import numpy as np
 
 from zmqtrain.collectives.functions import call_function, describe_function, named_operation, try_function
 from zmqtrain.collectives.steps import Values
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["OPERATIONS", "Function", "Reduction", "find_reduction"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Status, status_of
-from zmqtrain.errors import CollectiveTimeout, ZmqTrainError
+from zmqtrain.core.errors import CollectiveTimeout, ZmqTrainError
 
 __all__ = ["Host", "Request", "wait_all", "wait_any"]
 

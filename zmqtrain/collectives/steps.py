@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import CollectiveMismatch, LocalProtocolError
+from zmqtrain.core.errors import CollectiveMismatch, LocalProtocolError
 
 __all__ = ["HUB", "Values", "Send", "Receive", "Steps", "Traffic", "run_locally"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.collectives.trees import Tree
 from zmqtrain.collectives.wire import Head
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.core.errors import ZmqTrainError
 
 __all__ = [
     "ANY_SOURCE",

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from zmqtrain.collectives.arrays import Leaf, LeafShape, as_bytes, read_leaf, take_leaf
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
-from zmqtrain.containers import children, like
-from zmqtrain.errors import ConfigError, FramingError
+from zmqtrain.core.containers import children, like
+from zmqtrain.core.errors import ConfigError, FramingError
 
 __all__ = ["Tree", "is_value", "read_tree", "take_tree", "take_value"]
 

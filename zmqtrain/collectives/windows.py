@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES
-from zmqtrain.types import MAX_FRAME_BYTES
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 __all__ = ["PART_BYTES", "WINDOW_BYTES", "REPORT_BYTES", "Part", "Outflow", "Inflow"]
 

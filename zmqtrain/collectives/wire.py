@@ -15,8 +15,8 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
-from zmqtrain.errors import FramingError, LocalProtocolError
-from zmqtrain.types import MAX_FRAME_BYTES, Buffer
+from zmqtrain.core.errors import FramingError, LocalProtocolError
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
 
 __all__ = ["CONFIRM", "COPIED_BELOW_BYTES", "HEAD_BYTES", "MAX_TEXT_BYTES", "Head", "Kind", "digest", "pack", "unpack"]
 

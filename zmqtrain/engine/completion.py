@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from zmqtrain.errors import EngineError
+from zmqtrain.core.errors import EngineError
 
 __all__ = ["OnComplete", "Request", "Completion", "end_with_request"]
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from zmqtrain.core.errors import ConfigError, EngineError, EngineTimeout
 from zmqtrain.engine.completion import Completion, OnComplete, Request, end_with_request
 from zmqtrain.engine.graph import Graph, Operation, State, Variable
 from zmqtrain.engine.trace import Span, chrome_trace, write_trace
-from zmqtrain.errors import ConfigError, EngineError, EngineTimeout
 
 __all__ = ["Engine"]
 

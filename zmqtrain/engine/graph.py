@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from zmqtrain.errors import EngineError
+from zmqtrain.core.errors import EngineError
 
 __all__ = ["State", "Failure", "VariableOwner", "Variable", "Operation", "Graph"]
 

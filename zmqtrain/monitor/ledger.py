@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import PeerId, Version
 from zmqtrain.monitor.records import Record, name_of, read_records
-from zmqtrain.types import PeerId, Version
 
 __all__ = ["Release", "Audit", "audit", "computed_samples", "lives_of", "releases_of"]
 

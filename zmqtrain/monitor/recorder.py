@@ -19,14 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.interfaces import Clock
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.interfaces import Clock
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Array, Buffer, PeerId, Update, Version
 from zmqtrain.monitor import records
 from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_of
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import Array, Buffer, PeerId, Update, Version
 
 __all__ = ["Recorder", "BrokerRecorder", "NodeRecorder"]
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import Array, Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
-from zmqtrain.types import Array, Buffer, PeerId, Version
 
 __all__ = [
     "Record",

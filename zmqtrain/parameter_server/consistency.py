@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.specs import Number, format_spec, parse_spec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import Number, format_spec, parse_spec
 
 __all__ = ["FAMILIES", "Consistency", "consistency_from_spec"]
 

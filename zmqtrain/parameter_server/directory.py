@@ -17,9 +17,9 @@ from math import prod
 from numbers import Integral
 from typing import Any
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.parameter_server.shards import ITEM_BYTES, Piece, ShardMap
-from zmqtrain.types import LeafSpec, PeerId
 
 __all__ = ["MOST_KEYS", "check_key", "key_name", "Placement", "Placed", "Directory"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zmqtrain.types import PeerId
+from zmqtrain.core.types import PeerId
 
 __all__ = [
     "Receive",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from zmqtrain.core.types import PeerId
 from zmqtrain.parameter_server.shards import ITEM_BYTES
-from zmqtrain.types import PeerId
 
 __all__ = ["Kind", "Request", "Worker", "Key"]
 

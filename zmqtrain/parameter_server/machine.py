@@ -16,7 +16,8 @@ from dataclasses import asdict
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import PeerId
 from zmqtrain.parameter_server.consistency import Consistency, consistency_from_spec
 from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Effect, Install, Receive, Refuse
 from zmqtrain.parameter_server.ledger import Key, Kind, Request, Worker
@@ -24,7 +25,6 @@ from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.rules import DEFAULT_RULES, Rules, canonical, check_equal
 from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES
 from zmqtrain.parameter_server.store import is_cut
-from zmqtrain.types import PeerId
 
 __all__ = ["MOST_REQUESTS", "KeyServer"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.parameter_server.consistency import consistency_from_spec
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["ITEM_BYTES", "SPLIT_BYTES", "PIECE_BYTES", "Piece", "ShardMap"]
 

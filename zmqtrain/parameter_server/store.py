@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.types import Buffer
 from zmqtrain.parameter_server.optimizers import ServerOptimizer
-from zmqtrain.types import Buffer
 
 __all__ = ["FRAME_BYTES", "LARGEST_VALUE", "frame_sizes", "is_cut", "cut_frames", "join_frames", "Entry", "Store"]
 

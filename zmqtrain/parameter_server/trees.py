@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zmqtrain.containers import children, like
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.containers import children, like
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["name_leaves", "rebuild"]
 

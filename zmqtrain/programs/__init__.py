@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import check_arguments, describe_arguments, parse_arguments, read_arguments
 from zmqtrain.programs.checks import check_image, check_text
 from zmqtrain.programs.signatures import FactorySource, read_source

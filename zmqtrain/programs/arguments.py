@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from math import isfinite
 from typing import Any
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = [
     "PLACE",

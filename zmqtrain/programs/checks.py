@@ -5,7 +5,7 @@ Rule: nothing here reaches jax: the broker, where these arguments are typed, che
 
 from __future__ import annotations
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_choice, require_trainable
 
 __all__ = ["BYTES", "OPTIMIZERS", "check_image", "check_text"]

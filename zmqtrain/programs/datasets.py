@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zmqtrain.errors import DataError
-from zmqtrain.installed import how_to_install
+from zmqtrain.core.errors import DataError
+from zmqtrain.core.installed import how_to_install
 
 __all__ = ["Images", "Text", "digest", "read_idx", "load_image_folder", "load_digits", "load_text"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import PLACE, require_trainable
 from zmqtrain.programs.checks import check_image
 from zmqtrain.programs.datasets import digest, load_digits, load_image_folder

@@ -6,8 +6,8 @@ it would be to lose what was learnt. People are told which it is, and what to do
 
 from __future__ import annotations
 
+from zmqtrain.core.types import Version
 from zmqtrain.protocol.messages import Welcome
-from zmqtrain.types import Version
 
 __all__ = ["disbelief"]
 

@@ -12,7 +12,9 @@ from math import isfinite, nan
 from statistics import median
 from typing import Any
 
-from zmqtrain.errors import CheckpointError, FramingError
+from zmqtrain.core.errors import CheckpointError, FramingError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.dealing import Dealing
 from zmqtrain.protocol.fencing import MAX_INCARNATION, Fence
 from zmqtrain.protocol.founding import Founding, Preemption
@@ -27,8 +29,6 @@ from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 from zmqtrain.protocol.standby import Tenure
 from zmqtrain.protocol.work import WorkLedger
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, Version, count_values
 
 __all__ = ["HubBook"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.effects import HubEffect, SendTo
 from zmqtrain.protocol.members import Member, MemberState, counted, training
 from zmqtrain.protocol.messages import Stop, WorkRequest, WorkUnit
 from zmqtrain.protocol.work import WorkLedger
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import PeerId, Version
 
 __all__ = ["MOST_UNITS", "Dealing"]
 

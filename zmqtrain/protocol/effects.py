@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.group_messages import Fold, Relay
 from zmqtrain.protocol.messages import Aggregate, Announcement, KeyRequest, Message, Probe, Publish, Snapshot
 from zmqtrain.protocol.standby_messages import Replica
-from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = [
     "SendTo",

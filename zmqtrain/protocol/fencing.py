@@ -17,7 +17,7 @@ from collections.abc import Container
 from enum import Enum
 from typing import NamedTuple
 
-from zmqtrain.types import PeerId
+from zmqtrain.core.types import PeerId
 
 __all__ = [
     "LIFE",

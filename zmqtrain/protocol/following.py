@@ -11,8 +11,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from zmqtrain.core.types import Version
 from zmqtrain.protocol.messages import Aggregate, Snapshot
-from zmqtrain.types import Version
 
 __all__ = ["Step", "Whole", "Following"]
 

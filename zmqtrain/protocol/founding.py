@@ -25,12 +25,12 @@ from collections.abc import Callable
 from math import isnan, nan
 from typing import Protocol
 
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import ModelSpec, PeerId, Score, Version, describe_mismatch
 from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Propose, Rewind, SendTo, Serve
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 from zmqtrain.protocol.vote import Vote
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, Score, Version, describe_mismatch
 
 __all__ = ["takes_moments", "Preemption", "Founding"]
 

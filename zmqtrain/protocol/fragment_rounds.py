@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Generic, Protocol, TypeVar
 
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.paces import Intervals
 from zmqtrain.protocol.rounds import ReleaseRule, Rounds
-from zmqtrain.types import PeerId
 
 __all__ = ["FragmentRounds"]
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from zmqtrain.errors import ConfigError, FramingError
+from zmqtrain.core.errors import ConfigError, FramingError
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
 from zmqtrain.protocol.fencing import MAX_INCARNATION, UNSTAMPED, Stamp
 from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
-from zmqtrain.types import MAX_FRAME_BYTES, Buffer
 
 __all__ = [
     "PROTOCOL_VERSION",

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Combine, Discard, Forward, HubEffect, SendTo
 from zmqtrain.protocol.group_messages import Fold, Forming, Group, GroupLost, JoinGroup, Relay, Relayed, WireProcess
 from zmqtrain.protocol.masters import ADDRESS
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Message, Refused
 from zmqtrain.protocol.words import words
-from zmqtrain.types import PeerId
 
 __all__ = [
     "MAX_GROUPS",

@@ -7,6 +7,7 @@ run has a model, as large as any head.  Rule 3: a kind that no hub takes is refu
 
 from __future__ import annotations
 
+from zmqtrain.core.types import ModelSpec, count_values
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES
 from zmqtrain.protocol.group_messages import GroupLost, JoinGroup
 from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Pull, Push
@@ -23,7 +24,6 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     WorkRequest,
 )
-from zmqtrain.types import ModelSpec, count_values
 
 __all__ = ["SMALL_HEAD_BYTES", "LONG_HEAD_BYTES", "KEYS_HEAD_BYTES", "TAKEN_BY_HUBS", "HeadSizes"]
 

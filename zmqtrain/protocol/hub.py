@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zmqtrain.errors import LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.errors import LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import ModelSpec, PeerId
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import (
     Accumulate,
@@ -67,8 +69,6 @@ from zmqtrain.protocol.rounds import ReleaseRule
 from zmqtrain.protocol.schedules import Planner, Replanning
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId
 
 __all__ = ["MemberState", "ALLOWED", "Member", "Hub"]
 

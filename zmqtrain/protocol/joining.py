@@ -8,7 +8,8 @@ on the old one is lost.  Rule 5: a standby, or a master of a shard, takes the pl
 
 from __future__ import annotations
 
-from zmqtrain.errors import RemoteProtocolError
+from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, Replicate, SendTo
 from zmqtrain.protocol.fencing import MAX_INCARNATION, SUPERSEDED, Stamp, Verdict
@@ -20,7 +21,6 @@ from zmqtrain.protocol.messages import Hello, Quarantine, Refused, Welcome, mode
 from zmqtrain.protocol.publishing import release
 from zmqtrain.protocol.rounds import AfterAll
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
-from zmqtrain.types import PeerId
 
 __all__ = ["MOST_MEMBERS", "check_hello", "refusal_of", "join"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from zmqtrain.core.types import count_values
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Broadcast, Disconnect, HubEffect, SendTo
 from zmqtrain.protocol.groups import SILENCE_SECONDS
@@ -18,7 +19,6 @@ from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Refused
 from zmqtrain.protocol.publishing import release, restart
 from zmqtrain.protocol.quarantine import OVER
-from zmqtrain.types import count_values
 
 __all__ = [
     "FOUNDER_SECONDS",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zmqtrain.types import PeerId
+from zmqtrain.core.types import PeerId
 
 __all__ = ["RUN_OVER", "ADDRESS", "Claim", "Masters", "name_missing"]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import isnan
 
+from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.group_messages import Fold, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
@@ -29,7 +30,6 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.standby_messages import Holding, Promote
 from zmqtrain.protocol.words import MAX_NAME, words
-from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "counted", "crew"]
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import get_args
 
-from zmqtrain.errors import FramingError
+from zmqtrain.core.errors import FramingError
+from zmqtrain.core.types import LeafSpec, ModelSpec
 from zmqtrain.protocol.group_messages import GroupMessage
 from zmqtrain.protocol.keys import KEY_REQUESTS, Declare, Enrol, Founded, Initialise, KeyMessage, Pull, Push, Values
 from zmqtrain.protocol.probes import Probe, Probed
 from zmqtrain.protocol.standby_messages import Replica, StandbyMessage
 from zmqtrain.protocol.words import MAX_NAME, MAX_SENTENCE, words
-from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
     "Hello",

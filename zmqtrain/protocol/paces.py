@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from math import ceil
 from statistics import median
 
-from zmqtrain.types import PeerId
+from zmqtrain.core.types import PeerId
 
 __all__ = ["LATENESS_KEPT", "LATENESS_OF_A_ROUND", "INTERVALS_KEPT", "Intervals", "Paces"]
 

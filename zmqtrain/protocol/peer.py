@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import ModelSpec, PeerId, describe_mismatch
 from zmqtrain.protocol.belief import disbelief
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Connection, Stamp, Verdict
@@ -39,8 +41,6 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, Move, PeerBook, PeerState
 from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, describe_mismatch
 
 __all__ = ["PeerState", "Move", "PEER_TRANSITIONS", "Peer", "HUB"]
 

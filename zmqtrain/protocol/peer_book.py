@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.fencing import Connection
 from zmqtrain.protocol.following import Following
 from zmqtrain.protocol.masters import Claim
@@ -30,8 +32,6 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.protocol.search import Search
 from zmqtrain.protocol.standby_messages import Promote
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = ["PeerState", "Move", "PEER_TRANSITIONS", "PeerBook"]
 

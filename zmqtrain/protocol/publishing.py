@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan
 
+from zmqtrain.core.types import PeerId, count_values, is_barrier
 from zmqtrain.protocol.book import HubBook
 from zmqtrain.protocol.effects import Accumulate, Contribution, HubEffect, Rebase, Reduce, SendTo, TakeBack
 from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, counted, training
 from zmqtrain.protocol.messages import Preempt, Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
-from zmqtrain.types import PeerId, count_values, is_barrier
 
 __all__ = [
     "MOST_WAITING_BYTES",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from zmqtrain.types import PeerId
+from zmqtrain.core.types import PeerId
 
 __all__ = [
     "MESSAGES_PER_SECOND",

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.fencing import MAX_INCARNATION
-from zmqtrain.types import PeerId, Version
 
 __all__ = ["Records"]
 

@@ -16,10 +16,10 @@ from math import ceil
 from statistics import median
 from typing import ClassVar, Generic, TypeVar
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.paces import Intervals, Paces
-from zmqtrain.specs import Number, format_spec, parse_spec
-from zmqtrain.types import PeerId
 
 __all__ = [
     "RoundView",

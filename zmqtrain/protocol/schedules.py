@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from zmqtrain.errors import FramingError
+from zmqtrain.core.errors import FramingError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Schedule, WireSchedule
-from zmqtrain.settings import RunSettings
-from zmqtrain.types import ModelSpec, PeerId, Version
 
 __all__ = ["Timetable", "Plan", "Planner", "Replanning", "schedule_from_plain"]
 

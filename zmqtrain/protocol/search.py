@@ -11,8 +11,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.backoff import Backoff
-from zmqtrain.types import PeerId
 
 __all__ = ["MOST_LEARNT", "Search"]
 

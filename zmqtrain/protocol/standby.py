@@ -27,13 +27,13 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.effects import Deliver, Expect, PeerEffect, Send
 from zmqtrain.protocol.fencing import LIFE, Connection, Stamp, Verdict
 from zmqtrain.protocol.masters import RUN_OVER
 from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refused
 from zmqtrain.protocol.peer import HUB, Move, Peer, PeerState
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
-from zmqtrain.types import PeerId, Version
 
 __all__ = ["STANDBY", "NO_OPERATOR", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Patience", "Succession", "Tenure"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite, isnan
 
-from zmqtrain.types import BARRIER_SHARE, ModelSpec, PeerId, Score, count_values, is_barrier
+from zmqtrain.core.types import BARRIER_SHARE, ModelSpec, PeerId, Score, count_values, is_barrier
 
 __all__ = ["VOTE_SECONDS", "SLOW_BYTES_PER_SECOND", "Vote"]
 

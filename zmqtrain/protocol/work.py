@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from zmqtrain.errors import CheckpointError
-from zmqtrain.types import PeerId
+from zmqtrain.core.errors import CheckpointError
+from zmqtrain.core.types import PeerId
 
 __all__ = ["MOST_IN_HAND", "WorkLedger"]
 

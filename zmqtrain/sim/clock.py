@@ -40,7 +40,7 @@ class Task:
 
 
 class Scheduler:
-    """The virtual clock of a simulation, and its queue of events. It is a `zmqtrain.types.Clock`."""
+    """The virtual clock of a simulation, and its queue of events. It is a `zmqtrain.core.types.Clock`."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -10,18 +10,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqtrain.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
+from zmqtrain.averaging.delta import DeltaCoder, Encoded
+from zmqtrain.core.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
+from zmqtrain.node.exchange import PeerExchange
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.peer import Peer
-from zmqtrain.runtime.equation.delta import DeltaCoder, Encoded
-from zmqtrain.runtime.events import NodeEvents
-from zmqtrain.runtime.node.exchange import PeerExchange
-from zmqtrain.settings import RunSettings
+from zmqtrain.session.events import NodeEvents
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
 from zmqtrain.sim.hub import CodecThread, CodecTimes, SimHub
 from zmqtrain.sim.link import SimLink
 from zmqtrain.sim.star import Wire
-from zmqtrain.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
 
 __all__ = ["SimExchange"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 
 from zmqtrain.chaos.schedule import BROKER, Fault, FaultKind
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = [
     "RESTART_SECONDS",

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, assert_never
 
-from zmqtrain.errors import CodecError, ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.averaging.gate import error_of, reason_of
+from zmqtrain.averaging.moments import check_sizes, split_snapshot
+from zmqtrain.core.errors import CodecError, ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, PeerId, Version, count_values
+from zmqtrain.planning.auto import LoadPlanner
+from zmqtrain.planning.costs import ExchangeCosts, exchange_costs
+from zmqtrain.planning.memory import Place
+from zmqtrain.planning.rules import canonical
+from zmqtrain.planning.schedule import exchange_bytes, model_of
 from zmqtrain.protocol.effects import (
     Accumulate,
     Answer,
@@ -55,24 +65,14 @@ from zmqtrain.protocol.messages import (
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.runtime.effect_queue import EffectQueue
-from zmqtrain.runtime.equation.aggregator import Aggregator, Released
-from zmqtrain.runtime.equation.gate import error_of, reason_of
-from zmqtrain.runtime.equation.moments import check_sizes, split_snapshot
-from zmqtrain.runtime.events import BrokerEvents
-from zmqtrain.runtime.planning.auto import LoadPlanner
-from zmqtrain.runtime.planning.costs import ExchangeCosts, exchange_costs
-from zmqtrain.runtime.planning.memory import Place
-from zmqtrain.runtime.planning.schedule import exchange_bytes, model_of
-from zmqtrain.runtime.rules import canonical
-from zmqtrain.settings import RunSettings
+from zmqtrain.session.effect_queue import EffectQueue
+from zmqtrain.session.events import BrokerEvents
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.scenario import Scenario
 from zmqtrain.sim.star import HubPorts, Wire
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.memory import LinkModel
 from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.types import Buffer, PeerId, Version, count_values
 
 __all__ = ["port_rate", "CodecThread", "CodecTimes", "Receiver", "SimHub"]
 

@@ -1,4 +1,4 @@
-"""Be a node's network thread in virtual time: a Peer on a wire, as `zmqtrain.runtime.node.link` is one on a channel.
+"""Be a node's network thread in virtual time: a Peer on a wire, as `zmqtrain.session.link` is one on a channel.
 
 Rule 1: what comes is handed to a `Listener`, as there.  Rule 2: messages go over as they are, and are counted by the
 bytes that they would be; only time, and what a cut or a death loses, is modelled.
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from zmqtrain.errors import JoinRefused, ModelMismatch
+from zmqtrain.averaging.delta import Encoded
+from zmqtrain.core.errors import JoinRefused, ModelMismatch
+from zmqtrain.core.types import Buffer, Offer, Version
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Quarantine, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.runtime.equation.delta import Encoded
-from zmqtrain.runtime.node.listener import Listener
+from zmqtrain.session.listener import Listener
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.faults import flipped
 from zmqtrain.sim.hub import SimHub
 from zmqtrain.sim.star import Wire
-from zmqtrain.types import Buffer, Offer, Version
 
 __all__ = ["SimLink"]
 

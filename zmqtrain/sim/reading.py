@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.chaos.schedule import Fault, check_kinds, draw_schedule
-from zmqtrain.errors import ConfigError
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.sim.faults import SIM_KINDS
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel

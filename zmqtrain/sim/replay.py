@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ConfigError, NonFiniteDelta
+from zmqtrain.core.errors import ConfigError, NonFiniteDelta
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import PeerId, Version
 from zmqtrain.monitor.records import Record, crc_of_leaves, name_of
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.program import NodeProgram
 from zmqtrain.sim.scenario import SimNode
@@ -32,7 +33,6 @@ from zmqtrain.train.leaves import host_leaves
 from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import TimedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
-from zmqtrain.types import PeerId, Version
 
 __all__ = ["ReplayedNode", "ReplayResult", "replay"]
 

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.chaos.schedule import Fault
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import PeerId
 from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.protocol.effects import Reduce
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.exchange import SimExchange
 from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
@@ -36,7 +37,6 @@ from zmqtrain.train.loop import TrainingLoop, TrainingResult
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.sync import DelayedSync
-from zmqtrain.types import PeerId
 
 __all__ = ["SimResult", "load_scenario_program", "simulate"]
 

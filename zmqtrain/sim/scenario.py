@@ -10,9 +10,9 @@ from math import inf
 from typing import Literal
 
 from zmqtrain.chaos.schedule import Fault
-from zmqtrain.errors import ConfigError
-from zmqtrain.runtime.planning.memory import Place
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.planning.memory import Place
 from zmqtrain.sim.faults import check_faults, pauses_and_cuts
 from zmqtrain.train.corrupt import CORRUPTIONS
 from zmqtrain.train.induce import Induced, induced_from_spec

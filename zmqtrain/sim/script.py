@@ -12,17 +12,17 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from zmqtrain.errors import AggregateTimeout
-from zmqtrain.interfaces import Clock, Layout
+from zmqtrain.averaging.delta import DeltaCoder, encode_snapshot
+from zmqtrain.averaging.moments import encode_moments
+from zmqtrain.core.errors import AggregateTimeout
+from zmqtrain.core.interfaces import Clock, Layout
+from zmqtrain.core.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
 from zmqtrain.monitor.records import Record
+from zmqtrain.node.offers import Offers
 from zmqtrain.protocol.messages import Publish
-from zmqtrain.runtime.equation.delta import DeltaCoder, encode_snapshot
-from zmqtrain.runtime.equation.moments import encode_moments
-from zmqtrain.runtime.node.offers import Offers
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.scenario import SPOILT
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
-from zmqtrain.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
 
 __all__ = ["RecordEnds", "NodeScript", "ScriptedExchange"]
 

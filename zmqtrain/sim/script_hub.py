@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version
 from zmqtrain.monitor.records import Record, crc_of_frames, name_of
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
-from zmqtrain.runtime.equation.aggregator import Aggregator
-from zmqtrain.settings import RunSettings
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
-from zmqtrain.types import Buffer, ModelSpec, PeerId, Version
 
 __all__ = ["Diverged", "ScriptedHub"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import LocalProtocolError
+from zmqtrain.core.errors import LocalProtocolError
 
 __all__ = [
     "RELATED_COSINE",

@@ -23,7 +23,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.types import PeerId
+from zmqtrain.core.types import PeerId
 
 __all__ = ["speed_up", "gains", "NoiseScale"]
 

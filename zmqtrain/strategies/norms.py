@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf, isfinite, log, nan
 from statistics import median, median_low
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.types import PeerId, Score
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import PeerId, Score
 
 __all__ = ["Judgement", "NormGate", "is_suspicious", "norm_gate_from_text"]
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.specs import Number, format_spec, parse_spec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import Number, format_spec, parse_spec
 
 __all__ = ["FAMILIES", "OuterOptimizer", "sgd", "nesterov", "delayed_nesterov", "adam", "outer_from_spec"]
 

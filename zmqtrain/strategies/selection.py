@@ -13,9 +13,9 @@ from math import exp, inf, isfinite, isnan
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.specs import Number, format_spec, parse_spec
-from zmqtrain.types import PeerId, Score
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.types import PeerId, Score
 
 __all__ = [
     "Selection",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ConfigError, LocalProtocolError
-from zmqtrain.specs import Number, format_spec, parse_spec
+from zmqtrain.core.errors import ConfigError, LocalProtocolError
+from zmqtrain.core.specs import Number, format_spec, parse_spec
 
 __all__ = ["StalenessRule", "constant", "polynomial", "compensation", "compensate", "staleness_from_spec"]
 

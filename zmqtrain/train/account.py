@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zmqtrain.types import Tally, number_of
+from zmqtrain.core.types import Tally, number_of
 
 __all__ = ["Account"]
 

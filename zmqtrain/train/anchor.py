@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ConfigError, ModelMismatch
-from zmqtrain.interfaces import Layout
+from zmqtrain.core.errors import ConfigError, ModelMismatch
+from zmqtrain.core.interfaces import Layout
+from zmqtrain.core.types import Array, ModelSpec
 from zmqtrain.train.spread import SpreadLeaves, is_spread
 from zmqtrain.train.step import Rebase, rebase_of
-from zmqtrain.types import Array, ModelSpec
 
 __all__ = ["AnchorOn", "Moves", "DeviceMoves", "SpreadMoves", "HostMoves", "moves_of"]
 

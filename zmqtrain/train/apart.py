@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from zmqtrain.interfaces import Exchange
-from zmqtrain.settings import RunSettings
+from zmqtrain.core.interfaces import Exchange
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Array, first_local_unit, is_barrier
 from zmqtrain.train.program import Program, score_of
 from zmqtrain.train.step import TrainState
 from zmqtrain.train.sync import Adoption, DelayedSync
-from zmqtrain.types import Array, first_local_unit, is_barrier
 
 __all__ = ["Step", "own_seed", "train_apart", "pack_moments", "unpack_moments", "begin", "follow"]
 

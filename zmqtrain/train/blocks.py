@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zmqtrain.interfaces import Layout
+from zmqtrain.core.interfaces import Layout
 
 __all__ = ["ahead", "moved"]
 

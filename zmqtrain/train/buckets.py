@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import Array, ModelSpec
 from zmqtrain.train.lockstep import BUCKET_BYTES
-from zmqtrain.types import Array, ModelSpec
 
 __all__ = ["Buckets"]
 

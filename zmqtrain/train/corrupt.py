@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.program import Batch, Params, Program
 
 __all__ = ["CORRUPTIONS", "CorruptedProgram", "corrupted"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.types import number_of
+from zmqtrain.core.types import number_of
 
 __all__ = ["FirstStep"]
 

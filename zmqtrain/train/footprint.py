@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from zmqtrain.core.types import ModelSpec
 from zmqtrain.train.minibatch import Minibatch
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import MinibatchStep, TrainState, describe_model
-from zmqtrain.types import ModelSpec
 
 __all__ = ["Footprint", "measure_footprint", "card_bytes", "trains_on_processor"]
 

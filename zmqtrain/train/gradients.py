@@ -30,8 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zmqtrain.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
-from zmqtrain.interfaces import Exchange, GradientExchange
+from zmqtrain.core.errors import ConfigError, NonFiniteDelta, PeerLost, ReplicasDiffer
+from zmqtrain.core.interfaces import Exchange, GradientExchange
+from zmqtrain.core.types import Array, ModelSpec, Turn, Version
 from zmqtrain.train.apart import begin
 from zmqtrain.train.buckets import Buckets
 from zmqtrain.train.leaves import host_leaves, host_state, placed_like
@@ -41,7 +42,6 @@ from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, TrainState, describe_model
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
-from zmqtrain.types import Array, ModelSpec, Turn, Version
 
 __all__ = ["GradientLoop"]
 

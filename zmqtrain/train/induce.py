@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 
 __all__ = ["MIXTURES", "Induced", "induced_from_spec"]
 

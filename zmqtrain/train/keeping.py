@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ModelMismatch
+from zmqtrain.core.errors import ModelMismatch
+from zmqtrain.core.types import LeafSpec, ModelSpec, describe_mismatch, spec_from_plain, spec_to_plain
 from zmqtrain.train.account import Account
 from zmqtrain.train.rhythm import Rhythm
-from zmqtrain.types import LeafSpec, ModelSpec, describe_mismatch, spec_from_plain, spec_to_plain
 
 __all__ = [
     "describe_tree",

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ModelMismatch
-from zmqtrain.types import ModelSpec
+from zmqtrain.core.errors import ModelMismatch
+from zmqtrain.core.types import ModelSpec
 
 __all__ = ["host_leaves", "host_state", "placed_like", "is_float", "fill_tree"]
 

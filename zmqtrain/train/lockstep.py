@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.quantities import parse_bytes
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.quantities import parse_bytes
 
 __all__ = ["BUCKET_BYTES", "Overlap", "Allreduce", "Server", "Lockstep", "lockstep_from_spec"]
 

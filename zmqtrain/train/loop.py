@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from zmqtrain.interfaces import Describes, Exchange
+from zmqtrain.core.interfaces import Describes, Exchange
 from zmqtrain.train.apart import begin, follow, pack_moments
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program, data_of

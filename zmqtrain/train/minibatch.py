@@ -14,8 +14,8 @@ from math import isfinite
 
 import numpy as np
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.specs import Number, format_spec, parse_spec
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.specs import Number, format_spec, parse_spec
 
 __all__ = ["FAMILIES", "FixedMinibatch", "TimedMinibatch", "Minibatch", "minibatch_from_spec", "dynamic_every"]
 

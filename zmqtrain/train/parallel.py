@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.program import Batch, Params, Program
 
 __all__ = ["DataParallel", "on_all_devices"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.types import ModelSpec, Part
+from zmqtrain.core.types import ModelSpec, Part
 
 __all__ = ["whole_leaves"]
 

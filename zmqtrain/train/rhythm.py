@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zmqtrain.interfaces import Exchange
+from zmqtrain.core.interfaces import Exchange
 from zmqtrain.train.minibatch import dynamic_every
 
 __all__ = ["Rhythm"]

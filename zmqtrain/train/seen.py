@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from zmqtrain.installed import has_nvidia_driver, how_to_install
+from zmqtrain.core.installed import has_nvidia_driver, how_to_install
 
 __all__ = ["describe_devices", "main", "name_device", "say_device"]
 

@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from zmqtrain.errors import ModelMismatch
-from zmqtrain.interfaces import Layout
+from zmqtrain.core.errors import ModelMismatch
+from zmqtrain.core.interfaces import Layout
+from zmqtrain.core.types import Array, ModelSpec
 from zmqtrain.train.cut import Cut, Shard, cut_shards
 from zmqtrain.train.stack import (
     ALL_ALIKE,
@@ -33,7 +34,6 @@ from zmqtrain.train.stack import (
     stacked,
     unstacked,
 )
-from zmqtrain.types import Array, ModelSpec
 
 __all__ = ["Home", "SpreadLeaves", "is_spread"]
 

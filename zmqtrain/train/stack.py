@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
+from zmqtrain.core.types import Array
 from zmqtrain.train.cut import Cut, Shard
-from zmqtrain.types import Array
 
 __all__ = [
     "EACH_ITS_OWN",

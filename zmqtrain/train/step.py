@@ -23,12 +23,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from zmqtrain.errors import ConfigError, ModelMismatch
-from zmqtrain.interfaces import Clock, Layout
+from zmqtrain.core.errors import ConfigError, ModelMismatch
+from zmqtrain.core.interfaces import Clock, Layout
+from zmqtrain.core.types import LeafSpec, ModelSpec
 from zmqtrain.train.blocks import ahead, moved
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
-from zmqtrain.types import LeafSpec, ModelSpec
 
 __all__ = [
     "COMPILED_KEPT",

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from zmqtrain.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
-from zmqtrain.interfaces import Closes, Describes, Exchange, Keeps, Stops
+from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
+from zmqtrain.core.interfaces import Closes, Describes, Exchange, Keeps, Stops
+from zmqtrain.core.types import Array, ModelSpec, Update, Version, number_of
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.drain import Drain
@@ -32,7 +33,6 @@ from zmqtrain.train.parts import whole_leaves
 from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
-from zmqtrain.types import Array, ModelSpec, Update, Version, number_of
 
 __all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
 

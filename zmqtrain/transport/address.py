@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Sequence
 
-from zmqtrain.errors import AddressInUse, ConfigError, NotHereYet
+from zmqtrain.core.errors import AddressInUse, ConfigError, NotHereYet
 
 __all__ = [
     "MOST_ADDRESSES",
@@ -23,6 +23,7 @@ __all__ = [
     "local_address",
     "parse_address",
     "parse_addresses",
+    "public_address",
     "say_addresses",
     "say_unreachable",
 ]
@@ -142,3 +143,17 @@ def say_unreachable(addresses: Sequence[str], seconds: float, obstacle: str) -> 
         f"no broker answers at {where} (waited {seconds:g} s). Start one on the hub with `zmqtrain-broker --bind "
         f"tcp://*:{port}`, check the address and the port, and that the hub's firewall lets that one port in"
     )
+
+
+def public_address(bound: str, own: str, first: str) -> str:
+    """Return the address at which nodes, who reach `first`, will reach a broker that is bound to `bound`.
+
+    own: the address that this machine's programs connect to, with the port that was chosen.
+    """
+    host = parse_address(bound, "tcp://*:5556")[0]
+    if host not in ("*", "0.0.0.0", "::"):
+        return own
+    here = "" if is_loopback(first) else local_address(*parse_address(first))
+    if not here or is_loopback(f"tcp://{here}:1"):  # the first is on this very machine: the way out of it
+        here = local_address()
+    return f"tcp://{here}:{parse_address(own)[1]}" if here else own

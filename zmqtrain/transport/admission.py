@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.transport.routing import is_former
-from zmqtrain.types import Lane, PeerId
 
 __all__ = ["DEPARTED_SEATS", "EVERYBODY", "Admission", "Seat", "Seats"]
 

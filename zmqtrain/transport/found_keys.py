@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.address import is_loopback, is_own_address, parse_address
 from zmqtrain.transport.key_folder import HUB, default_key_folder
 from zmqtrain.transport.zmq_keys import Credentials, CurveKeys, GivenKeys, GivenServerKey, read_credentials

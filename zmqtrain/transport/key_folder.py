@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zmqtrain.errors import ConfigError
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.zmq_keys import CurveKeys, fingerprint, load_public_key, write_public_key
 
 __all__ = ["HUB", "KeyEntry", "KeyFolder", "Stamp", "default_key_folder"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zmqtrain.errors import ConfigError, LocalProtocolError
-from zmqtrain.types import MAX_FRAME_BYTES, Buffer, PeerId
+from zmqtrain.core.errors import ConfigError, LocalProtocolError
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, PeerId
 
 __all__ = [
     "COPY_BELOW_BYTES",

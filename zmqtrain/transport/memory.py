@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
+from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
+from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message, check_peer_id
-from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["LinkModel", "MemoryChannel", "MemoryHub", "memory_hub"]
 

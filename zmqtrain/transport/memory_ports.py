@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from zmqtrain.errors import ConfigError, LocalProtocolError
-from zmqtrain.interfaces import Clock, PortListener
+from zmqtrain.core.errors import ConfigError, LocalProtocolError
+from zmqtrain.core.interfaces import Clock, PortListener
+from zmqtrain.core.types import Buffer
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
-from zmqtrain.types import Buffer
 
 __all__ = ["TICK_SECONDS", "MemoryPort", "MemoryPorts", "memory_ports"]
 

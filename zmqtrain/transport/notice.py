@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zmqtrain.types import Buffer
+from zmqtrain.core.types import Buffer
 
 __all__ = ["NOTICES", "notice", "reason_of"]
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from zmqtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.transport.reservation import TokenBucket
-from zmqtrain.types import Buffer, PeerId
 
 __all__ = ["Credits", "Outbox"]
 

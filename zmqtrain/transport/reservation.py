@@ -15,8 +15,8 @@ from enum import IntEnum
 from math import inf, isfinite
 from typing import Generic, TypeVar
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.types import MAX_FRAME_BYTES
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 __all__ = ["BURST_SECONDS", "BURST_BYTES", "LinkShare", "TokenBucket", "Use", "Reservation", "RateMeter"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import secrets
 from functools import lru_cache
 
+from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.transport.limits import is_peer_id
-from zmqtrain.types import Lane, PeerId
 
 __all__ = ["first_life", "next_life", "is_former", "routing_id_of", "sender_of"]
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from zmqtrain.errors import ChannelClosed, ConfigError
+from zmqtrain.core.errors import ChannelClosed, ConfigError
+from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.transport.address import check_reachable, parse_address
 from zmqtrain.transport.found_keys import Access
 from zmqtrain.transport.gate import Fairness, Gate
@@ -29,7 +30,6 @@ from zmqtrain.transport.zmq_keys import CurveKeys, check_key
 from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
 from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.transport.zmq_watch import ConnectionWatch
-from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["DealerChannel"]
 

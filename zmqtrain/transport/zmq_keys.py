@@ -23,8 +23,8 @@ from pathlib import Path
 import zmq
 from zmq.auth.certs import load_certificate
 
-from zmqtrain.errors import ConfigError
-from zmqtrain.quantities import require_kind
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.quantities import require_kind
 
 __all__ = [
     "Credentials",

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import zmq
 import zmq.utils.garbage  # at the interpreter's end it lets go what is on its way uncopied: after who closes then
 
+from zmqtrain.core.types import Buffer
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, MAX_WIRE_FRAME_BYTES
-from zmqtrain.types import Buffer
 
 __all__ = ["Port", "as_buffer", "open_socket", "terminate_context", "libzmq_version"]
 

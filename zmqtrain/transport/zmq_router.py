@@ -25,7 +25,8 @@ from dataclasses import replace
 
 import zmq
 
-from zmqtrain.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
+from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
+from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.transport.address import bind_error, connectable_host, is_own_address, parse_address
 from zmqtrain.transport.admission import EVERYBODY, Admission, Seats
 from zmqtrain.transport.connections import ConnectionLimits
@@ -37,7 +38,6 @@ from zmqtrain.transport.routing import routing_id_of, sender_of
 from zmqtrain.transport.zmq_access import ZAP_DOMAIN, Doorway, ZapHandler, descriptor_room
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
-from zmqtrain.types import Buffer, Lane, PeerId
 
 __all__ = ["RouterChannel"]
 

@@ -1,0 +1,411 @@
+"""A disk that is full costs a broker checkpoints and time, and nothing that a node has heard of."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.fixed import fixed_run
+from zmqtrain.averaging import aggregator as aggregator_module
+from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.averaging.delta import encode_snapshot
+from zmqtrain.broker import keeper as keeper_module
+from zmqtrain.broker.checkpoint import RunFolder
+from zmqtrain.broker.keeper import Keeper
+from zmqtrain.broker.run_folders import RunFolders, new_run
+from zmqtrain.checkpoint import files
+from zmqtrain.checkpoint.every import Every
+from zmqtrain.checkpoint.model_files import read_model
+from zmqtrain.core.errors import CheckpointError, ZmqTrainError
+from zmqtrain.core.types import LeafSpec
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.rounds import release_rule_from_spec
+
+SETTINGS = fixed_run(release="immediately", codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
+MODEL = (LeafSpec("w", (10,), "float32"),)
+
+
+class Run:
+    """A hub and an aggregator of one model, and a keeper over them."""
+
+    def __init__(self, folder, every=None, made_late=False):
+        self.hub = Hub(SETTINGS, release_rule_from_spec(SETTINGS.release), "run-1")
+        self.aggregator = Aggregator(SETTINGS)
+        self.errors = []
+        self.keeper = Keeper(folder, self.errors.append, every, made_late=made_late)
+        self.resumed = self.keeper.resume(self.hub, self.aggregator)
+
+    def found(self, moments=()):
+        self.hub.founding.resume(MODEL)
+        self.hub.version = 0
+        self.aggregator.plan(MODEL)
+        self.aggregator.found(encode_snapshot(self.aggregator.layout, [np.zeros(10, np.float32)]))
+        self.keeper.save(self.hub.state(), self.aggregator, wait=True, moments=moments)
+
+    def release(self):
+        self.hub.version += 1
+        one = Contribution("a#1", self.hub.version, 0, 8, 0.5, self.hub.version - 1, 0)
+        self.aggregator._sums[0] += 1
+        reduce = Reduce(self.hub.version, (0,), (one,), 1, False)
+        self.keeper.released(self.aggregator.release(reduce), reduce)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.01)
+    made = Run(tmp_path)
+    made.found()
+    yield made
+    made.keeper.close(made.hub.state(), made.aggregator)
+
+
+def full(*_):
+    raise CheckpointError("No space left on device")
+
+
+def test_a_release_for_which_the_journal_has_no_room_waits_until_there_is_some(run, tmp_path, monkeypatch, caplog):
+    tries, write = threading.Semaphore(0), RunFolder.release
+
+    def counted(*arguments):
+        tries.release()
+        full()
+
+    monkeypatch.setattr(RunFolder, "release", counted)
+    told = threading.Thread(target=run.release)
+    told.start()
+    for _ in range(3):
+        assert tries.acquire(timeout=60)
+    assert told.is_alive(), "nobody hears of what is not in the journal"
+    assert run.keeper.waits_for_room
+    assert caplog.text.count("Nothing is released until there is room") == 1
+    monkeypatch.setattr(RunFolder, "release", write)
+    told.join(60)
+    assert "releases go on, from version 1" in caplog.text and not run.keeper.waits_for_room
+    assert [released.version for released, _, _ in RunFolder(tmp_path).replay(0)] == [1]
+
+
+def test_a_broker_that_ends_does_not_wait_for_room(run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "release", full)
+        run.keeper.end()
+        with pytest.raises(CheckpointError, match="No space left"):
+            run.release()
+
+
+def test_the_founders_optimizer_state_is_in_every_checkpoint_of_version_0_and_in_no_later_one(tmp_path):
+    run = Run(tmp_path)
+    run.found(moments=[b"a state", b"of two frames"])
+    run.keeper.save(run.hub.state(), run.aggregator)  # a tick that finds version 0 due: the broker had waited for long
+    run.keeper._writer.join()
+    for killed in (False, True, True, False):  # before anybody trains, and again
+        if killed:
+            run.keeper._folder.close()
+        else:
+            run.keeper.close(run.hub.state(), run.aggregator)
+        run = Run(tmp_path)
+        assert run.resumed == (b"a state", b"of two frames")
+    run.release()
+    assert not run.keeper._moments  # nor is it held any longer
+    run.keeper.close(run.hub.state(), run.aggregator)
+    again = Run(tmp_path)
+    assert again.hub.version == 1 and again.resumed == ()
+    again.keeper.close(again.hub.state(), again.aggregator)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"w"}
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_a_warning_and_is_tried_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    run = Run(tmp_path, Every(versions=3))
+    run.found()
+    for _ in range(3):
+        run.release()
+        due = run.keeper.is_due(run.hub.version)
+        assert due == (run.hub.version == 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", full)
+        run.keeper.save(run.hub.state(), run.aggregator)
+        run.keeper._writer.join()
+        assert "The run goes on; it is tried again" in caplog.text and not run.errors
+    run.release()
+    assert run.keeper.is_due(4), "sooner than the next would be"
+    run.keeper.save(run.hub.state(), run.aggregator)
+    run.keeper._writer.join()
+    assert RunFolder(tmp_path).good_versions() == (0, 4)
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_the_journal_makes_good_for_a_torn_checkpoint_and_what_is_lost_is_said_where_it_does_not(tmp_path, caplog):
+    run = Run(tmp_path, Every(versions=2))
+    run.found()
+    for _ in range(5):
+        run.release()
+        if run.keeper.is_due(run.hub.version):
+            run.keeper.save(run.hub.state(), run.aggregator)
+            run.keeper._writer.join()
+    run.keeper._folder.close()  # killed
+    newest = tmp_path / "checkpoint-000000000004.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = Run(tmp_path)
+    assert again.hub.version == again.aggregator.version == 5 and "has lost" not in caplog.text
+    np.testing.assert_array_equal(again.aggregator.published[0], run.aggregator.published[0])
+    again.keeper._folder.close()
+    for path in (*tmp_path.glob("journal-*"), *tmp_path.glob("checkpoint-*5.safetensors")):
+        path.write_bytes(b"torn")
+    third = Run(tmp_path)
+    assert third.hub.version == 2
+    assert "run-1 has lost what was released after version 2: the checkpoint of version 5 is torn" in caplog.text
+    third.keeper._folder.close()
+
+
+def test_a_broker_that_is_started_on_a_full_disk_goes_on_from_what_is_there_and_saves_when_there_is_room(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    run = Run(tmp_path, Every(seconds=1e6))
+    run.found()
+    for _ in range(3):
+        run.release()
+    run.keeper._folder.close()  # killed
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patched:
+        for name in ("open", "pwrite", "write", "ftruncate"):
+            patched.setattr(os, name, refusing(getattr(os, name)))
+        patched.setattr(files, "save_file", refusing(files.save_file))
+        again = Run(tmp_path, Every(seconds=1e6))
+        assert again.hub.version == again.aggregator.version == 3
+        assert again.keeper.unsaved and again.keeper.waits_for_room
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        releasing = threading.Thread(target=again.release)
+        releasing.start()
+        releasing.join(0.05)
+        assert releasing.is_alive(), "what is not in a journal is not released"
+        assert again.keeper.is_due(3), "it is tried again, without a newer version"
+        again.keeper.save(again.hub.state(), again.aggregator)
+        assert again.keeper.unsaved
+    releasing.join(60)
+    assert not again.keeper.waits_for_room and [one.version for one, _, _ in RunFolder(tmp_path).replay(3)] == [4]
+    assert again.keeper.is_due(4)
+    again.keeper.save(again.hub.state(), again.aggregator)
+    again.keeper._writer.join()
+    assert not again.keeper.unsaved and "written again, from version 4" in caplog.text
+    again.keeper._folder.close()
+    third = Run(tmp_path)
+    assert third.hub.version == 4
+    third.keeper._folder.close()
+
+
+def refusing(function):
+    """The same on a full disk: what would make a file, or a longer one, fails."""
+
+    is_open = function is os.open
+
+    def refuse(first, *arguments, **options):
+        if is_open and not (arguments[0] & os.O_CREAT and "journal" in str(first)):
+            return function(first, *arguments, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return refuse
+
+
+def test_a_checkpoint_that_failed_is_tried_again_without_a_newer_version(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    run = Run(tmp_path, Every(versions=1))
+    run.found()
+    run.release()
+    assert run.keeper.is_due(1) and not run.keeper.is_due(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", full)
+        run.keeper.save(run.hub.state(), run.aggregator)
+        run.keeper._writer.join()
+    assert run.keeper.unsaved and run.keeper.is_due(1)
+    run.keeper.save(run.hub.state(), run.aggregator)
+    run.keeper._writer.join()
+    assert RunFolder(tmp_path).good_versions() == (0, 1) and not run.keeper.unsaved and not run.keeper.is_due(1)
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_a_checkpoint_that_is_due_while_the_last_one_is_written_is_written_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    writing, go_on, save = threading.Event(), threading.Event(), RunFolder.save
+    run = Run(tmp_path, Every(versions=1))
+    run.found()
+
+    def slowly(*arguments):
+        writing.set()
+        assert go_on.wait(60)
+        return save(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save", slowly)
+        for version in (1, 2):
+            run.release()
+            assert run.keeper.is_due(version)
+            run.keeper.save(run.hub.state(), run.aggregator)
+            assert writing.wait(60)
+        go_on.set()
+        run.keeper._writer.join()
+    assert run.keeper.is_due(2)
+    run.keeper.save(run.hub.state(), run.aggregator)
+    run.keeper._writer.join()
+    assert RunFolder(tmp_path).good_versions() == (0, 1, 2)
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_half_a_checkpoint_takes_no_room(tmp_path, monkeypatch):
+    def half(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(tmp_path)
+    run.found()
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+        patched.setattr(files, "save_file", half)
+        run.keeper._folder.save(7, {}, {})
+    assert not list(tmp_path.glob("*.part"))
+    run.keeper.close(run.hub.state(), run.aggregator)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"settings": None}, "holds no broker's checkpoints"),
+        ({"version": 2**80}, "cannot be read"),
+        ({"version": -7}, "cannot be read"),
+        ({"version": 1e9}, "holds no broker's checkpoints"),
+        ({"samples": 2**80}, "cannot be read"),
+        ({"records": [1, 2]}, "cannot be read"),
+        ({"model": [["w", [2**60, 2**60], "float32"]]}, "model|cannot be read|leaf"),
+        ({"ledger": {"done": "deep"}}, "cannot be read"),
+        ({"quarantines": {"a": 1}}, "cannot be read"),
+        ({"run": None, "settings": []}, "holds no broker's checkpoints"),
+        ({"parameters/w": np.full(10, np.nan, np.float32)}, "not finite"),
+        ({"published/w": np.full(10, np.inf, np.float32)}, "not finite"),
+        ({"published/w": np.zeros((2, 5), np.float32)}, "has no published"),
+        ({"shares": np.zeros((2, 2), np.float32)}, "lacks what"),
+    ],
+)
+def test_a_forged_checkpoint_is_refused_in_one_sentence(tmp_path, change, why):
+    run = Run(tmp_path)
+    run.found()
+    run.keeper._folder.close()
+    path = tmp_path / "checkpoint-000000000000.safetensors"
+    state, arrays = files.read_arrays(path)
+    for name, value in change.items():
+        (arrays if name in arrays else state)[name] = value
+    files.write_arrays(path, arrays, {"state": json.dumps(state)})
+    with pytest.raises(ZmqTrainError, match=why):
+        Run(tmp_path)
+
+
+def test_a_checkpoint_whose_state_is_nested_deeply_is_refused_in_one_sentence(tmp_path):
+    files.write_arrays(
+        tmp_path / "checkpoint-000000000000.safetensors", {"w": np.zeros(1)}, {"state": "[" * 10**5 + "]" * 10**5}
+    )
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        Run(tmp_path)
+
+
+def test_a_journal_of_another_models_releases_is_refused_in_one_sentence(tmp_path):
+    run = Run(tmp_path)
+    run.found()
+    for fragments, frames in (((7,), ((b"x",),)), ((0,), ((b"x", b"y"),)), ((0,), ())):
+        run.keeper._folder.begin_journal(0)
+        run.keeper._folder.release((Released(1, "float32", fragments, frames), (), 0))
+        run.keeper._folder.close()
+        with pytest.raises(CheckpointError, match=r"remove .* to go on from the checkpoint"):
+            Run(tmp_path)
+
+
+def of_losses(folder, losses, evaluates_last=True):
+    """Release a version a loss, each evaluated two versions late but for the last; end, and start again."""
+    run = Run(folder)
+    run.found()
+    seen = dict(enumerate(losses, 1))
+    for version in seen:
+        run.release()
+        at = version - 2
+        if at > 0 and run.keeper.is_best(at, seen[at]):
+            run.keeper.keep_best(at, {"loss": seen[at]}, 10 * at, run.aggregator)
+    if evaluates_last and run.keeper.is_best(version, losses[-1]):
+        run.keeper.keep_best(version, {"loss": losses[-1]}, 10 * version, run.aggregator)
+    run.keeper.close(run.hub.state(), run.aggregator)
+    return {path.name: load_file(path)["w"][0] for path in folder.glob("model*.safetensors")}
+
+
+def test_the_model_is_the_best_version_where_the_last_one_scores_worse_and_the_log_says_which(tmp_path, caplog):
+    files = of_losses(tmp_path, [0.5, 0.2, 0.14, 0.3, 206.0])
+    assert files == {"model.safetensors": 3.0, "model-last.safetensors": 5.0}
+    assert "model.safetensors holds version 3 (loss 0.14)" in caplog.text and "5 (loss 206)" in caplog.text
+    assert Run(tmp_path).hub.version == 5, "the run itself goes on from the last"
+    best = read_model(tmp_path / "model.safetensors")[1]
+    assert (best.run, best.version, best.newest, best.samples, best.leaves) == ("run-1", 3, 5, 30, MODEL)
+    assert (best.evaluation, best.evaluation_version) == ({"loss": 0.14}, 3)
+
+
+def test_the_model_says_of_which_run_it_is_and_how_it_scores(tmp_path):
+    run = Run(tmp_path)
+    run.found()
+    run.release()
+    run.hub.scores, run.hub.score_version, run.hub.samples = {"loss": 0.5, "accuracy": 0.9}, 1, 8
+    run.keeper.close(run.hub.state(), run.aggregator)
+    facts = read_model(tmp_path / "model.safetensors")[1]
+    assert (facts.run, facts.version, facts.newest, facts.samples, facts.leaves) == ("run-1", 1, 1, 8, MODEL)
+    assert (facts.evaluation, facts.evaluation_version) == ({"loss": 0.5, "accuracy": 0.9}, 1)
+
+
+def test_the_model_is_the_last_version_where_that_is_the_best_or_not_evaluated(tmp_path, caplog):
+    caplog.set_level("INFO")
+    assert of_losses(tmp_path / "better", [0.5, 0.2, 0.1]) == {"model.safetensors": 3.0}
+    files = of_losses(tmp_path / "unknown", [0.5, 0.2, 0.1, 0.1], evaluates_last=False)
+    assert files == {"model.safetensors": 4.0, "model-best.safetensors": 2.0}
+    assert "holds the last version, 4 (not evaluated)" in caplog.text
+
+
+def test_a_version_that_was_evaluated_too_late_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(aggregator_module, "RECORD_EXCHANGES", 1)
+    assert of_losses(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5]) == {"model.safetensors": 5.0}
+
+
+def test_a_folder_that_is_the_runs_own_is_made_when_the_run_has_begun_and_not_before(tmp_path):
+    idle = Run(tmp_path / "idle", made_late=True)
+    idle.keeper.close(idle.hub.state(), idle.aggregator)
+    assert not list(tmp_path.iterdir()), "nobody joined: nothing is left behind"
+    run = Run(tmp_path / "run-1", made_late=True)
+    run.found()
+    with pytest.raises(CheckpointError, match="is in use by the process"):
+        Run(tmp_path / "run-1", made_late=True)
+    run.release()
+    run.keeper.close(run.hub.state(), run.aggregator)
+    again = Run(tmp_path / "run-1", made_late=True)
+    assert again.hub.version == 1, "one that is there is gone on from"
+    again.keeper.close(again.hub.state(), again.aggregator)
+
+
+def test_the_newest_run_whose_broker_was_killed_is_found_and_no_other(tmp_path):
+    folders = RunFolders(tmp_path / "runs")
+    assert folders.cut_short() is None
+    ended, killed, lives = (Run(folders.folder(f"run-{name}"), made_late=True) for name in ("ended", "killed", "lives"))
+    for run in (ended, killed, lives):
+        run.found()
+    ended.keeper.close(ended.hub.state(), ended.aggregator)
+    killed.keeper._folder.close()
+    assert folders.cut_short() == folders.folder("run-killed")
+    again = Run(folders.folder("run-killed"))
+    assert folders.cut_short() is None, "it is gone on with"
+    for run in (again, lives):
+        run.keeper.close(run.hub.state(), run.aggregator)
+
+
+def test_every_run_has_a_folder_of_its_own():
+    folders, run = RunFolders(), new_run()
+    assert run != new_run() and folders.folder(run) == Path("zmqtrain-runs") / run
+    assert folders.folder("run-1", 2, 4) == Path("zmqtrain-runs/run-1/shard-2")
+    assert folders.folder("run-1", term=1) == Path("zmqtrain-runs/run-1-term-1"), "not that of the first, if both live"

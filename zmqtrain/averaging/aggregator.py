@@ -1,0 +1,583 @@
+"""Keep the hub's side of the one equation: the parameters, and what has been published of them.
+
+    g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
+
+Rule 1: pure: no clock, no socket; one thread calls it, which has others help with a large fragment.  Rule 2: state lies
+fragment by fragment, each one flat float32 vector, so that no exchange gathers anything.  Rule 3: a publish is checked
+whole before any of it counts.
+Rule 4: where nothing of a fragment counts in a round (all is too stale, or the sum overflows), its parameters and its
+outer optimizer stay as they are.
+Rule 5: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
+publishes are held until it closes (`held_round`).
+Rule 6: sparse publishes, of codecs that pick values, are held as they came until their fragment is released
+(`sparse_round`): they are then added part by part in a core's cache, to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.averaging.delta import (
+    DENSE,
+    cut,
+    decode_snapshot,
+    encode_snapshot,
+    snapshot_codecs,
+    snapshot_counts,
+)
+from zmqtrain.averaging.digest import digest_of
+from zmqtrain.averaging.gate import DeltaGate
+from zmqtrain.averaging.held_round import HeldRound
+from zmqtrain.averaging.meter import DeltaMeter
+from zmqtrain.averaging.moments import check_moments, split_snapshot
+from zmqtrain.averaging.sparse_round import SparseRound
+from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
+from zmqtrain.codecs.codec import SLAB_VALUES, State
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import (
+    Slab,
+    check_payload,
+    decode_payload,
+    encode_payload,
+    encode_slabs,
+    initial_states,
+    payload_size,
+    plan_payload,
+)
+from zmqtrain.codecs.states import fill_states, pack_states
+from zmqtrain.core.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
+from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
+from zmqtrain.strategies.aggregate import mean_over_live
+from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
+from zmqtrain.strategies.norms import Judgement, is_suspicious
+from zmqtrain.strategies.outer import outer_from_spec
+
+__all__ = ["Released", "Aggregator", "Vector"]
+
+MOST_VALUES = 1 << 33
+"""No larger model is planned for: a founder's claim must not cost the hub seconds."""
+
+LARGEST_SUM = 1e30
+"""A sum that holds a larger value is left out of the parameters: the outer step of it might be no float32."""
+ROUNDING = 1e-6
+"""What the shares of the federation that have come, sums of 1/N, may be off by."""
+
+RECORD_EXCHANGES, RECORD_MODELS, RECORD_BYTES = 32, 3, 16 << 20
+"""What a node that is found to diverge has contributed can be taken back for so many versions of each fragment, if what
+was published in them takes no more memory than so many models, or bytes if that is more."""
+
+NEAREST = 4
+"""A delta is compared with so many of its own version, or of those around it: norms fall as a run converges."""
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The step from version - 1 to version, encoded: the frames of each fragment."""
+
+    version: Version
+    codec: str
+    fragments: tuple[int, ...]
+    frames: tuple[tuple[Buffer, ...], ...]
+    overflowed: tuple[int, ...] = ()
+    """Fragments whose sum was not finite (huge deltas added up): nothing of theirs was used."""
+    left_out: tuple[tuple[Contribution, Judgement], ...] = ()
+    """What came when few deltas had been seen, and is far larger than the others of its round: none of the sum."""
+
+    def announce(self, transfer: int, reduce: Reduce) -> Aggregate:
+        """Return what announces these frames to a peer. reduce: that this is the outcome of."""
+        return Aggregate(
+            transfer=transfer,
+            version=self.version,
+            codec=self.codec,
+            fragments=self.fragments,
+            frames=tuple(len(frames) for frames in self.frames),
+            sizes=tuple(len(frame) for frames in self.frames for frame in frames),
+            landed=reduce.landed,
+            live=reduce.live,
+            samples=reduce.samples,
+        )
+
+
+class Aggregator:
+    """The arrays of the hub: parameters, published, the running sum and the outer optimizer's state.
+
+    shard: which of several masters' parts of the model these are.  `version` is -1 until `found` or `restore`.
+    """
+
+    def __init__(self, settings: RunSettings, shard: int = 0) -> None:
+        self.settings, self.shard = settings, shard
+        self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)
+        self.outer = outer_from_spec(settings.at_first.outer)
+        self.gate, self.meter = DeltaGate(settings), DeltaMeter()
+        self.version: Version = -1
+        self.parameters: list[Vector] = []
+        self.published: list[Vector] = []
+        self._sums: list[Vector] = []
+        self._states: list[list[State]] = []
+        self._outer_state: list[Mapping[str, Vector]] = []
+        self._snapshot: tuple[Version, tuple[Buffer, ...]] = (-1, ())
+        self._judged: dict[tuple[PeerId, int], Judgement] = {}  # accepted, and in no version yet
+        self._young: dict[tuple[PeerId, int], tuple[Publish, Sequence[Buffer]]] = {}  # of those, judged once more
+        self._record: deque[tuple[Released, list[Judgement]]] = deque()  # the last versions, and who is in them
+        self._round = HeldRound(settings)
+        self._shares: list[float] = []  # per fragment: of the federation, come since the outer optimizer's last turn
+        self.sparse = SparseRound(self.meter)
+
+    @property
+    def holds(self) -> bool:
+        """Whether publishes are held until their round closes."""
+        return self._round.needed
+
+    def plan(self, model: ModelSpec) -> None:
+        """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
+        if count_values(model) > MOST_VALUES:
+            raise ModelMismatch(
+                f"a model of {count_values(model):,} values; at most {MOST_VALUES:,} can be trained", ""
+            )
+        fragments = self.settings.fragments_of(count_values(model))
+        self.layout = Layout(model, fragments, (self.shard, self.settings.masters))
+
+    def publish_bound(self, publish: Publish) -> int:
+        """Return the bytes that a publish must have, and its most."""
+        return payload_size(self._codecs(publish), self.layout.counts(publish.fragment))
+
+    def check_sizes(self, publish: Publish) -> None:
+        """Raise FramingError for a publish of more bytes or frames than it can have: before anything is held of it."""
+        plan = plan_payload(self._codecs(publish), tuple(self.layout.counts(publish.fragment)))
+        bound = self.publish_bound(publish)
+        if not 0 < sum(publish.sizes) <= bound or len(publish.sizes) > len(plan.frames):
+            raise FramingError(
+                f"{sum(publish.sizes)} bytes in {len(publish.sizes)} frames are announced where at most {bound} in "
+                f"{len(plan.frames)} can be right"
+            )
+
+    def snapshot_bound(self) -> int:
+        """Return the bytes that a snapshot must have, and its most."""
+        return payload_size(snapshot_codecs(self.layout), snapshot_counts(self.layout))
+
+    def check_snapshot(self, snapshot: Snapshot, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless a founder's parameters can be used, and its optimizer's state if that came too."""
+        if snapshot.digest and digest_of(frames) != snapshot.digest:
+            raise CodecError("a snapshot's bytes are not those that were sent: its digest is another")
+        parameters, moments = split_snapshot(snapshot, frames)
+        check_payload(snapshot_codecs(self.layout), parameters, snapshot_counts(self.layout))
+        check_moments(moments)
+
+    def average(self, snapshots: Mapping[str, Sequence[Buffer]]) -> tuple[tuple[Buffer, ...], str]:
+        """Return the mean of checked snapshots as one, and ""; or nothing, and why they cannot be averaged.
+
+        snapshots: the frames of each by its node; the first is what the others must be related to.
+        """
+        first, *others = (decode_snapshot(self.layout, frames) for frames in snapshots.values())
+        leaves = self.layout.join(first)
+        cosines = [relatedness(leaves, self.layout.join(flats)) for flats in others]
+        apart = {
+            name: cosine for name, cosine in zip([*snapshots][1:], cosines, strict=True) if not are_related(cosine)
+        }
+        if apart:
+            return (), explain_unrelated([peer.partition("#")[0] for peer in apart], [*apart.values()])
+        share = np.float32(1 / len(snapshots))  # before the sum, which may be no float32
+        for mean, *parts in zip(first, *others, strict=True):
+            mean *= share
+            for part in parts:
+                mean += part * share
+        return encode_snapshot(self.layout, first), ""
+
+    def found(self, frames: Sequence[Buffer]) -> None:
+        """Take the founder's parameters as version 0."""
+        self._begin(decode_snapshot(self.layout, frames), 0)
+
+    def _begin(self, flats: Sequence[Vector], version: Version) -> None:
+        flats = [flat + np.float32(0) for flat in flats]  # no -0.0: sums then never make one, on any machine
+        self.parameters = [flat.copy() for flat in flats]
+        self.published = [flat.copy() for flat in flats]
+        self._sums = [np.zeros(flat.size, np.float32) for flat in flats]  # no memory before anything is added
+        self.sparse.begin(len(flats))
+        self._begin_states()
+        self._outer_state = [self.outer.init(flat.size) for flat in flats]
+        self._shares = [0.0] * len(flats)
+        self.version, self._snapshot = version, (-1, ())
+        self._judged.clear()
+        self._young.clear()
+        self._record.clear()
+        self._round.begin(len(flats))
+        self.meter.begin()
+        self._round.remember(version, self.published, range(len(flats)))
+
+    def _begin_states(self) -> None:
+        """Forget what the codec of the way down has kept: it is another, or begins anew."""
+        self._states = [
+            initial_states(self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment))
+            for fragment in range(len(self.parameters))
+        ]
+
+    def adopt(self, codec: str, outer: str) -> None:
+        """Code aggregates by this codec from now on, and step by this outer optimizer; "": by what holds.
+
+        What is not published stays in parameters - published, so nothing is lost; a momentum begins anew.
+        """
+        if codec and codec != self.broadcast_coding.name:
+            self.broadcast_coding = coding_from_spec(codec)
+            self._begin_states()
+        if outer and outer != self.outer.name:
+            self.outer = outer_from_spec(outer)
+            self._outer_state = [self.outer.init(flat.size) for flat in self.parameters]
+
+    def check(self, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Raise CodecError unless the publish can be added."""
+        check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
+
+    def judge(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], voter: str = "") -> Judgement:
+        """Say whether a checked publish is far larger than those before it, which moves nothing; see `DeltaGate`."""
+        return self.gate.judge(
+            peer,
+            publish.fragment,
+            self.layout,
+            publish.codec,
+            frames,
+            steps=publish.steps,
+            dense=publish.dense,
+            score=publish.score,
+            voter=voter,
+        )
+
+    def count(self, publish: Publish, judgement: Judgement) -> None:
+        """Take note of what was judged, now that it is known to count, or to be refused."""
+        self.gate.count(judgement)
+        if not (judgement.why or self.gate.is_open):
+            self._judged[judgement.peer, publish.sequence] = judgement
+
+    def accumulate(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Take a checked publish into the round: into its sum, or held until the round closes."""
+        judgement = self._judged.get((peer, publish.sequence))
+        if self.holds:
+            self._round.hold(peer, publish, frames)
+        elif self._waits(publish, judgement):
+            self._young[peer, publish.sequence] = (publish, frames)
+        else:
+            self._add(peer, publish, frames)
+
+    def _waits(self, publish: Publish, judgement: Judgement | None) -> bool:
+        """Whether a publish is added when its round closes: if it is judged with the others then, or one before it is,
+        because the sum of floats depends on the order."""
+        if judgement is not None and judgement.young:
+            return True
+        return any(one.fragment == publish.fragment for one, _ in self._young.values())
+
+    def _add(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
+        """Add a publish to the sum of its fragment, or hold it with others that are sparse."""
+        fragment = publish.fragment
+        counts = self.layout.counts(fragment)
+        if self.outer.rate is None or not self.sparse.hold(peer, publish, self._codecs(publish), frames, counts):
+            self._sum_up_sparse(fragment)  # first: sums are made in the order in which publishes came
+            self._decode(peer, publish, frames, out=self._sums[fragment])
+
+    def _sum_up_sparse(self, fragment: int) -> None:
+        """Add what is held of a fragment to its sum in memory, and the rest of the round when it comes."""
+        for peer, publish, frames in self.sparse.give_up(fragment):
+            self._decode(peer, publish, frames, out=self._sums[fragment])
+
+    def _judge_round(self, reduce: Reduce) -> tuple[tuple[tuple[Contribution, Judgement], ...], list[Judgement]]:
+        """Return who of a round is out, now that all of it is here, and the others; add what has waited for that."""
+        judged = [(one, self._judged.pop((one.peer, one.sequence), None)) for one in reduce.contributions]
+        again = [(one, self.gate.judge_again(judgement)) for one, judgement in judged if judgement is not None]
+        left_out = tuple((one, judgement) for one, judgement in again if judgement.why)
+        out = {(one.peer, one.sequence) for one, _ in left_out}
+        for one in reduce.contributions:
+            waiting = self._young.pop((one.peer, one.sequence), None)
+            if waiting is not None and (one.peer, one.sequence) not in out:
+                self._add(one.peer, *waiting)
+        return left_out, [judgement for _, judgement in again if not judgement.why]
+
+    def _decode(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], out: Vector | None = None) -> Vector:
+        """Return D(u) of a node; added to `out`, if given."""
+        fragment, codecs = publish.fragment, self._codecs(publish)
+        before = np.zeros(1, np.float32) if out is None else self.meter.read(fragment, out)
+        total = decode_payload(codecs, frames, self.layout.counts(fragment), out=out, add=out is not None, checked=True)
+        if not publish.dense:  # what a node ends its share with is not of the usual size
+            self.meter.add(peer, fragment, before, total)
+        return total
+
+    def _codecs(self, publish: Publish) -> tuple[Codec, ...]:
+        return coding_from_spec(publish.codec).of_fragment(self.layout, publish.fragment)
+
+    def release(self, reduce: Reduce) -> Released:
+        """Close the round and return what every peer is to be sent."""
+        if reduce.back_to >= 0:
+            return self._take_back(reduce)
+        self.adopt(reduce.codec, reduce.outer)
+        coding = coding_from_spec(DENSE) if reduce.dense else self.broadcast_coding
+        left_out, counted_in = self._judge_round(reduce)
+        if left_out:
+            out = {(one.peer, one.sequence) for one, _ in left_out}
+            counting = tuple(one for one in reduce.contributions if (one.peer, one.sequence) not in out)
+            gone = {one.peer for one, _ in left_out}.difference(one.peer for one in counting)
+            self._round.drop(out)
+            reduce = replace(reduce, contributions=counting, live=max(1, reduce.live - len(gone)))
+        if self.holds:
+            self._round.sum_up(reduce.contributions, self._decode, self.published, self._sums)
+        for fragment in reduce.fragments:
+            codecs = coding.of_fragment(self.layout, fragment)
+            if self.outer.rate is None or not self.sparse.can_release(fragment, codecs, LARGEST_SUM):
+                self._sum_up_sparse(fragment)
+        overflowed = tuple(
+            fragment
+            for fragment in reduce.fragments
+            if not self.sparse.holds(fragment) and not _can_be_stepped(self._sums[fragment])
+        )
+        for fragment in overflowed:
+            self._sums[fragment].fill(0)
+        counted = {one.fragment for one in reduce.contributions if not one.too_stale}.difference(overflowed)
+        frames = tuple(self._release(fragment, reduce, fragment in counted, coding) for fragment in reduce.fragments)
+        self.version = reduce.version
+        self._round.remember(self.version, self.published, reduce.fragments)
+        self.meter.close(reduce.fragments)
+        released = Released(self.version, coding.name, reduce.fragments, frames, overflowed, left_out)
+        if self.settings.mode == "default":  # in strict mode nothing is taken back, and the last version is the model
+            self._record.append((released, counted_in))
+            most = max(RECORD_BYTES, RECORD_MODELS * 4 * sum(flat.size for flat in self.published))
+            while len(self._record) > RECORD_EXCHANGES * len(self.published) or self._record_bytes() > most:
+                self._record.popleft()
+        return released
+
+    def _record_bytes(self) -> int:
+        return sum(len(frame) for released, _ in self._record for frames in released.frames for frame in frames)
+
+    def published_at(self, version: Version) -> list[Vector] | None:
+        """Return what was published at a version of late, but for the rounding of the steps since; None: it is not
+        known any more."""
+        since = [released for released, _ in self._record if released.version > version]
+        if len(since) != self.version - version:
+            return None
+        flats = [flat.copy() for flat in self.published]
+        for released in since:
+            coding = coding_from_spec(released.codec)
+            for fragment, frames in zip(released.fragments, released.frames, strict=True):
+                codecs, counts = coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
+                flats[fragment] -= decode_payload(codecs, frames, counts, checked=True)
+        return flats
+
+    def version_before(self, peer: PeerId) -> Version:
+        """Return the version before the first that holds what this node, which has been found to diverge, contributed
+        as a part of that; -1: none of those that are known does."""
+        known = [(released.version, one) for released, judged in self._record for one in judged]
+        for version, mine in known:
+            others = [(at, one) for at, one in known if one.fragment == mine.fragment and one.peer != peer]
+            nearest = sorted(others, key=lambda one: abs(one[0] - version))[:NEAREST]
+            if mine.peer == peer and is_suspicious(mine, [one for _, one in nearest]):
+                return version - 1
+        return -1
+
+    def _take_back(self, reduce: Reduce) -> Released:
+        """Take what was published after a version from what is published, as a further version, and begin the outer
+        optimizer and the codec anew; what is not known any more of these stays."""
+        coding, frames = coding_from_spec(DENSE), []
+        for fragment in reduce.fragments:
+            counts, published = self.layout.counts(fragment), self.published[fragment]
+            total = np.zeros_like(published)
+            for released, _ in self._record:
+                if released.version > reduce.back_to and fragment in released.fragments:
+                    codecs = coding_from_spec(released.codec).of_fragment(self.layout, fragment)
+                    step = released.frames[released.fragments.index(fragment)]
+                    decode_payload(codecs, step, counts, out=total, add=True, checked=True)
+            codecs = coding.of_fragment(self.layout, fragment)
+            frames.append(encode_payload(codecs, cut(-total, counts)))
+            decode_payload(codecs, frames[-1], counts, out=published, add=True, checked=True)
+            self.parameters[fragment][:] = published
+            self._sums[fragment].fill(0)
+            self.sparse.close(fragment)
+            broadcast = self.broadcast_coding.of_fragment(self.layout, fragment)
+            self._states[fragment] = initial_states(broadcast, counts)
+            self._outer_state[fragment] = self.outer.init(published.size)
+            self._shares[fragment] = 0.0
+        self._judged.clear()
+        self._young.clear()
+        self._record.clear()
+        self._round.begin(len(self.published))
+        self.version = reduce.version
+        self._round.remember(self.version, self.published, reduce.fragments)
+        self.meter.begin()
+        return Released(self.version, coding.name, reduce.fragments, tuple(frames))
+
+    def _takes_turn(self, fragment: int, reduce: Reduce) -> bool:
+        """Return whether, with this round, contributions of the whole federation have come since the last turn."""
+        come = sum(one.fragment == fragment and not one.too_stale for one in reduce.contributions)
+        share = self._shares[fragment] + come / reduce.live
+        turns = floor(share + ROUNDING)
+        self._shares[fragment] = max(0.0, share - turns)
+        return turns > 0
+
+    def _release(self, fragment: int, reduce: Reduce, counted: bool, coding: Coding) -> tuple[Buffer, ...]:
+        """Step by what has come of a fragment, if anything of it counts, and return the frames of what to publish."""
+        turn = counted and self._takes_turn(fragment, reduce)
+        total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
+        state, counts = self._outer_state[fragment], self.layout.counts(fragment)
+        codecs = coding.of_fragment(self.layout, fragment)
+        states = self._states[fragment] if coding is self.broadcast_coding else None
+        if self.sparse.holds(fragment):
+            live, rate = reduce.live if counted else None, 1.0 if reduce.plain else self.outer.rate
+            assert rate is not None, "sparse publishes are held for an outer optimizer without a state"
+            return self.sparse.release(fragment, live, rate, codecs, states, parameters, published)
+        longest = max(codec.slab for codec in codecs)
+        spare = np.empty(min(longest, total.size), np.float32)
+
+        def unpublished(number: int, slab: Slab) -> Vector:
+            """Step this part of the parameters, in a core's cache, and return what is not published of it."""
+            part, rest = slice(slab.start, slab.end), spare[: slab.values]
+            if counted:
+                mean = mean_over_live(total[part], reduce.live, out=rest)
+                if not reduce.plain:
+                    mean = self.outer.update(mean, {name: array[part] for name, array in state.items()}, turn)
+                parameters[part] += mean
+            total[part] = 0
+            return np.subtract(parameters[part], published[part], out=rest)
+
+        self.sparse.close(fragment)
+        try:
+            frames = encode_slabs(codecs, counts, unpublished, states)
+        except CodecError:
+            total.fill(0)
+            raise
+        decode_payload(codecs, frames, counts, out=published, add=True, checked=True)
+        return frames
+
+    def snapshot(self) -> tuple[Version, tuple[Buffer, ...]]:
+        """Return the version and the frames of `published`; made once per version, shared by all who ask."""
+        if self._snapshot[0] != self.version:
+            self._snapshot = (self.version, encode_snapshot(self.layout, self.published))
+        return self._snapshot
+
+    def make_room(self) -> list[Vector]:
+        """Return memory for a `copy`, whose pages are there already; any thread may call it."""
+        return [np.full(flat.size, 0, np.float32) for flat in self.published]
+
+    def copy(self, room: list[Vector]) -> tuple[Version, Layout, list[Vector]]:
+        """Return the version, the layout and a copy of `published`, in `room`: a snapshot to be made elsewhere."""
+        if [flat.size for flat in room] != [flat.size for flat in self.published]:
+            room = self.make_room()  # the run has been founded anew
+        for flat, published in zip(room, self.published, strict=True):
+            np.copyto(flat, published)
+        return self.version, self.layout, room
+
+    def replay(self, released: Released) -> None:
+        """Take a step that was published before a crash; the outer state stays as it was saved.
+
+        The parameters become what was published: what the saved ones were ahead of it is in the step, at least in part,
+        and must not be published twice. What of the step itself was not published yet is lost with the crash.
+        """
+        if released.version != self.version + 1:
+            raise CheckpointError(f"the journal goes from version {self.version} to {released.version}")
+        try:
+            coding = coding_from_spec(released.codec)
+            if not all(0 <= fragment < self.layout.fragments for fragment in released.fragments):
+                raise CodecError(f"of {self.layout.fragments} fragments it names {released.fragments}")
+            for fragment, frames in zip(released.fragments, released.frames, strict=True):
+                check_payload(coding.of_fragment(self.layout, fragment), frames, self.layout.counts(fragment))
+        except (CodecError, ConfigError) as error:
+            raise CheckpointError(
+                f"the journal's step to version {released.version} cannot be read ({error}): remove the journal to go "
+                f"on from the checkpoint, at version {self.version}"
+            ) from None
+        for fragment, frames in zip(released.fragments, released.frames, strict=True):
+            counts = self.layout.counts(fragment)
+            step = decode_payload(coding.of_fragment(self.layout, fragment), frames, counts, checked=True)
+            self.published[fragment] += step
+            self.parameters[fragment][:] = self.published[fragment]
+            self._states[fragment] = initial_states(
+                self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment)
+            )
+        self.version = released.version
+        self._round.remember(self.version, self.published, released.fragments)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return copies of all arrays by name, each in the shape of its leaf: "parameters/<path>", "published/<path>",
+        "<outer state>/<path>". Of a leaf of which a shard has a part, that part is there, flat; of one that it has
+        nothing of, nothing. Besides these: "codec/<fragment>/<number>" what the codec keeps, "specs" (the codec's and
+        the outer optimizer's, as UTF-8, one a line), "shares" (float64, per fragment), "gate", and what the rules of a
+        round keep (`HeldRound.arrays`)."""
+        named = {"parameters": self.parameters, "published": self.published}
+        for key in self._outer_state[0]:
+            named[f"outer.{key}"] = [state[key] for state in self._outer_state]
+        arrays: dict[str, NDArray[Any]] = {
+            f"{name}/{leaf.path}": array
+            for name, flats in named.items()
+            for leaf, array in zip(self.layout.spec, self.layout.join(flats), strict=True)
+            if array.size or not leaf.values
+        }
+        for fragment, states in enumerate(self._states):
+            arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(pack_states(states))}
+        if (memory := self.gate.memory()) is not None:
+            arrays["gate"] = memory
+        specs = np.frombuffer(f"{self.broadcast_coding.name}\n{self.outer.name}".encode(), np.uint8)
+        return arrays | {"shares": np.array(self._shares), "specs": specs} | self._round.arrays()
+
+    def restore(self, version: Version, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        """Take over what `arrays` returned. Raises CheckpointError."""
+
+        def flats(name: str) -> list[Vector]:
+            leaves = []
+            for index, leaf in enumerate(self.layout.spec):
+                part = self.layout.part(index)
+                size = part.stop - part.start
+                shape = leaf.shape if size == leaf.values else (size,)
+                array = arrays.get(f"{name}/{leaf.path}", np.zeros(0, np.float32))
+                if array.shape != shape or array.dtype != np.float32:
+                    raise CheckpointError(f"the checkpoint has no {name} of {leaf}")
+                if not np.isfinite(array).all():
+                    raise CheckpointError(
+                        f"the checkpoint's {name} of {leaf} are not finite: no run could go on from it"
+                    )
+                leaves.append(array)
+            return self.layout.split(leaves)
+
+        parameters = flats("parameters")
+        self._begin(flats("published"), version)
+        self._restore_specs(arrays)
+        self.parameters = parameters
+        for key in self._outer_state[0]:
+            for state, flat in zip(self._outer_state, flats(f"outer.{key}"), strict=True):
+                state[key][:] = flat
+        self._restore_rest(arrays)
+
+    def _restore_specs(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over the codec and the outer optimizer that held; a checkpoint of version 0.1 has the settings' own."""
+        if "specs" not in arrays or not self.settings.is_planned:
+            return
+        try:
+            codec, outer = arrays["specs"].tobytes().decode().split("\n")
+            self.adopt(codec, outer)
+        except (ValueError, ConfigError) as error:
+            raise CheckpointError(f"the checkpoint's codec and outer optimizer cannot be read: {error}") from error
+
+    def _restore_rest(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what is not of the form of the model. Raises CheckpointError."""
+        try:
+            self._shares = [float(share) for share in arrays["shares"]]
+            if "gate" in arrays:
+                self.gate.remember(arrays["gate"])
+            else:
+                self.gate.open()
+            self._round.restore(arrays)
+            for fragment, fresh in enumerate(self._states):
+                numbers = range(sum(name.startswith(f"codec/{fragment}/") for name in arrays))
+                self._states[fragment] = fill_states(fresh, [arrays[f"codec/{fragment}/{n}"] for n in numbers])
+        except (CodecError, LookupError, ArithmeticError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint lacks what the aggregation had in hand: {error}") from None
+
+
+def _can_be_stepped(flat: Vector) -> bool:
+    """Return whether an outer step of this sum stays finite: far from what a float32 holds (NaN is not)."""
+    pieces = (flat[start : start + SLAB_VALUES] for start in range(0, flat.size, SLAB_VALUES))
+    return all(piece.max() < LARGEST_SUM and piece.min() > -LARGEST_SUM for piece in pieces)

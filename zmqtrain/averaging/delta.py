@@ -1,0 +1,363 @@
+"""Keep a node's side of the one equation: what is offered, what of it is on its way, what has landed.
+
+    params = anchor + pending;  a publish sends u = C(pending - unacked)
+
+Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, just as it was sent.
+Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
+decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from statistics import fmean
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.averaging.gate import DeltaGate
+from zmqtrain.averaging.moments import decode_moments, split_snapshot
+from zmqtrain.averaging.vectors import Vectors
+from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spec
+from zmqtrain.codecs.codec import State
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
+from zmqtrain.codecs.states import fill_states, pack_states
+from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.settings import AUTO, RunSettings
+from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, count_values, number_of
+from zmqtrain.protocol.messages import Aggregate, Snapshot
+
+__all__ = [
+    "DENSE",
+    "Encoded",
+    "OnDevice",
+    "DeltaCoder",
+    "cut",
+    "mean_score",
+    "encode_snapshot",
+    "decode_snapshot",
+    "snapshot_codecs",
+    "snapshot_counts",
+]
+
+DENSE = "float32"
+"""The codec of snapshots, and of the exchanges that drain what is pending."""
+
+Vector = NDArray[np.float32]
+logger = logging.getLogger(__name__)
+
+_OWN = PeerId("this node")
+
+
+def cut(flat: Vector, counts: Sequence[int]) -> list[Vector]:
+    """Return the segments of a flat fragment as views."""
+    ends = np.cumsum(counts)
+    return [flat[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
+
+
+def snapshot_counts(layout: Layout) -> list[int]:
+    """Return the values of each segment of a whole model, fragment by fragment: how a snapshot is laid."""
+    return [count for fragment in range(layout.fragments) for count in layout.counts(fragment)]
+
+
+def snapshot_codecs(layout: Layout) -> tuple[Codec, ...]:
+    """Return the codec of each segment of a snapshot."""
+    return (codec_from_spec(DENSE),) * len(snapshot_counts(layout))
+
+
+def encode_snapshot(layout: Layout, flats: Sequence[Vector]) -> tuple[Buffer, ...]:
+    """Encode a whole model (one flat float32 vector per fragment) exactly."""
+    segments = [piece for f, flat in enumerate(flats) for piece in cut(flat, layout.counts(f))]
+    return encode_payload(snapshot_codecs(layout), segments)
+
+
+def decode_snapshot(layout: Layout, frames: Sequence[Buffer]) -> list[Vector]:
+    """Read what `encode_snapshot` wrote. Raises CodecError."""
+    flat = decode_payload(snapshot_codecs(layout), frames, snapshot_counts(layout))
+    return cut(flat, [sum(layout.counts(fragment)) for fragment in range(layout.fragments)])
+
+
+def mean_score(offer: Offer) -> float:
+    """Return the mean of an offer's scores, NaN if it has none; waits for those that a device is still computing.
+
+    Scores whose buffers the training loop has donated are left out.
+    """
+    scores = [number_of(score) for score in offer.scores if not _is_deleted(score)]
+    return fmean(scores) if scores else nan
+
+
+def _is_deleted(score: Any) -> bool:
+    return bool(getattr(score, "is_deleted", bool)())
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One u, compressed: the name of its coding and the frames, as they are sent."""
+
+    fragment: int
+    codec: str
+    frames: tuple[Buffer, ...]
+
+
+class OnDevice(Protocol):
+    """What a `DeltaCoder` asks of an accelerator: see `zmqtrain.codecs.payload_jax.DeviceCoder`, which is one."""
+
+    bytes_fetched: int
+    bytes_put: int
+
+    def initial_states(self, codecs: Sequence[Codec], counts: Sequence[int]) -> list[State]:
+        """Return the states of all slabs, as `encode` keeps them."""
+
+    def encode(
+        self,
+        codecs: Sequence[Codec],
+        segments: Sequence[Array],
+        on_the_way: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]] = (),
+        states: list[State] | None = None,
+    ) -> tuple[bytearray, ...]:
+        """Encode segments, less what of them is on its way, into frames: those of `encode_payload`."""
+
+    def decode(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> list[Any]:
+        """Check a payload and return its segments, on the device."""
+
+    def decode_sum(
+        self, payloads: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]], counts: Sequence[int]
+    ) -> list[Any]:
+        """Return the sum, in order, of payloads that were checked, as segments on the device."""
+
+    def warm_up(self, codecs: Sequence[Codec], counts: Sequence[int], *, encodes: bool = True) -> None:
+        """Have all that such segments need compiled; encodes: not only read, but made."""
+
+
+class DeltaCoder:
+    """Encode offers and decode what comes back, for one model under one run's settings.
+
+    device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
+    and stays: so do the states of the codecs.  shard: which of several masters' parts of the model is exchanged here.
+    """
+
+    def __init__(self, model: ModelSpec, settings: RunSettings, device: OnDevice | None = None, shard: int = 0) -> None:
+        self.model = model
+        self.layout = Layout(model, settings.fragments_of(count_values(model)), (shard, settings.masters))
+        self.settings = settings
+        self.coding = coding_from_spec(settings.at_first.codec)
+        self.broadcast_coding = coding_from_spec(settings.at_first.broadcast_codec)
+        self.device = device
+        self.unacked: dict[int, Encoded] = {}
+        self.restarts = 0
+        """How often all that was pending has been dropped."""
+        self._states: dict[int, list[State]] = {}
+        self._kept_states: dict[int, list[NDArray[Any]]] = {}
+        self._kept_on_device = False
+        self._vectors = Vectors()
+        self._gate = DeltaGate(settings)
+
+    def kept(self, sequences: Sequence[int]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return what a checkpoint must hold: the u of these offers, as they were sent, and the codecs' states."""
+        arrays: dict[str, NDArray[Any]] = {}
+        unacked = [(s, self.unacked[s]) for s in sequences if s in self.unacked]
+        for sequence, u in unacked:
+            for number, frame in enumerate(u.frames):
+                arrays[f"unacked/{sequence}/{number}"] = np.frombuffer(frame, np.uint8)
+        states = self._kept_states | {fragment: pack_states(states) for fragment, states in self._states.items()}
+        for fragment, packed in states.items():
+            arrays |= {f"codec/{fragment}/{number}": array for number, array in enumerate(packed)}
+        facts = {
+            "unacked": [[sequence, u.fragment, u.codec, len(u.frames)] for sequence, u in unacked],
+            "states": [[fragment, len(packed)] for fragment, packed in states.items()],
+            "codecs": [self.coding.name, self.broadcast_coding.name],
+            "on_device": self.device is not None,
+        }
+        return facts, arrays
+
+    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what `kept` gave. States of a codec on a device, where there is none now, begin anew."""
+        self.unacked = {
+            int(sequence): Encoded(
+                int(fragment), str(codec), tuple(arrays[f"unacked/{sequence}/{n}"].tobytes() for n in range(count))
+            )
+            for sequence, fragment, codec, count in facts["unacked"]
+        }
+        self._states.clear()
+        if self.settings.is_planned and "codecs" in facts:
+            self.adopt(*facts["codecs"])
+        self._kept_on_device = bool(facts["on_device"])
+        self._kept_states = {
+            int(fragment): [arrays[f"codec/{fragment}/{n}"] for n in range(count)]
+            for fragment, count in facts["states"]
+        }
+
+    def adopt(self, codec: str, broadcast_codec: str) -> None:
+        """Code what is offered from now on by this codec, and expect aggregates by the other.
+
+        What is in flight stays as it was coded. What the codec before has kept is forgotten.
+        """
+        if codec != self.coding.name:
+            self.coding = coding_from_spec(codec)
+            self._states.clear()
+            self._kept_states.clear()
+        if broadcast_codec != self.broadcast_coding.name:
+            self.broadcast_coding = coding_from_spec(broadcast_codec)
+
+    def _begin_states(self, fragment: int, fresh: list[State]) -> list[State]:
+        """Return the states with which a fragment is coded first: those of a checkpoint, if there is one."""
+        kept = self._kept_states.pop(fragment, None)
+        if kept is None:
+            return fresh
+        try:
+            if self._kept_on_device == (self.device is not None):
+                return fill_states(fresh, kept)
+        except CodecError:
+            pass
+        logger.warning("what the codec had kept is of another place, or another codec: it begins anew")
+        return fresh
+
+    def warm_up(self, fragment: int) -> None:
+        """Have all that the exchanges of one fragment need compiled, where there is something to compile."""
+        if self.device is not None:
+            counts = self.layout.counts(fragment)
+            for coding in dict.fromkeys((self.coding, self.broadcast_coding)):
+                if coding.name != DENSE:
+                    codecs = coding.of_fragment(self.layout, fragment)
+                    self.device.warm_up(codecs, counts, encodes=coding == self.coding)
+
+    def encode(self, offer: Offer) -> Encoded:
+        """Return u = C(pending - unacked) for one offer and keep it. Raises NonFiniteDelta naming the leaf."""
+        for sequence in offer.applied:
+            self.unacked.pop(sequence, None)
+        coding = coding_from_spec(DENSE) if offer.dense else self.coding
+        on_the_way = [u for u in self.unacked.values() if u.fragment == offer.fragment]
+        encode = self._encode_here if self._goes_here(coding.name) else self._encode_on_device
+        try:
+            frames = encode(coding, offer, on_the_way)
+        except NonFiniteDelta:
+            for index, segment in zip(self.layout.leaves(offer.fragment), offer.segments, strict=True):
+                values = np.asarray(segment)
+                if bad := int(values.size - np.isfinite(values).sum()):
+                    path = self.model[index].path
+                    text = f"the delta of {path} holds {bad} values that are not finite (of {values.size})"
+                    raise NonFiniteDelta(text, path) from None
+            raise
+        encoded = Encoded(offer.fragment, coding.name, frames)
+        self.unacked[offer.sequence] = encoded
+        return encoded
+
+    def _goes_here(self, codec: str) -> bool:
+        return self.device is None or codec == DENSE
+
+    def _encode_here(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+        segments = [np.asarray(segment) for segment in offer.segments]
+        alike = all(u.codec == coding.name for u in on_the_way)
+        if not alike:
+            sent = self._sum(on_the_way)
+            segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
+        less = [u.frames for u in on_the_way] if alike else ()
+        if offer.dense:
+            return encode_payload(codecs, segments, less=less)
+        if offer.fragment not in self._states:
+            self._states[offer.fragment] = self._begin_states(offer.fragment, initial_states(codecs, counts))
+        return encode_payload(codecs, segments, self._states[offer.fragment], less)
+
+    def _encode_on_device(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+        assert self.device is not None
+        codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
+        if offer.fragment not in self._states:
+            fresh = self.device.initial_states(codecs, counts)
+            self._states[offer.fragment] = self._begin_states(offer.fragment, fresh)
+        sent = [(self._codecs(u), u.frames) for u in on_the_way]
+        return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
+
+    def judge(self, offer: Offer, encoded: Encoded) -> str:
+        """Return why a hub would refuse this u for its size, going by those of this node alone; "" if it would not."""
+        judgement = self._gate.judge(
+            _OWN,
+            offer.fragment,
+            self.layout,
+            encoded.codec,
+            encoded.frames,
+            steps=offer.steps,
+            dense=offer.dense,
+            score=nan,
+        )
+        self._gate.count(judgement)
+        return judgement.why
+
+    def restart(self) -> None:
+        """Take note that all that is pending is dropped: what is on its way may land, and is nobody's own then."""
+        self.restarts += 1
+        self.unacked.clear()
+        self._states.clear()
+        self._kept_states.clear()
+        self._gate.forget(_OWN)
+
+    def withdraw(self, sequence: int) -> None:
+        """Take note that a u will not land: what it carried is in `pending` and is offered again."""
+        self.unacked.pop(sequence, None)
+
+    def decode_aggregate(self, aggregate: Aggregate, landed: Sequence[int], frames: Sequence[Buffer]) -> Update:
+        """Decode an aggregate, and this node's part in it. Raises CodecError, also for one that is not of this run."""
+        # where codecs are fitted, an aggregate may be here before the word that its codec holds
+        if aggregate.codec not in (DENSE, self.broadcast_coding.name) and self.settings.broadcast_codec != AUTO:
+            text = f"an aggregate is coded as {aggregate.codec!r}; this run's are {self.broadcast_coding.name!r}"
+            raise CodecError(text)
+        if not set(aggregate.fragments) <= set(range(self.layout.fragments)):
+            raise CodecError(f"an aggregate of the fragments {aggregate.fragments}: there are {self.layout.fragments}")
+        if len(set(aggregate.fragments)) < len(aggregate.fragments):
+            raise CodecError(f"an aggregate of the fragments {aggregate.fragments}: one of them comes twice")
+        parts: dict[int, Sequence[Array]] = {}
+        first = 0
+        for fragment, count in zip(aggregate.fragments, aggregate.frames, strict=True):
+            parts[fragment] = self._decode(aggregate.codec, fragment, frames[first : first + count])
+            first += count
+        return Update(aggregate.version, parts, self._own(landed), tuple(landed))
+
+    def decode_snapshot(
+        self, snapshot: Snapshot, landed: Sequence[int], frames: Sequence[Buffer], reset: bool, keep: bool = False
+    ) -> Update:
+        """Decode a snapshot: the anchor, and an optimizer's state if it came too. Raises CodecError."""
+        parameters, state = split_snapshot(snapshot, frames)
+        flats = decode_snapshot(self.layout, parameters)
+        parts = enumerate(self.layout.join(flats))
+        anchor = [Part(leaf, self.layout.part(leaf).start, values) for leaf, values in parts if values.size]
+        moments = [decode_moments(state)] if state else None
+        own = {} if reset else self._own(landed)
+        if reset:
+            self.restart()
+        return Update(snapshot.version, {}, own, tuple(landed), anchor, reset, keep, moments)
+
+    def _own(self, landed: Sequence[int]) -> Mapping[int, Sequence[Array]]:
+        own: dict[int, list[Encoded]] = {}
+        for sequence in landed:
+            if sequence in self.unacked:
+                own.setdefault(self.unacked[sequence].fragment, []).append(self.unacked[sequence])
+        return {fragment: self._segments(us, self.layout.counts(fragment)) for fragment, us in own.items()}
+
+    def _segments(self, encoded: Sequence[Encoded], counts: Sequence[int]) -> Sequence[Array]:
+        if self.device is None or any(self._goes_here(u.codec) for u in encoded):
+            return self._sum(encoded)
+        return self.device.decode_sum([(self._codecs(u), u.frames) for u in encoded], counts)
+
+    def _codecs(self, encoded: Encoded) -> tuple[Codec, ...]:
+        return coding_from_spec(encoded.codec).of_fragment(self.layout, encoded.fragment)
+
+    def _sum(self, encoded: Sequence[Encoded]) -> list[Vector]:
+        total = self._vectors.take_segments(self.layout.counts(encoded[0].fragment))
+        for number, u in enumerate(encoded):
+            decode_segments(self._codecs(u), u.frames, total, add=number > 0)
+        return total
+
+    def _decode(self, codec: str, fragment: int, frames: Sequence[Buffer]) -> Sequence[Array]:
+        counts = self.layout.counts(fragment)
+        codecs = coding_from_spec(codec).of_fragment(self.layout, fragment)
+        if self.device is not None and not self._goes_here(codec):
+            return self.device.decode(codecs, frames, counts)
+        check_payload(codecs, frames, counts)
+        segments = self._vectors.take_segments(counts)
+        decode_segments(codecs, frames, segments)
+        return segments

@@ -1,0 +1,141 @@
+"""Let through what may be added to the parameters: deltas that are no larger than those that came before them.
+
+Rule 1: pure: no clock, no socket, no thread.  A delta's norm is read from its codecs' scales, while it is checked: that
+takes a twentieth of the time that adding it does.  Rule 2: to judge moves nothing; a delta counts when it is known to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.codecs.base import coding_from_spec
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.norm import payload_norm
+from zmqtrain.codecs.payload import payload_size
+from zmqtrain.core.errors import CodecError, EnormousDelta, NonFiniteDelta, OutlyingDelta
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, PeerId, Score
+from zmqtrain.strategies.norms import Judgement, NormGate, norm_gate_from_text
+
+__all__ = ["USUAL_FACTOR", "MOST_REST", "DeltaGate", "error_of", "reason_of"]
+
+USUAL_FACTOR = 10.0
+"""What norm_gate is, in a run that leaves it open."""
+MOST_REST = 10.0
+"""What a node has left at its end may be so many times as large as usual, at most: a sparse codec leaves more than it
+sends."""
+FULL_BITS = 2.0
+"""A codec of so many bits a value leaves no more than it sends; one of a tenth of that, ten times as much."""
+
+
+class DeltaGate:
+    """The norm gate of a run, of all its nodes at the hub, of itself at a node; it may let everything through."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        gate = norm_gate_from_text(settings.norm_gate)
+        if gate == "auto":
+            apart = settings.elastic < 1  # what is pending there may be a whole model
+            gate = "none" if apart or settings.mode == "strict" else USUAL_FACTOR
+        self._norms = None if isinstance(gate, str) else NormGate(gate)
+        self._codec = settings.at_first.codec  # of the deltas that come; another one, where it is fitted
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this gate lets everything through."""
+        return self._norms is None
+
+    def judge(
+        self,
+        peer: PeerId,
+        fragment: int,
+        layout: Layout,
+        codec: str,
+        frames: Sequence[Buffer],
+        *,
+        steps: int,
+        dense: bool,
+        score: Score,
+        voter: str = "",
+    ) -> Judgement:
+        """Judge a payload that was checked, which moves nothing; `count` what comes of it.
+
+        codec, steps, dense, score: as in Publish.  voter: the key of its node, "" for one of its own.
+        """
+        if self._norms is None:
+            return Judgement(peer, voter or peer, fragment)
+        counts = layout.counts(fragment)
+        norm = payload_norm(coding_from_spec(codec).of_fragment(layout, fragment), frames, counts)
+        rest = self._rest(layout, fragment) if dense else 0.0
+        self._codec = self._codec if dense else codec
+        return self._norms.judge(peer, fragment, norm, steps, rest=rest, score=score, voter=voter)
+
+    def _rest(self, layout: Layout, fragment: int) -> float:
+        counts = layout.counts(fragment)
+        codecs = coding_from_spec(self._codec).of_fragment(layout, fragment)
+        bits = 8 * payload_size(codecs, counts) / max(1, sum(counts))
+        return min(max(1.0, FULL_BITS / max(bits, 1e-9)), MOST_REST)
+
+    def count(self, judgement: Judgement) -> None:
+        """Take note of what was judged, now that it is known to count, or to be refused."""
+        if self._norms is not None:
+            self._norms.count(judgement)
+
+    def judge_again(self, judgement: Judgement) -> Judgement:
+        """Judge once more, with those of its round, what came when few had been seen; what is out then is not counted
+        as accepted any more."""
+        if self._norms is None:
+            return judgement
+        again = self._norms.judge_again(judgement)
+        if again.why:
+            self._norms.leave_out(judgement)
+        return again
+
+    def forget(self, peer: PeerId, probation: bool = False) -> None:
+        """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
+        is quarantined."""
+        if self._norms is not None:
+            self._norms.forget(peer, probation)
+
+    def rebase(self, peers: Iterable[PeerId]) -> None:
+        """Let deltas be larger by one factor, toward what was refused last of these nodes."""
+        if self._norms is not None:
+            self._norms.rebase(peers)
+
+    def open(self) -> None:
+        """Let everything through from now on: who has not seen a run's deltas cannot tell which are too large."""
+        self._norms = None
+
+    def memory(self) -> NDArray[np.float64] | None:
+        """Return what is to be known after a restart: float64[n, 3], (fragment, log norm, log steps) in a row.
+
+        None: this gate lets everything through.
+        """
+        if self._norms is None:
+            return None
+        known = self._norms.memory()
+        return np.array([(fragment, *one) for fragment, one in known.items()], np.float64).reshape(-1, 3)
+
+    def remember(self, memory: NDArray[np.float64]) -> None:
+        """Take over what `memory` returned; a row that is not finite is left out."""
+        if self._norms is not None:
+            rows = memory[np.isfinite(memory).all(axis=1)]
+            self._norms.remember({int(fragment): (float(size), float(steps)) for fragment, size, steps in rows})
+
+
+def error_of(judgement: Judgement) -> OutlyingDelta | None:
+    """Return why a delta is refused, None if it may pass."""
+    if not judgement.why:
+        return None
+    return (EnormousDelta if judgement.is_enormous else OutlyingDelta)(judgement.why)
+
+
+def reason_of(error: CodecError) -> str:
+    """Return the code with which a hub refuses what could not be checked for this reason."""
+    if isinstance(error, EnormousDelta):
+        return "enormous"
+    if isinstance(error, OutlyingDelta):
+        return "norm"
+    return "non-finite" if isinstance(error, NonFiniteDelta) else "corrupt"

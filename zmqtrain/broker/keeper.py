@@ -1,0 +1,406 @@
+"""Keep a broker's run: resume it, save it while it goes on, lose nothing that a node has heard of.
+
+Rule 1: called by the broker's codec thread, which owns the arrays; only the writing of a checkpoint has a thread of its
+own, on copies, so that a slow disk delays no aggregate.  Rule 2: without a folder every method does nothing.
+Rule 3: a disk that is full costs checkpoints, which are tried again; a release that the journal has no room for waits
+until it has, for a node that had heard of it would know more than the broker that is started again. A broker that is
+started on a full disk resumes all the same: what it resumes from is there already.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.broker.checkpoint import RunFolder
+from zmqtrain.broker.parts import BEST_FILE, LAST_FILE, export_part
+from zmqtrain.checkpoint.every import Every
+from zmqtrain.checkpoint.files import describe_difference
+from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, write_model
+from zmqtrain.core.errors import CheckpointError, ConfigError
+from zmqtrain.core.types import Buffer, Version
+from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.hub import Hub
+
+__all__ = ["FREE_SETTINGS", "AGAIN_SECONDS", "Keeper"]
+
+logger = logging.getLogger(__name__)
+
+FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
+"""Settings that may change when a run is resumed."""
+AGAIN_SECONDS = 1.0
+"""So long after a write for which there was no room it is tried again: of the journal; of a checkpoint ten times it."""
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The version that scored best on held-out data. arrays: what was published then, by leaf path."""
+
+    version: Version
+    scores: Mapping[str, float]
+    samples: int
+    arrays: dict[str, NDArray[Any]]
+
+    @property
+    def loss(self) -> float:
+        """Lower is better."""
+        return self.scores["loss"]
+
+
+class Keeper:
+    """The checkpoints and the journal of a living broker.
+
+    folder: None keeps nothing.  failed: called, in any thread, with an error that nobody thought of.
+    every: how often to save.  keep: how many checkpoints stay.  made_late: a folder that is not there is made when
+    there is something to keep.  waits_for_room: a release waits, as the journal has no
+    room for it.  unsaved: the last checkpoint could not be written, and is tried again.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        failed: Callable[[BaseException], None],
+        every: Every | None = None,
+        keep: int = 3,
+        made_late: bool = False,
+    ) -> None:
+        self._folder = RunFolder(folder, keep) if folder is not None else None
+        self._untaken = made_late and folder is not None and not folder.exists()
+        self._failed, self._every = failed, every or Every()
+        self._writer: threading.Thread | None = None
+        self._ending = threading.Event()
+        self._saved_version = -1  # of the newest checkpoint that is written
+        self._begun_version, self._begun_at, self._again_at = -1, time.monotonic(), float("inf")
+        self._kept_version = -1
+        self._no_journal_since: Version | None = None  # there was no room to begin it at this version
+        self._moments: tuple[Buffer, ...] = ()
+        """The founder's optimizer state: it is in every checkpoint of version 0."""
+        self.waits_for_room = self.unsaved = False
+        self._best: _Best | None = None
+        self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
+
+    def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
+        """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
+
+        Returns the optimizer's state of the founder, if nobody has trained on its parameters yet. In strict mode the
+        hub then waits for all nodes, to go back with them to a version that all have kept.
+        Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read, or
+        another process has it.
+        """
+        if self._folder is None or self._untaken:
+            return ()
+        self._folder.lock()
+        try:
+            return self._resume(self._folder, hub, aggregator)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def inherit(self, hub: Hub, aggregator: Aggregator) -> None:
+        """Take the folder for a run that was taken over: what is in it, of whatever run, makes way for that.
+
+        The checkpoint is written in the background, the journal at once. Raises CheckpointError.
+        """
+        if self._folder is None:
+            return
+        self._folder.lock()
+        self._untaken = False
+        try:
+            self._folder.forget_after(-1)
+        except BaseException:
+            self._folder.close()
+            raise
+        if aggregator.version >= 0:
+            self.save(hub.state(), aggregator)
+
+    def release_folder(self) -> None:
+        """Give the folder back: this broker does not begin."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
+        if (loaded := folder.load()) is None:
+            return ()
+        state, arrays = loaded
+        if not isinstance(state.get("settings"), dict) or "run" not in state or type(state.get("version")) is not int:
+            whose = "a node's" if str(state.get("format", "")).startswith("zmqtrain node") else "no broker's"
+            raise CheckpointError(
+                f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of "
+                "their own; name another one for this broker"
+            )
+        if state.get("shard", 0) != hub.shard:
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
+                f"{hub.shard}: every master needs a --checkpoint folder of its own"
+            )
+        if hub.shard and state["run"] != hub.run:
+            if state["version"] <= 0 and not any(folder.replay(0)):
+                logger.warning("%s was founded, and never begun: its checkpoint is of no use any more", state["run"])
+                return ()
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
+                "that with its own checkpoint of this run, or give another --checkpoint folder"
+            )
+        # in strict mode the data lie in as many lanes as nodes began the run
+        free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
+        difference = describe_difference(state["settings"], hub.settings.to_dict(), free)
+        if difference:
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
+                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one"
+            )
+        hub.restore(state)
+        aggregator.plan(hub.model)
+        aggregator.restore(hub.version, arrays)
+        saved = hub.version
+        for released, landed, samples in folder.replay(saved):
+            aggregator.replay(released)
+            hub.replay(released.version, landed, samples)
+        if folder.skipped > hub.version:
+            text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
+            logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
+        self._moments = _moments(arrays) if hub.version == 0 else ()
+        self._saved_version = saved
+        self._begun_version = self._kept_version = hub.version
+        if self._every.together:  # what the journal holds is not exact: it is no version to go back to
+            hub.await_all(folder.good_versions())
+        else:
+            try:
+                folder.save(hub.version, hub.state(), self._arrays(aggregator))
+                self._saved_version = hub.version
+            except CheckpointError as error:
+                self._put_off(error)
+        self._begin_journal(folder, hub.version)
+        logger.info(
+            "resuming %s at version %d (%d of them from the journal), %d samples",
+            hub.run,
+            hub.version,
+            hub.version - saved,
+            hub.samples,
+        )
+        return self._moments
+
+    def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
+        """Go back to a checkpoint, and forget what came after it; return the hub's state there, and what `resume` does.
+
+        Raises CheckpointError.
+        """
+        assert self._folder is not None, "without a folder there is nowhere to go back to"
+        state, arrays = self._folder.load_version(version)
+        self._folder.forget_after(version)
+        aggregator.restore(version, arrays)
+        self._begin_journal(self._folder, version)
+        self._saved_version = self._begun_version = self._kept_version = version
+        self._moments = _moments(arrays) if version == 0 else ()
+        return state, self._moments
+
+    def released(self, released: Released, reduce: Reduce) -> None:
+        """Write a release to the journal; call it before anybody hears of the release.
+
+        Waits while there is no room for it. Raises CheckpointError if `end` is called meanwhile.
+        """
+        if self._folder is None:
+            return
+        while True:
+            try:
+                if self._no_journal_since is not None:
+                    self._folder.begin_journal(self._no_journal_since)
+                    self._no_journal_since = None
+                self._folder.release((released, reduce.landed, reduce.samples))
+                break
+            except CheckpointError as error:
+                if not self.waits_for_room:
+                    text = "%s. Nothing is released until there is room for it; the nodes train on alone meanwhile"
+                    logger.error(text, error)
+                self.waits_for_room = True
+                if self._ending.wait(AGAIN_SECONDS):
+                    raise
+        self._kept_version, self._moments = released.version, ()
+        if self.waits_for_room:
+            self.waits_for_room = False
+            logger.warning("the journal has room again: releases go on, from version %d", released.version)
+
+    def end(self) -> None:
+        """Wait for no room any more: the broker ends. From any thread."""
+        self._ending.set()
+
+    def is_due(self, version: int, together: bool = False) -> bool:
+        """Return whether it is time to save this version: in the broker's loop. It is then taken to be begun.
+
+        together: this is the moment of its release, at which it is saved where all save at the same versions.
+        """
+        now = time.monotonic()
+        if self._folder is None or version <= self._saved_version or together != self._every.together:
+            return False
+        again = now >= self._again_at
+        newer = version > self._begun_version
+        if not (again or (newer and self._every.is_due(version, self._begun_version, now - self._begun_at))):
+            return False
+        self._begun_version, self._begun_at, self._again_at = version, now, float("inf")
+        return True
+
+    def save(
+        self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False, moments: Sequence[Buffer] | None = None
+    ) -> None:
+        """Copy the run as it stands, begin a new journal, and write the copy in the background.
+
+        state: of the hub, at the aggregator's version.  wait: until it is written; else it is put off while the last
+        one is still being written (where all save at the same versions, that is waited for), and what cannot be written
+        is a warning, and is tried again.  moments: the founder's optimizer state, kept with its parameters from now on.
+        Raises CheckpointError if it waits, and it cannot be written.
+        """
+        if self._folder is None:
+            return
+        if self._untaken:
+            self._folder.lock()
+            self._untaken = False
+        if self._writer is not None and self._writer.is_alive():
+            if not self._every.together:
+                self._again_at = time.monotonic() + AGAIN_SECONDS
+                return
+            self._writer.join()
+        if moments is not None:
+            self._moments = tuple(moments)
+        folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
+        if wait:
+            folder.begin_journal(version)
+            folder.save(version, state, arrays)
+            self._written(version)
+            return
+
+        def write() -> None:
+            try:
+                folder.save(version, state, arrays)
+                self._written(version)
+            except CheckpointError as error:
+                self._put_off(error)
+            except Exception as error:
+                self._failed(error)
+
+        try:
+            folder.begin_journal(version)
+            self._no_journal_since = None
+        except CheckpointError as error:
+            if not folder.has_journal:
+                self._no_journal_since = version
+            return self._put_off(error)
+        self._writer = threading.Thread(target=write, name="zmqtrain-checkpoint")
+        self._writer.start()
+
+    def _begin_journal(self, folder: RunFolder, version: Version) -> None:
+        """Begin the journal after this version in place of any other; if there is no room, before the next release."""
+        folder.end_journal()
+        self._no_journal_since = None
+        try:
+            folder.begin_journal(version)
+        except CheckpointError as error:
+            self._no_journal_since, self.waits_for_room = version, True
+            logger.warning("%s. Nothing is released until there is room for the journal", error)
+
+    def _written(self, version: Version) -> None:
+        """A checkpoint is on the disk. In any thread."""
+        self._saved_version, self._begun_version = version, max(version, self._begun_version)
+        if self.unsaved:
+            logger.warning("checkpoints are written again, from version %d", version)
+        self.unsaved = False
+
+    def _put_off(self, error: CheckpointError) -> None:
+        again = 10 * AGAIN_SECONDS
+        logger.warning("no checkpoint: %s. The run goes on; it is tried again in %.0f s", error, again)
+        self.unsaved = True
+        self._again_at = time.monotonic() + again
+
+    def close(self, state: dict[str, Any], aggregator: Aggregator | None) -> None:
+        """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError.
+
+        A hub that is ahead of its arrays (its codec thread failed) is not written: the journal holds what counts.
+        aggregator: None while the codec thread, which owns the arrays, still works on them: likewise.
+        """
+        if self._folder is None:
+            return
+        if self._writer is not None:
+            self._writer.join()
+        try:
+            if aggregator is None or aggregator.version != state["version"]:
+                text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
+                logger.warning(text, state["version"], self._kept_version)
+            elif aggregator.version >= 0:
+                arrays = self._arrays(aggregator)
+                path = self._folder.save(aggregator.version, state, arrays)
+                layout, version = aggregator.layout, aggregator.version
+                facts = facts_from_state(state)
+                model = export_part(self._folder.folder, arrays, layout, facts)
+                logger.info("saved %s, and the model alone as %s", path, model)
+                self._choose(model, version, facts)
+        finally:
+            self._folder.close()
+
+    # ------------------------------------------------------------------ the best of the versions that were evaluated
+
+    def is_best(self, version: Version, loss: float) -> bool:
+        """Return whether a version that scores so is the best so far, and is to be kept; in the broker's loop."""
+        self._last_loss = (version, loss)
+        return self._folder is not None and (self._best is None or loss < self._best.loss)
+
+    def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> None:
+        """Keep what was published at this version, if it is still known: in memory, until the broker ends.
+
+        scores: that it has, with a "loss".  samples: that the run had trained on.
+        """
+        if (flats := aggregator.published_at(version)) is not None:
+            leaves = zip(aggregator.layout.spec, aggregator.layout.join(flats), strict=True)
+            self._best = _Best(version, dict(scores), samples, {leaf.path: values for leaf, values in leaves})
+
+    def forget_best(self) -> None:
+        """The run is founded anew: what was the best is another's."""
+        self._best, self._last_loss = None, (-1, nan)
+
+    def _choose(self, model: Path, version: Version, facts: ModelFacts) -> None:
+        """Have the model's file hold the better of the last version and the best one, and another file the other.
+
+        facts: of the last version.
+        """
+        assert self._folder is not None
+        folder, best = self._folder.folder, self._best
+        for stale in (BEST_FILE, LAST_FILE):
+            (folder / stale).unlink(missing_ok=True)
+        if best is None or best.version == version:
+            return
+        evaluated, loss = self._last_loss
+        facts = replace(
+            facts, version=best.version, evaluation_version=best.version, samples=best.samples, evaluation=best.scores
+        )
+        if evaluated == version and best.loss < loss:
+            model.replace(folder / LAST_FILE)
+            write_model(model, best.arrays, facts)
+            text = (
+                "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
+            )
+            logger.warning(text, model.name, best.version, best.loss, version, loss, LAST_FILE)
+            return
+        write_model(folder / BEST_FILE, best.arrays, facts)
+        how = f"loss {loss:.6g}" if evaluated == version else "not evaluated"
+        text = "%s holds the last version, %d (%s); the best one before it, %d (loss %.6g), is in %s"
+        logger.info(text, model.name, version, how, best.version, best.loss, BEST_FILE)
+
+    def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
+        arrays = aggregator.arrays()
+        if aggregator.version == 0:  # who comes after a restart in strict mode begins with them
+            frames = enumerate(self._moments)
+            arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in frames}
+        return arrays
+
+
+def _moments(arrays: Mapping[str, NDArray[Any]]) -> tuple[Buffer, ...]:
+    count = sum(name.startswith("moments/") for name in arrays)
+    return tuple(arrays[f"moments/{number}"].tobytes() for number in range(count))

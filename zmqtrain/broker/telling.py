@@ -1,0 +1,277 @@
+"""Tell people what happens at a broker: its log, and who listens to its events.
+
+Rule: what peers bring about is logged so many times, and then counted; what they wrote is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values
+from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import Quarantine, Report, Schedule
+from zmqtrain.protocol.standby import TAKES_OVER
+from zmqtrain.protocol.words import words
+from zmqtrain.session.events import BrokerEvents
+from zmqtrain.session.sparing import SparingLogger
+
+__all__ = ["Telling"]
+
+logger = logging.getLogger(__name__)
+
+OTHERS_NAMED = 1024
+LOGGED_CHARACTERS = 500
+"""Of why a peer is sent away: it may quote what that wrote."""
+
+
+class Telling:
+    """What is told of one hub. events: None for nobody."""
+
+    def __init__(self, hub: Hub, events: BrokerEvents | None) -> None:
+        self._hub, self._events = hub, events
+        self._log = SparingLogger(logger)
+        self._of_other_data: dict[PeerId, None] = {}
+        self._called: dict[PeerId, str] = {}  # how those were called that were named last
+        self._of_same_data: dict[PeerId, None] = {}
+        self._without_units: dict[PeerId, None] = {}
+        self._worse = False
+
+    # ------------------------------------------------------------------ the run
+
+    def began(self) -> None:
+        """The broker serves from now on."""
+        if self._events is not None:
+            self._events.began(self._hub.run, self._hub.settings, self._hub.version)
+
+    def founding(self, peer: PeerId, model: ModelSpec) -> None:
+        """The run has parameters: this peer's."""
+        logger.info("%s founded %s: %d values", self._name(peer), self._hub.run, count_values(model))
+
+    def founded(self, peer: PeerId) -> None:
+        """They are with the aggregator (codec thread)."""
+        if self._events is not None:
+            self._events.founded(peer)
+
+    def averaged(self, peers: Sequence[PeerId]) -> None:
+        """The run begins with the mean of what these had, if they let it."""
+        if self._events is not None:
+            self._events.averaged(list(peers))
+
+    def unrelated(self, peers: Sequence[PeerId], why: str) -> None:
+        """It does not: there is none."""
+        names = ", ".join(self._name(peer) for peer in peers)
+        logger.warning("the initial parameters of %s cannot be averaged: %s", names, why)
+
+    def preempted(self, peer: PeerId, lender: PeerId) -> None:
+        """One of a population is to go on from another's parameters."""
+        logger.info("%s is preempted: it goes on from the parameters of %s", self._name(peer), self._name(lender))
+
+    def scheduled(self, schedule: Schedule) -> None:
+        """Another k, d, codec or outer optimizer holds."""
+        why = self._hub.replanning.text
+        chosen = (schedule.every, schedule.delay, schedule.codec, schedule.outer)
+        logger.info("from version %d: k = %d, d = %d, %s, %s: %s", schedule.from_version, *chosen, why)
+        if self._events is not None:
+            self._events.scheduled(schedule, why)
+
+    def released(self, reduce: Reduce, nodes: int, released: Released) -> None:
+        """A version is made, and in the journal (codec thread). nodes: that were live."""
+        if self._events is not None:
+            left_out = [one for one, _ in released.left_out]
+            self._events.released(reduce, nodes, released.codec, released.frames, left_out)
+
+    def overflowed(self, version: Version, reduce: Reduce) -> None:
+        """A version's sum was not finite."""
+        names = ", ".join(self._name(peer) for peer, _ in reduce.landed)
+        logger.error("version %d: the deltas of %s add up to infinity; not used", version, names)
+
+    def evaluated(self, report: Report) -> None:
+        """A node has scored the shared model: an evaluation that is ten times worse than the best is said, once."""
+        worse = self._hub.worse
+        if worse is not None and not self._worse:
+            version, best = worse
+            loss = self._hub.scores["loss"]
+            text = (
+                "held-out loss %.6g at version %d, %.0f times the best (%.6g at version %d): the usual cause is a "
+                "learning rate that is too high. The best version that was evaluated is kept with the checkpoint"
+            )
+            logger.warning(text, loss, self._hub.score_version, loss / best, best, version)
+        self._worse = worse is not None
+        if report.scores and self._events is not None:
+            self._events.evaluated(report.score_version, self._hub.samples, report.scores)
+
+    def reported(self, peer: PeerId, report: Report) -> None:
+        """A node has said how it trains: what of that is not as the run needs it is said, once for each node."""
+        self._compare_data(peer, report)
+        member = self._hub.members.get(peer)
+        if member is None:
+            return
+        other = self._hub.same_start(member)
+        if other is not None and _first_time(self._of_same_data, peer):
+            _first_time(self._of_same_data, other.peer)
+            text = (
+                "%s and %s made the same first step (the same loss, the same parameters after it): they seem to train "
+                "on the same batches, and two such nodes are no faster than one. Have the broker deal the data "
+                "(`for batch in node.batches(batches_of)`), or shuffle them by a seed from the node's name"
+            )
+            self._log.warning(text, self._name(peer), self._name(other.peer))
+        if self._hub.takes_no_units(member) and _first_time(self._without_units, peer):
+            text = (
+                "%s takes no data units: --units %d neither counts nor ends what it does. In a loop of one's own "
+                "`for batch in node.batches(batches_of)` takes them"
+            )
+            self._log.warning(text, self._name(peer), self._hub.ledger.total)
+
+    def _compare_data(self, peer: PeerId, report: Report) -> None:
+        """Name a node that has other data than the run's."""
+        if not report.data or report.data == self._hub.data or not _first_time(self._of_other_data, peer):
+            return
+        theirs, ours = (words(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
+        text = (
+            "%s has other data than the run's first node: %s, not %s (digests of training/held-out data). If that is "
+            "not meant, start it with the same data; only nodes with the same held-out data evaluate the run"
+        )
+        self._log.warning(text, self._name(peer), theirs, ours)
+
+    def going_back(self, version: Version) -> None:
+        """All nodes are back after a restart, in strict mode: whether the run goes back to a version that all have."""
+        if version >= 0:
+            text = "all %d nodes are back: the run goes on from version %d"
+            logger.info(text, self._hub.nodes, version)
+        elif self._hub.version > 0:
+            text = "no version is kept by all %d nodes and here: the run goes on from version %d, not to the bits "
+            logger.warning(text + "that it would have had", self._hub.settings.start_nodes, self._hub.version)
+
+    def stopping(self, peer: PeerId, nodes: int) -> None:
+        """An operator ends the run. nodes: that were here."""
+        what = "one node sends what it has computed, and ends" if nodes == 1 else "no node is here"
+        if nodes > 1:
+            what = f"{nodes} nodes send what they have computed, and end"
+        logger.warning("an operator, %s, ends the run: %s", self._name(peer), what)
+
+    def over(self, by_first: bool = False) -> None:
+        """The run has come to its end."""
+        if by_first:
+            logger.info("the first master says that the run is over")
+        elif self._hub.stopped_at is not None:
+            logger.info("an operator has ended the run, and every node has left: it is over")
+        else:
+            total = self._hub.ledger.total
+            logger.info("all %d data units are done and every node has left: the run is over", total)
+
+    def ended(self, aggregator: Aggregator, bytes_up: int, bytes_down: int) -> None:
+        """The broker has ended: how its run stands."""
+        if self._events is not None:
+            figures = {
+                "version": aggregator.version,
+                "samples": self._hub.samples,
+                "contributions": self._hub.contributions,
+                "refused": self._hub.refused,
+                "dropped": dict(self._hub.fence.dropped),
+                "bytes_up": bytes_up,
+                "bytes_down": bytes_down,
+                **self._hub.scores,
+            }
+            leaves = aggregator.layout.join(aggregator.published) if aggregator.version >= 0 else []
+            self._events.ended(figures, leaves)
+
+    # ------------------------------------------------------------------ the peers
+
+    def joined(self, peer: PeerId, version: Version) -> None:
+        """A node is brought to the parameters for the first time, or who looks on takes a copy of them."""
+        if (member := self._hub.members.get(peer)) is not None and not member.is_node:
+            return self._log.info("%s takes a copy of version %d", self._name(peer), version)
+        self._log.info("%s joined at version %d (%s)", self._name(peer), version, self._count_nodes("train"))
+        if self._events is not None:
+            self._events.member(peer, "joined", f"at version {version}")
+
+    def refused(self, peer: PeerId, error: Exception) -> None:
+        """What a peer sent is of no use."""
+        self._log.warning("refused what %s sent: %s", self._name(peer), error)
+
+    def quarantined(self, peer: PeerId, quarantine: Quarantine) -> None:
+        """A node's deltas are not taken for a while."""
+        text = f"for {quarantine.seconds:.0f} s: {quarantine.reason}: {quarantine.text}"
+        logger.warning("%s is quarantined %s", self._name(peer), text)
+        if self._events is not None:
+            self._events.member(peer, "quarantined", text)
+
+    def taking_back(self, peer: PeerId, version: Version, before: Version) -> None:
+        """What a node contributed that diverges is taken back."""
+        text = f"what was published since version {version} is taken back (the run was at {before})"
+        logger.warning("%s has diverged, and was a part of the last versions: %s", self._name(peer), text)
+        if self._events is not None:
+            self._events.member(peer, "taken back", text)
+
+    def rebased(self, peers: Sequence[PeerId], why: str) -> None:
+        """So many nodes were turned away for their norm that the gate may be wrong. why: it is not made wider."""
+        names = ", ".join(map(self._name, peers))
+        if why:
+            text = (
+                "the norm gate turns away %s, more than half of the voters, and is not made wider for them: %s. They "
+                "stay out. If they are right, start the broker again with --norm-gate none, or a larger number"
+            )
+            logger.error(text, names, why)
+            return
+        text = (
+            "the norm gate turns away %s, more than half of the voters: deltas may be ten times as large from now on, "
+            "and these nodes are free; it is made wider again only if the shared parameters do not become worse by that"
+        )
+        logger.warning(text, names)
+        if self._events is not None:
+            for peer in peers:
+                self._events.member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
+
+    def unthought_of(self, peer: PeerId) -> None:
+        """A message could not be taken, for a reason that nobody thought of; with the trace of the error at hand."""
+        self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
+
+    def sent_away(self, peer: PeerId, error: Exception) -> str:
+        """A peer cannot stay; return why, in words for it."""
+        text = words(str(error), LOGGED_CHARACTERS)
+        self._log.warning("sending %s away: %s", self._name(peer), text)
+        return text
+
+    def left(self, peer: PeerId, reason: str, text: str) -> None:
+        """A peer has gone, as Disconnect says it."""
+        levels = {"goodbye": logging.INFO, "observer": logging.DEBUG, "process": logging.DEBUG}
+        level = levels.get(reason, logging.WARNING)
+        if reason == "again":
+            self._log.info("%s", text)
+        elif reason == "standby":
+            rest = "" if text.endswith(TAKES_OVER) else "; the nodes go on here without it"
+            logger.warning("the standby left: %s%s", text, rest)
+        elif reason == "master":
+            self._log.warning("%s left: %s; its shard is exchanged again when it is back", self._name(peer), text)
+        else:
+            self._log.log(level, "%s left: %s (%s)", self._name(peer), text, self._count_nodes("remain"))
+        if self._events is not None and reason not in ("observer", "process", "master", "standby"):
+            self._events.member(peer, {"goodbye": "left", "again": "again"}.get(reason, "lost"), text)
+
+    def _name(self, peer: PeerId) -> str:
+        """What people call a peer: its name; where others here have the same (nodes of one PC), as a Roster does."""
+        if (member := self._hub.members.get(peer)) is not None:
+            self._called.pop(peer, None)
+            self._called[peer] = member.called
+            while len(self._called) > OTHERS_NAMED:
+                del self._called[next(iter(self._called))]
+        name = peer.rpartition("#")[0] or peer
+        several = any(one != peer and one.rpartition("#")[0] == name for one in self._hub.members)
+        return self._called.get(peer, name) if several else name
+
+    def _count_nodes(self, verb: str) -> str:
+        count = self._hub.nodes
+        return f"{count} node{'' if count == 1 else 's'} {verb}{'s' if count == 1 else ''}"
+
+
+def _first_time(told: dict[PeerId, None], peer: PeerId) -> bool:
+    """Return whether nothing was told of this peer yet, and record that it is now; the newest are remembered."""
+    if peer in told:
+        return False
+    told[peer] = None
+    while len(told) > OTHERS_NAMED:
+        del told[next(iter(told))]
+    return True

@@ -1,0 +1,88 @@
+"""Write arrays and a state as one file that is whole or not there, and read nothing that is torn.
+
+Rule 1: written beside its place, synced, renamed; then the folder is synced: who has heard that it is written finds it
+after a loss of power too.  Rule 2: arrays are safetensors, state is JSON; nothing is ever unpickled.
+Rule 3: a checksum is over the state and every array's name, dtype, shape and bytes: what differs is not believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from zmqtrain.core.errors import CheckpointError
+
+__all__ = ["write_arrays", "read_arrays", "sync_folder", "describe_difference"]
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]) -> None:
+    """Write a safetensors file atomically; with a "state" in the metadata it gets a checksum.
+
+    arrays: of numpy's own dtypes, by name; they are not changed.  Raises CheckpointError.
+    """
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    if "state" in metadata:
+        metadata = metadata | {"crc": str(_checksum(metadata["state"], arrays))}
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, beside, metadata)
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except Exception as error:  # safetensors has errors of its own, which tell of the same
+        with contextlib.suppress(OSError):  # half a file would take the room that others need
+            beside.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error}; is the disk full, or the folder not yours?") from error
+
+
+def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return the state and the arrays of a file that `write_arrays` wrote with both.
+
+    Raises CheckpointError for one that is torn, or another.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            state = metadata["state"]
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _checksum(state, arrays) != int(metadata["crc"]):
+            raise ValueError("its checksum differs")
+        return dict(json.loads(state)), arrays
+    except Exception as error:  # whatever its bytes make of the reader, it is no checkpoint
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a loss of power. Raises OSError."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def describe_difference(saved: Mapping[str, Any], wanted: Mapping[str, Any], free: Sequence[str]) -> str:
+    """Name the settings in which a checkpoint differs from what is wanted, besides the `free` ones; "" for none."""
+    names = [name for name in wanted if name not in free and saved.get(name) != wanted[name]]
+    return ", ".join(f"{name} ({saved.get(name)!r} there, {wanted[name]!r} here)" for name in names)
+
+
+def _checksum(state: str, arrays: Mapping[str, NDArray[Any]]) -> int:
+    crc = zlib.crc32(state.encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        crc = zlib.crc32(f"{name} {array.dtype.str} {arrays[name].shape}".encode(), crc)
+        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
+    return crc

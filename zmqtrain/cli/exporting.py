@@ -1,0 +1,128 @@
+"""Take a model out of a run: of one that runs, from its broker; of one that has ended or was killed, from its folder.
+
+Rule 1: nothing of the run changes: who takes a copy looks on, and no round waits for it; a folder is only read.
+Rule 2: what comes is what nodes have (what was published) of a run that runs, and the parameters of the newest version
+of a folder; where the file that the broker wrote at its end is of that version, it is that file, which may hold the
+best version instead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from zmqtrain.averaging.aggregator import Aggregator
+from zmqtrain.averaging.delta import decode_snapshot
+from zmqtrain.averaging.moments import split_snapshot
+from zmqtrain.broker.checkpoint import RunFolder, model_arrays
+from zmqtrain.broker.parts import MODEL_FILE, join_parts, part_file
+from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, read_model
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.errors import CheckpointError, ZmqTrainError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import count_values
+from zmqtrain.node.connect import connect
+from zmqtrain.node.node import Node
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
+
+__all__ = ["COPY_SECONDS", "model_of_run", "model_of_folder"]
+
+COPY_SECONDS = 600.0
+"""So long a copy may take to come."""
+
+Model = tuple[dict[str, NDArray[Any]], ModelFacts]
+
+
+def model_of_run(
+    address: str, server_key: GivenServerKey = None, keys: GivenKeys = None, timeout_seconds: float = 10.0
+) -> Model:
+    """Return the parameters of the run at `address` by leaf path, as its nodes have them, and their facts.
+
+    Of several masters the first's address is enough; each sends its part, of a version of its own.
+    Raises ConfigError where the run has none yet, HubUnreachable, JoinRefused.
+    """
+    with _look_on(address, server_key, keys, timeout_seconds) as node:
+        facts, parts = _part(node)
+        masters = node.settings.masters
+        if masters == 1:
+            return parts[0], facts
+        for shard, other in enumerate(node.masters):
+            if shard == 0:
+                continue
+            if not other:
+                raise ZmqTrainError(
+                    f"the master of shard {shard} of {masters} is not there, and has a part of the model"
+                )
+            with _look_on(other, server_key, keys, timeout_seconds) as line:
+                of_shard, (part,) = _part(line)
+                parts.append(part)
+                facts = min(facts, of_shard, key=lambda one: one.version)
+    return join_parts(facts.leaves, parts), facts
+
+
+def _look_on(address: str, server_key: GivenServerKey, keys: GivenKeys, timeout_seconds: float) -> Node:
+    node = connect(address, "export", server_key, keys, observer=True, timeout_seconds=timeout_seconds, codec_on="host")
+    assert isinstance(node, Node), "who looks on has one line"
+    return node
+
+
+def _part(node: Node) -> tuple[ModelFacts, list[dict[str, NDArray[Any]]]]:
+    """Return the facts of what one broker has of the model, and that, flat where it is not a whole leaf."""
+    settings, model = node.settings, node.run_model
+    snapshot, frames = node.fetch_copy(COPY_SECONDS)
+    layout = Layout(model, settings.fragments_of(count_values(model)), (node.shard, settings.masters))
+    leaves = layout.join(decode_snapshot(layout, split_snapshot(snapshot, frames)[0]))
+    roster = node.roster
+    facts = ModelFacts(
+        run=node.run,
+        version=snapshot.version,
+        newest=snapshot.version,
+        samples=0 if roster is None else roster.samples,
+        program=settings.program,
+        program_arguments=settings.program_arguments,
+        evaluation={} if roster is None else dict(roster.scores),
+        evaluation_version=-1 if roster is None else roster.score_version,
+        leaves=model,
+    )
+    return facts, [{leaf.path: values for leaf, values in zip(model, leaves, strict=True)}]
+
+
+def model_of_folder(folder: Path) -> Model:
+    """Return the parameters of the newest version in a broker's folder (or that of `zmqtrain local`), and their facts.
+
+    A broker may be using the folder. Raises CheckpointError.
+    """
+    inside = folder / "broker"
+    if inside.is_dir():
+        return model_of_folder(inside)
+    if any(folder.glob("shard-*")) or any(folder.glob(part_file("*", "*"))):
+        raise CheckpointError(
+            f"{folder} holds the parts of a model that several masters have: `zmqtrain merge` makes one of them, once "
+            "each master has ended"
+        )
+    run, file = RunFolder(folder), folder / MODEL_FILE
+    if (loaded := run.load()) is None:
+        if file.exists():
+            return read_model(file)
+        raise CheckpointError(f"there is no run in {folder}: name the --checkpoint folder of a broker, or its address")
+    state, arrays = loaded
+    if not isinstance(state.get("settings"), dict) or "run" not in state:
+        raise CheckpointError(f"the checkpoint in {folder} is not of a broker's run: it is of a node, perhaps")
+    settings = RunSettings.from_dict(state["settings"])
+    hub, aggregator = Hub(settings, release_rule_from_spec(settings.release), str(state["run"])), Aggregator(settings)
+    hub.restore(state)
+    aggregator.plan(hub.model)
+    aggregator.restore(hub.version, arrays)
+    for released, landed, samples in run.replay(hub.version):
+        aggregator.replay(released)
+        hub.replay(released.version, landed, samples)
+    facts = facts_from_state(hub.state())
+    if file.exists():
+        written, said = read_model(file)
+        if said.run == facts.run and said.newest == facts.version:
+            return written, said
+    return model_arrays(aggregator.arrays()), facts

@@ -1,0 +1,212 @@
+"""Reduce chunks of values of all ranks of a group at the hub, each as soon as it is there of all.
+
+Rule 1: in the order of the ranks, whoever comes first: ((x[0] op x[1]) op ...) op x[size-1], the same bits to all.
+Rule 2: the n-th chunk that a rank sends with a key meets the n-th of the others with that key; where they differ in
+operation, dtype or length the reduction of that key ends here (the ranks find out whose call was another), and the hub
+says so in its log.  Rule 3: of each rank so much may be held, with what was reduced of it and has not gone to it, as
+its window allows: it sends more as results come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from zmqtrain.collectives.arrays import HUB_DTYPES, dtype_of_name
+from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reduction
+from zmqtrain.collectives.steps import Values
+from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
+from zmqtrain.protocol.effects import Combine
+from zmqtrain.protocol.group_messages import Fold, Folded
+from zmqtrain.protocol.words import words
+from zmqtrain.session.sparing import SparingLogger
+
+__all__ = [
+    "FOLD_MESSAGES",
+    "FOLD_BYTES",
+    "GROUP_FOLD_BYTES",
+    "MAX_OWN_BYTES",
+    "Reducers",
+    "check_chunk",
+    "find_fold",
+    "window_bytes",
+]
+
+logger = logging.getLogger(__name__)
+
+FOLD_MESSAGES, FOLD_BYTES = 16, 8 << 20
+"""What of one rank may be on its way to the hub and not answered: so many chunks, and so many bytes or one chunk."""
+GROUP_FOLD_BYTES = 128 << 20
+"""What of a whole group may be: of a large one each rank has less."""
+MAX_OWN_BYTES, MAX_OWN_FRAMES = 4096, 2
+"""What a rank may have come back with the result."""
+
+Send = Callable[[PeerId, Folded, Sequence[Buffer], Callable[[], object]], None]
+
+
+def window_bytes(size: int) -> int:
+    """Return the bytes that one rank of a group of `size` may have on their way."""
+    return min(FOLD_BYTES, GROUP_FOLD_BYTES // size)
+
+
+def find_fold(op: str, dtype: str) -> tuple[Reduction, np.dtype[np.generic]]:
+    """Return what the hub does for an operation and a dtype by their names. Raises ConfigError, which says what it can
+    do, for any other."""
+    if op not in OPERATIONS:
+        raise ConfigError(f"op={op[:32]!r}: the hub reduces by {', '.join(OPERATIONS)}; take another algorithm")
+    if dtype not in HUB_DTYPES:
+        raise ConfigError(
+            f"the hub reduces no arrays of {dtype[:32]}, but of {', '.join(HUB_DTYPES)}; cast them, or take another "
+            "algorithm"
+        )
+    kind = dtype_of_name(dtype)
+    return find_reduction(op, kind), kind
+
+
+def check_chunk(chunk: HubChunk, frames: Sequence[Buffer], total: int) -> None:
+    """Refuse what the hub would: a message of `total` bytes that cannot be reduced so.
+
+    Raises ConfigError for an operation or a dtype that it does not reduce, LocalProtocolError for frames that are none.
+    """
+    _, dtype = find_fold(chunk.op, chunk.dtype)
+    values = memoryview(frames[-1]).nbytes
+    if not 0 < values <= MAX_FRAME_BYTES or values % dtype.itemsize or not 0 <= chunk.key < 1 << 63:
+        raise LocalProtocolError(f"a chunk with key {chunk.key} of {values} bytes, which are no values of {dtype}")
+    if len(frames) > 1 + MAX_OWN_FRAMES or total - values > MAX_OWN_BYTES:
+        raise LocalProtocolError(f"{total - values} bytes in {len(frames) - 1} frames go to the hub with a chunk")
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A chunk that is not there of all ranks. arrived: by rank its own frames.  waiting: by rank values that those of
+    lower ranks must come before.  total: of the ranks below `combined`."""
+
+    fold: Fold
+    nbytes: int
+    reduction: Reduction
+    dtype: np.dtype[np.generic]
+    arrived: dict[int, tuple[Sequence[Buffer], int]] = field(default_factory=dict)
+    waiting: dict[int, Buffer] = field(default_factory=dict)
+    total: Values | None = None
+    combined: int = 0
+
+    def add(self, rank: int, own: Sequence[Buffer], values: Buffer, size: int) -> None:
+        self.arrived[rank] = (own, size)
+        self.waiting[rank] = values
+        while (ready := self.waiting.pop(self.combined, None)) is not None:
+            part = np.frombuffer(ready, self.dtype)
+            if self.total is None:
+                self.total = part.copy()
+            else:
+                self.reduction.combine(self.total, part, self.total)
+            self.combined += 1
+
+
+class _Reducer:
+    """The reductions of one group."""
+
+    def __init__(self, size: int, log: SparingLogger) -> None:
+        self.size, self._log = size, log
+        self._open: dict[int, deque[_Chunk]] = {}
+        self._ended: set[int] = set()  # keys whose chunks differed
+        self._held: dict[int, list[int]] = {rank: [0, 0] for rank in range(size)}  # by rank: chunks, bytes
+
+    def add(self, combine: Combine, frames: Sequence[Buffer]) -> list[_Chunk]:
+        """Take a chunk of one rank; return those that are there of all now."""
+        fold, rank, peer = combine.fold, combine.rank, combine.peers[combine.rank]
+        own, values = _cut(fold, frames)
+        held = self._held[rank]
+        if held[0] >= FOLD_MESSAGES or (held[0] and held[1] + fold.size > window_bytes(self.size)):
+            raise RemoteProtocolError(peer, "in a group", "a Fold beyond its window")
+        held[0] += 1
+        held[1] += fold.size
+        if fold.key in self._ended:
+            return []
+        chunks = self._open.setdefault(fold.key, deque())
+        chunk = next((one for one in chunks if rank not in one.arrived), None)
+        if chunk is None:
+            chunk = _Chunk(fold, len(values), *_find(fold, values))
+            chunks.append(chunk)
+        if (fold.op, fold.dtype, len(values)) != (chunk.fold.op, chunk.fold.dtype, chunk.nbytes):
+            first = next(iter(chunk.arrived))
+            self._log.warning(
+                "ranks %d and %d differ in what the hub is to reduce: %s and %s; it reduces nothing more of that",
+                first,
+                rank,
+                _describe(chunk.fold, chunk.nbytes),
+                _describe(fold, len(values)),
+            )
+            self._ended.add(fold.key)
+            del self._open[fold.key]
+            return []
+        chunk.add(rank, own, values, fold.size)
+        whole: list[_Chunk] = []
+        while chunks and chunks[0].combined == self.size:
+            whole.append(chunks.popleft())
+        if not chunks:
+            del self._open[fold.key]
+        return whole
+
+    def answered(self, rank: int, size: int) -> None:
+        """A result has gone to a rank, of its chunk of `size` bytes."""
+        self._held[rank][0] -= 1
+        self._held[rank][1] -= size
+
+
+class Reducers:
+    """The reductions of all groups at this hub; used by the broker's loop alone. send: to whom a result goes, in order
+    with others."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._groups: dict[int, _Reducer] = {}
+        self._log = SparingLogger(logger)
+
+    def combine(self, combine: Combine, frames: Sequence[Buffer]) -> None:
+        """Take a chunk of one rank, and send to all what is reduced now.
+
+        Raises FramingError for what cannot be reduced, RemoteProtocolError for more than the window allows.
+        """
+        size = len(combine.peers)
+        group = self._groups.setdefault(combine.generation, _Reducer(size, self._log))
+        for chunk in group.add(combine, frames):
+            assert chunk.total is not None
+            chunk.reduction.finish(chunk.total, size)
+            values = chunk.total.view(np.uint8).data
+            for rank, (own, came) in chunk.arrived.items():
+                folded = Folded(chunk.fold.key, sum(len(frame) for frame in own) + len(values))
+                self._send(combine.peers[rank], folded, [*own, values], partial(group.answered, rank, came))
+
+    def discard(self, generation: int) -> None:
+        """Forget what a group has not finished."""
+        self._groups.pop(generation, None)
+
+
+def _cut(fold: Fold, frames: Sequence[Buffer]) -> tuple[Sequence[Buffer], Buffer]:
+    """Return the sender's own frames, and the values."""
+    if not 1 <= len(frames) <= 1 + MAX_OWN_FRAMES or not 0 < len(frames[-1]) <= MAX_FRAME_BYTES:
+        raise FramingError(f"a Fold with {len(frames)} frames behind it, or a last one of no values")
+    own = frames[:-1]
+    if fold.size - len(frames[-1]) > MAX_OWN_BYTES or not 0 <= fold.key < 1 << 63:
+        raise FramingError(f"a Fold with {fold.size - len(frames[-1])} bytes of its sender's own, and key {fold.key}")
+    return own, frames[-1]
+
+
+def _find(fold: Fold, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
+    try:
+        reduction, dtype = find_fold(fold.op, fold.dtype)
+    except ConfigError as error:
+        raise FramingError(str(error)) from None
+    if len(values) % dtype.itemsize:
+        raise FramingError(f"{len(values)} bytes are no values of {dtype}")
+    return reduction, dtype
+
+
+def _describe(fold: Fold, nbytes: int) -> str:
+    return f"{words(fold.op, 32)} of {nbytes} bytes of {words(fold.dtype, 32)}"

@@ -1,0 +1,1 @@
+"""The vocabulary and the interfaces that every other folder uses."""

@@ -1,0 +1,427 @@
+"""Hold the interfaces between rooms: what one asks of another that it must not import.
+
+Rule: nothing here does anything; who fulfils an interface need not inherit from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from zmqtrain.core.errors import PeerLost
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import (
+    Array,
+    Buffer,
+    ExchangeStatistics,
+    HubChunk,
+    Lane,
+    ModelSpec,
+    PeerId,
+    Score,
+    Tally,
+    Turn,
+    Update,
+    Version,
+)
+
+__all__ = [
+    "Layout",
+    "Clock",
+    "Exchange",
+    "Keeping",
+    "Keeps",
+    "Stops",
+    "Closes",
+    "Describes",
+    "GradientExchange",
+    "Channel",
+    "HubChannel",
+    "PortListener",
+    "Port",
+    "HubPort",
+]
+
+
+class Layout(Protocol):
+    """How a model is cut in fragments: the same on the hub and on every node, so that no index travels."""
+
+    def __hash__(self) -> int:
+        """Equal cuts have equal hashes: what is compiled for one serves the others."""
+
+    @property
+    def fragments(self) -> int:
+        """Into how many fragments the model is cut."""
+
+    def leaves(self, fragment: int) -> tuple[int, ...]:
+        """Return the indices of the leaves that the fragment touches."""
+
+    def spans(self, leaf_index: int, fragment: int) -> Array:
+        """Return where in the flat leaf the fragment's part of it lies: int64[pieces, 2] of (start, end), rising."""
+
+    def take(self, leaf: Array, leaf_index: int, fragment: int) -> Array:
+        """Return the fragment's part of one leaf, flat (numpy, jax, or traced by jax)."""
+
+    def add(self, leaf: Array, leaf_index: int, fragment: int, segment: Array) -> Array:
+        """Return the leaf with `segment` added to the fragment's part of it."""
+
+
+class Clock(Protocol):
+    """Where time comes from: the module `time`, or a simulator's virtual clock."""
+
+    def monotonic(self) -> float:
+        """Return the time in seconds; it never goes back."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Let so much time pass."""
+
+
+class Exchange(Protocol):
+    """The loop's only view of other nodes: the hub, an allreduce and a parameter server are each one of these.
+
+    All of it is called by the training thread, and never waits, except `join` and `wait_update`.
+    """
+
+    @property
+    def clock(self) -> Clock:
+        """The time that this exchange lives in."""
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the model is cut; known once `join` has returned."""
+
+    @property
+    def is_evaluator(self) -> bool:
+        """True while this node is the one that scores the shared model."""
+
+    @property
+    def unreachable(self) -> tuple[int, ...]:
+        """The masters that cannot be exchanged with now (training goes on alone, for their part of the model); where
+        there is one, it is number 0."""
+
+    @property
+    def name(self) -> str:
+        """What people call this node; no two nodes of a run should have the same."""
+
+    @property
+    def founded(self) -> bool:
+        """False while the run has no shared parameters yet, as far as this node knows."""
+
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Array], *, score: Score = math.nan, moments: Sequence[Array] = ()
+    ) -> Update | None:
+        """Join the run with this model. Return the run's parameters (an update with an anchor), None if this node goes
+        on from its own: it has founded the run, or is one of a population whose run is not founded yet. An update of
+        version -1 is no run's, but the mean that this one may begin with (initial mean): score it, and `vote`.
+
+        leaves: this node's own parameters as float32 numpy arrays, used if it founds the run.  score: theirs, on
+        training data that was held out (NaN: not known).  moments: the state of its optimizer as float32 arrays, for
+        who adopts its parameters.
+        """
+
+    def compare(self, score: Score, *, declined: bool = False) -> None:
+        """Say how this node's own parameters score now, in a population whose run is not founded yet.
+
+        declined: it was lent others, which score worse on its own held-out data, and keeps these.
+        """
+
+    def vote(self, score: Score) -> Update | None:
+        """Say how the mean scores that `join` has returned (NaN: it cannot be said here), and return what `join` does:
+        it has only now come to its end, or raises JoinRefused, which says why the run does not begin with the mean."""
+
+    @property
+    def wanted(self) -> bool:
+        """True while the others of a population wait for this node's parameters: answer with `lend`."""
+
+    def lend(self, leaves: Sequence[Array], moments: Sequence[Array] = ()) -> None:
+        """Give what is wanted: parameters and optimizer state as they are now, as for `join`."""
+
+    def next_fragments(self) -> tuple[int, ...]:
+        """Return the fragments that the offers of now should carry: one for each master, or all of the model where an
+        exchange carries all; none that would be refused now."""
+
+    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
+        """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
+
+        What was not taken is still pending: the next offer holds it too. tally: what it stands for; segments, dense: as
+        in `Offer`.
+        """
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Return the sequences of the offers that have neither landed in a polled update nor been withdrawn."""
+
+    def peek(self) -> Update | None:
+        """Return the update that `poll` would return, without taking it."""
+
+    def poll(self) -> Update | None:
+        """Take the next update, in version order; the caller applies it at once."""
+
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+        """Take the next update of the master that this offer went to, waiting for it; raise AggregateTimeout, naming
+        what is waited for."""
+
+    def everyone_drained(self, master: int) -> bool:
+        """Say that nothing is pending here of what a master has; return True once that is so on all nodes of a run that
+        is over.
+
+        True at once while the run goes on (this node leaves early), or when there is nobody to ask.
+        """
+
+    def schedule(self) -> tuple[int, int]:
+        """Return the run's k and d as they hold at the version that is applied here, and code by what holds there;
+        asked where something is auto."""
+
+    def pace(self) -> tuple[float, Sequence[float]]:
+        """Return the samples per second of this node and of all live ones, as last reported (NaN: not known)."""
+
+    def report(
+        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
+    ) -> None:
+        """Say how training goes, for whoever watches and for the plan. loss may be a device scalar: nobody waits for
+        it.  held_seconds: how long the training thread is held for one exchange (0: not known)."""
+
+    def report_scores(self, scores: dict[str, float], version: Version) -> None:
+        """Say how the shared model of `version` scores on held-out data."""
+
+    def statistics(self) -> ExchangeStatistics:
+        """Return the running figures."""
+
+
+class Keeping(Protocol):
+    """Where a node keeps what it can go on from; its training thread asks, and gives what is its own.
+
+    state: what JSON can hold.  arrays: numpy's, by name, copies that nobody writes into again.
+    """
+
+    def take(self) -> tuple[dict[str, Any], Mapping[str, Array]] | None:
+        """Return, once, the state and the arrays that the training thread goes on from, as it has given them; None if
+        it begins anew. Asked when `join` has returned."""
+
+    def is_due(self) -> bool:
+        """Return whether it is time to save: at a step boundary, when what is due there has been applied."""
+
+    def save(self, state: dict[str, Any], arrays: Mapping[str, Array], wait: bool = False) -> None:
+        """Save this, with what the exchange has at this very step boundary; wait: until it is written. What cannot be
+        written is a warning, and training goes on."""
+
+
+@runtime_checkable
+class Stops(Protocol):
+    """An exchange whose run an operator may end."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether an operator has ended the run, and the loop takes no data units, which would end it."""
+
+
+@runtime_checkable
+class Keeps(Protocol):
+    """An exchange whose node keeps checkpoints, or could."""
+
+    @property
+    def checkpoint(self) -> Keeping | None:
+        """Where they are kept; None: nowhere."""
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An exchange that can leave its run."""
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye, and end what it has begun; twice is once."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """An exchange that tells its hub on which data a node trains and evaluates, and on what device."""
+
+    def describe_data(self, digests: str) -> None:
+        """Say the digests of this node's data: of those that it trains on, "/", of those that are held out."""
+
+    def describe_device(self, device: str) -> None:
+        """Say on what this node trains, in at most 64 characters."""
+
+    def describe_first_step(self, digest: str) -> None:
+        """Say a digest of the first step: of its loss, and of the parameters after it."""
+
+
+class GradientExchange(Protocol):
+    """What makes of the gradients of all processes the next parameters: an allreduce, or a parameter server.
+
+    All of it is called by the training thread, and waits for the others.  A step is `agree`, then, unless its `Turn`
+    has no samples, `begin` for one bucket of whole leaves after the other, and `finish`.  Where one of the others is
+    lost each of these raises PeerLost: after `recover` and `align` whoever has not completed the step makes it again.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people call those who take part, by rank."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is, from 0."""
+
+    @property
+    def gives_weights(self) -> bool:
+        """True if `finish` gives new parameters (a server's), False if it gives the gradients' mean."""
+
+    def agree(self, samples: int, over: bool) -> Turn:
+        """Say how many samples this process has for the next step (it takes part with none, too), and whether it will
+        never have any more; wait until the others have said so as well."""
+
+    def begin(self, leaves: Sequence[int], values: Array) -> None:
+        """Send one bucket on its way, without waiting for what comes of it.
+
+        leaves: the numbers of the leaves in it.  values: their gradients end to end, flat float32 on the host, already
+        weighed with `samples / turn.samples`. Nobody writes there before `finish` has returned.
+        """
+
+    def finish(self) -> list[Array]:
+        """Wait for what came of the buckets, and return it in the order in which they were begun: the caller's own."""
+
+    def align(self, step: int, state: Callable[[], Sequence[Array]]) -> tuple[int, Sequence[Array] | None]:
+        """Bring all to the state of whoever has made most steps. Return their number, and that state (None if it is
+        this process's own).
+
+        step: how many steps this process has completed (nobody is ahead by more than one); -1: its state is not the
+        others'.  state: gives its arrays, on the host: the parameters' leaves in their order, and, unless
+        `gives_weights`, those of the optimizer after them.
+        """
+
+    def gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the numbers of all (as many of each, of 32 bits), by rank."""
+
+    def recover(self, lost: PeerLost) -> None:
+        """Go on with those who are left, after PeerLost; wait for them. Raises PeerLost where nobody can go on."""
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received so far."""
+
+    def close(self) -> None:
+        """Leave; the others go on without this process."""
+
+
+class Channel(Protocol):
+    """A node's way to its hub: whole multi-part messages, in order within a lane."""
+
+    @property
+    def obstacle(self) -> str:
+        """What keeps this channel from its hub, where more is known than that nobody answers; else ""."""
+
+    @property
+    def refused(self) -> str:
+        """Why the hub does not hear this channel, if that is known: "key" (it is not authorised there), "handshake",
+        "broken" (that ended in its midst), "name" (this peer came with another key before); or ""."""
+
+    async def changed(self) -> None:
+        """Wait until `refused` is another than now, if only for a moment. Raise ChannelClosed."""
+
+    async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; wait while the lane is full. Raise ChannelClosed."""
+
+    async def receive(self) -> tuple[Lane, list[Buffer]]:
+        """Return the next message of either lane, CONTROL first. Raise ChannelClosed."""
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called in the loop when a connection that was there has gone, as far as that can be seen."""
+
+    async def reconnect(self, address: str = "") -> None:
+        """Drop the connections and all that is queued on them, and connect anew under the same name.
+
+        address: where the hub is from now on; "": where it was.
+        """
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Send what is queued for at most `linger_seconds`, then close."""
+
+
+class HubChannel(Protocol):
+    """The hub's way to its nodes."""
+
+    @property
+    def address(self) -> str:
+        """The address that nodes connect to (with the port that was chosen, where 0 was asked for)."""
+
+    def send(self, peer: PeerId, lane: Lane, frames: Sequence[Buffer]) -> None:
+        """Send one message; the hub never waits for a peer. Raise PeerLost, ChannelFull (nothing was sent: try again
+        later) or ChannelClosed."""
+
+    async def receive(self) -> tuple[PeerId, Lane, list[Buffer]]:
+        """Return the next message of any peer. Raise ChannelClosed."""
+
+    def dismiss(self, peer: PeerId) -> None:
+        """Drop what is queued of a peer, and end its connections once it can have read what it was sent; it may connect
+        again."""
+
+    async def close(self, linger_seconds: float = 1.0) -> None:
+        """Send what is queued for at most `linger_seconds`, then close."""
+
+
+class PortListener(Protocol):
+    """Who is told what happens at a port, in the port's own thread; it never waits."""
+
+    def on_message(self, rank: int, frames: list[Buffer]) -> None:
+        """A whole message of that rank is here. Frames are read-only, and stay as they are as long as they are held."""
+
+    def on_lost(self, rank: int, why: str) -> None:
+        """That rank is gone for good: nothing more comes from it. Told once for each.
+
+        Of this process's own rank it says that it is cut off from the others, who take it for lost; nothing follows.
+        """
+
+    def on_tick(self, now: float) -> None:
+        """Time has passed (monotonic seconds): told some 20 times a second."""
+
+
+class Port(Protocol):
+    """One process's way to the other processes of its group, over sockets of their own or through the hub."""
+
+    @property
+    def rank(self) -> int:
+        """Which of the group this process is, from 0."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people call the processes, by rank; their number is the group's size."""
+
+    @property
+    def clock(self) -> Clock:
+        """The time that this port lives in."""
+
+    def start(self, listener: PortListener) -> None:
+        """Tell this listener what happens from now on, and what came before it."""
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Have the port's thread do something soon; from any thread. Calls are done in order; none after `close`."""
+
+    def send(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Queue one message, in order with all others to that rank: at most 4 frames, each at most `MAX_FRAME_BYTES`.
+
+        In the port's thread only. It never waits, and nothing is said when the rank is lost (`on_lost` says so). Frames
+        from 64 KiB on are not copied: nobody writes into them before the other side has them.
+        """
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """Send what is queued for at most `linger_seconds`, tell the others that this process leaves, end the thread.
+
+        From any thread; twice is once.
+        """
+
+
+class HubPort(Port, Protocol):
+    """A port whose hub reduces: who finds a `reduce` at a port may use it."""
+
+    def reduce(self, chunk: HubChunk, frames: Sequence[Buffer]) -> None:
+        """Have the hub reduce a chunk with those of all other ranks: the n-th of this key with the n-th of theirs.
+
+        In the port's thread only; it never waits. frames: the last is the values, not empty; those before it (at most
+        2, of 4 KiB in all) are this rank's own. The result comes as a message of rank HUB: this rank's own frames, then
+        the values: ((x[0] op x[1]) op ...) op x[size-1]. Where ranks differ in op, dtype or length nothing comes: they
+        compare their calls. If the hub is gone, `on_lost` says so of rank HUB; if a rank is, nothing comes.
+        Raises ConfigError for an operation or a dtype that the hub does not reduce.
+        """

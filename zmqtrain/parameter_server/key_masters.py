@@ -1,0 +1,316 @@
+"""Reach all masters of a parameter server as one: where keys lie, and what is asked of all that have a piece of them.
+
+Rule 1: all of it belongs to one asyncio loop; what is asked is sent before the first wait: in the order of the calls.
+Rule 2: the loss of one master is the end of all: a key may lie on every one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.core.errors import ConfigError, HubUnreachable, PeerLost, ZmqTrainError
+from zmqtrain.core.types import LeafSpec, PeerId
+from zmqtrain.parameter_server.directory import ASKS, Placement
+from zmqtrain.parameter_server.master_line import MasterLine
+from zmqtrain.parameter_server.shards import Piece
+from zmqtrain.parameter_server.store import cut_frames, join_frames
+from zmqtrain.protocol.head_sizes import KEYS_HEAD_BYTES
+from zmqtrain.protocol.keys import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
+from zmqtrain.session.patience import patient
+from zmqtrain.transport.address import say_unreachable
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_keys import Credentials
+
+__all__ = ["KeyMasters", "all_of"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Vector = NDArray[Any]
+
+DECLARED_AT_ONCE = 500
+"""Keys in one Declare: its head, and that of the answer, have a bound."""
+BYTES_BESIDE_A_KEY, BYTES_OF_A_DIMENSION = 32, 9
+"""Of a key in a head, beside its name, at most."""
+
+
+class KeyMasters:
+    """The masters of a parameter server, as a client's thread reaches them.
+
+    name: of the client.  timeout_seconds: how long the masters may take to answer at the beginning.
+    places: of the keys that are known.  versions: of their values, when they last came; of several pieces the lowest.
+    failure: why nothing can be asked any more.  rules: consistency, optimizer and workers, as they are in force.
+    """
+
+    def __init__(self, name: str, timeout_seconds: float) -> None:
+        self.name, self.timeout_seconds = name, timeout_seconds
+        self.addresses: tuple[str, ...] = ()
+        self.rules = ("", "", 0)
+        self.lines: list[MasterLine] = []
+        self.places: dict[str, Placement] = {}
+        self.versions: dict[str, int] = {}
+        self.pushes = self.pulls = 0
+        self.failure: ZmqTrainError | None = None
+        self._until = 0.0
+        self._declared: dict[int, asyncio.Queue[Placed | BaseException]] = {}
+        self._placing: dict[str, asyncio.Future[None]] = {}  # by key the newest call that is to learn where it lies
+
+    async def open(
+        self, addresses: Sequence[str], credentials: Credentials, rules: tuple[str, str, int], reads: bool
+    ) -> None:
+        """Connect to all masters, and enrol with them, the first first. rules: as wanted; "" and 0: as they are there.
+
+        credentials: the masters' public key, and this client's pair.
+
+        Raises HubUnreachable, ConfigError (other rules are in force, or these are not the masters), JoinRefused.
+        """
+        self._until = asyncio.get_running_loop().time() + self.timeout_seconds
+        first = self._connect(0, addresses[0], credentials)
+        welcome = await self._within(first.welcome, first)
+        if len(addresses) == 1 and welcome.shard:
+            text = f"the broker at {addresses[0]} is master {welcome.shard}: name the first, at {welcome.masters[0]}"
+            raise ConfigError(f"{text}, alone, or all of them")
+        if len(addresses) == 1 and len(welcome.masters) > 1:
+            addresses = [addresses[0], *welcome.masters[1:]]
+            if not all(addresses):
+                missing = ", ".join(str(master) for master, one in enumerate(addresses) if not one)
+                raise HubUnreachable(f"the first master, at {addresses[0]}, knows no master {missing} now: start it")
+        self.addresses = tuple(addresses)
+        for master, address in enumerate(addresses[1:], 1):
+            self._connect(master, address, credentials)
+        store = ""
+        for line in self.lines:
+            await self._within(line.welcome, line)
+            line.say(Enrol(store, line.master, len(self.lines), *rules, reads))
+            enrolled = await self._within(line.enrolled, line)
+            store = enrolled.store
+            rules = (enrolled.consistency, enrolled.optimizer, enrolled.workers)
+        self.rules = rules
+
+    def _connect(self, master: int, address: str, credentials: Credentials) -> MasterLine:
+        peer = PeerId(f"{self.name}#{secrets.token_hex(4)}")
+        channel = DealerChannel.connect(address, peer=peer, server_key=credentials[0], keys=credentials[1])
+        self.lines.append(MasterLine(master, address, channel, self.name, self._on_placed, self._on_failed))
+        return self.lines[-1]
+
+    async def _within(self, future: asyncio.Future[T], line: MasterLine) -> T:
+        try:
+            async with patient(line.channel, self._until, line.welcome.done):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            left = self._until - asyncio.get_running_loop().time()
+            said = say_unreachable([line.address], self.timeout_seconds - max(0.0, left), line.channel.obstacle)
+            raise HubUnreachable(said, line.address, line.channel.refused) from None
+
+    async def close(self) -> None:
+        """Say goodbye to all; what is open ends with ChannelClosed."""
+        await asyncio.gather(*(line.close() for line in self.lines))
+
+    def _on_failed(self, error: ZmqTrainError) -> None:
+        """One master is of no use any more: so is this client."""
+        if self.failure is None and isinstance(error, PeerLost):
+            logger.warning("%s: %s", self.name, error)
+        self.failure = self.failure or error
+        for line in self.lines:
+            line.fail(self.failure)
+
+    def say_waiting(self) -> str:
+        """Return what is waited for at which master, for a sentence; any thread may ask."""
+        said = []
+        for line in self.lines:
+            if line.waits:
+                names, missing = line.awaited.workers, line.awaited.missing
+                more = f"{missing} worker{'s' * (missing != 1)} to enrol" if missing else ""
+                whom = " and ".join(part for part in (", ".join(names), more) if part)
+                said.append(f"master {line.master} at {line.address}{f', which waits for {whom}' if whom else ''}")
+        return "; ".join(said)
+
+    # ------------------------------------------------------------------ where keys lie
+
+    def _on_placed(self, placed: Placed) -> None:
+        if (queue := self._declared.get(placed.request)) is not None:
+            queue.put_nowait(placed)
+
+    async def declare(
+        self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """Learn where keys lie, and settle them as the first master tells, until all are settled.
+
+        What this client must bring it brings while it waits for what others bring, who may wait for it.
+        """
+        for some in _in_heads(leaves):
+            await self._declare_some(some, settle)
+
+    async def _declare_some(
+        self, leaves: Sequence[LeafSpec], settle: Callable[[Placed], Coroutine[Any, Any, None]] | None
+    ) -> None:
+        first, queue = self.lines[0], asyncio.Queue[Placed | BaseException]()
+        number, left = 0, {leaf.path for leaf in leaves}
+
+        def make(request: int) -> Declare:
+            nonlocal number
+            number, self._declared[request] = request, queue
+            return Declare(request, tuple((leaf.path, leaf.shape, leaf.dtype) for leaf in leaves))
+
+        def failed(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                queue.put_nowait(error)
+
+        first.ask(make).add_done_callback(failed)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            while left:
+                said = await queue.get()
+                if isinstance(said, BaseException):
+                    raise said
+                for path, shape, dtype, pieces in (*said.found, *said.given):
+                    self.places[path] = Placement(LeafSpec(path, shape, dtype), tuple(Piece(*one) for one in pieces))
+                    left.discard(path)
+                if settle is not None:
+                    tasks.append(asyncio.ensure_future(settle(said)))
+                    tasks[-1].add_done_callback(failed)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._declared.pop(number, None)
+            first.conclude(number)
+
+    async def placed(self, key: str) -> None:
+        """Return once it is known where a key lies, and all calls about it that were made before have begun."""
+        if key not in self.places or key in self._placing:
+            async with self._placed_all([key]):
+                pass
+
+    async def in_order(self, keys: Sequence[str], make: Callable[[], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
+        """Do what `make` gives, of several keys, once it is known where all of them lie; return the results."""
+        async with self._placed_all(keys):
+            tasks = [asyncio.ensure_future(one) for one in make()]
+            await asyncio.sleep(0)  # they begin
+        return await asyncio.gather(*tasks)
+
+    @contextlib.asynccontextmanager
+    async def _placed_all(self, keys: Sequence[str]) -> AsyncIterator[None]:
+        """Begin the block once it is known where these keys lie; the first master is asked for the unknown ones.
+
+        Blocks about one key follow each other in the order in which they were asked for.
+        """
+        before = [self._placing[key] for key in keys if key in self._placing]
+        own = asyncio.get_running_loop().create_future()
+        self._placing |= dict.fromkeys(keys, own)
+        try:
+            for other in before:
+                await asyncio.shield(other)
+            if unknown := [key for key in keys if key not in self.places]:
+                await self.declare([LeafSpec(key, (), ASKS) for key in unknown])
+            yield
+        finally:
+            own.set_result(None)
+            for key in keys:
+                if self._placing.get(key) is own:
+                    del self._placing[key]
+
+    # ------------------------------------------------------------------ requests
+
+    async def initialise(self, arrays: dict[str, Vector]) -> dict[str, Vector]:
+        """Begin keys with these values, unless they are there; return what is there now, in arrays of their own."""
+        there: dict[str, Vector] = {}
+
+        async def settle(placed: Placed) -> None:
+            found = [one[0] for one in placed.found]
+            await all_of(self._bring(key, arrays[key].reshape(-1)) for key in found)
+            if found:
+                self.lines[0].say(Founded(tuple(found)))
+                there.update((key, arrays[key].copy()) for key in found)
+            given = [one[0] for one in placed.given]
+            values = await all_of(self.pull(key, np.empty(arrays[key].shape, arrays[key].dtype)) for key in given)
+            there.update(zip(given, values, strict=True))
+
+        await self.declare([LeafSpec(key, one.shape, one.dtype.name) for key, one in arrays.items()], settle)
+        return {key: there[key] for key in arrays}
+
+    async def _bring(self, key: str, flat: Vector) -> None:
+        dtype = flat.dtype.name
+
+        def bring(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, flat.size)
+            return self.lines[piece.master].announce(
+                lambda number, sizes: Initialise(number, name, dtype, piece.start, piece.values, sizes),
+                cut_frames(flat[piece.start : piece.start + piece.values]),
+            )
+
+        await asyncio.gather(*[bring(piece) for piece in self.places[key].pieces])
+
+    def _announce(self, key: str, flat: Vector, pull: bool) -> list[asyncio.Future[Any]]:
+        self.pushes += 1
+        dtype = flat.dtype.name
+
+        def announce(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, flat.size)
+            return self.lines[piece.master].announce(
+                lambda number, sizes: Push(number, name, dtype, pull, sizes),
+                cut_frames(flat[piece.start : piece.start + piece.values]),
+            )
+
+        return [announce(piece) for piece in self.places[key].pieces]
+
+    async def push(self, key: str, flat: Vector) -> None:
+        """Give a gradient to all masters that have a piece of the key; wait until they have it."""
+        await asyncio.gather(*self._announce(key, flat, False))
+
+    async def push_pull(self, key: str, flat: Vector, into: Vector) -> Vector:
+        """Give a gradient, and return the values that hold it, in `into`."""
+        return await self._gather(key, self._announce(key, flat, True), into)
+
+    async def pull(self, key: str, into: Vector) -> Vector:
+        """Return the values of a key, in `into`."""
+
+        def ask(piece: Piece) -> asyncio.Future[Any]:
+            name = piece.name(key, into.size)
+            return self.lines[piece.master].ask(lambda number: Pull(number, name))
+
+        return await self._gather(key, [ask(piece) for piece in self.places[key].pieces], into)
+
+    async def _gather(self, key: str, answers: Sequence[asyncio.Future[Any]], into: Vector) -> Vector:
+        """Put the pieces of a key's values together, each when it comes."""
+        flat = into.reshape(-1)
+
+        async def place(piece: Piece, answer: asyncio.Future[Any]) -> int:
+            version, frames = await answer
+            join_frames(frames, flat[piece.start : piece.start + piece.values])
+            return int(version)
+
+        pieces = self.places[key].pieces
+        self.pulls += 1
+        self.versions[key] = min(
+            await asyncio.gather(*[place(piece, one) for piece, one in zip(pieces, answers, strict=True)])
+        )
+        return into
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Begin all of it, in order; return the results, or raise what is raised first."""
+    return await asyncio.gather(*[asyncio.ensure_future(one) for one in work])
+
+
+def _in_heads(leaves: Sequence[LeafSpec]) -> Iterator[list[LeafSpec]]:
+    """Divide keys among as few messages as a master reads."""
+    some: list[LeafSpec] = []
+    size = 0
+    for leaf in leaves:
+        more = len(leaf.path.encode()) + BYTES_OF_A_DIMENSION * len(leaf.shape) + len(leaf.dtype) + BYTES_BESIDE_A_KEY
+        if some and (len(some) == DECLARED_AT_ONCE or size + more > KEYS_HEAD_BYTES // 2):
+            yield some
+            some, size = [], 0
+        some.append(leaf)
+        size += more
+    if some:
+        yield some

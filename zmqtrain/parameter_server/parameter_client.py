@@ -1,0 +1,432 @@
+"""Be a worker's view of a parameter server: keys on one or several masters, pushed to and pulled from.
+
+Rule 1: one thread of this client's own owns the sockets; what the caller asks is begun there in the order of the calls.
+Rule 2: what is pushed is not copied: nobody writes into it before the request is done.
+Rule 3: every wait has an end, and says what it waited for; a lost master is the end of all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.core.errors import (
+    ChannelClosed,
+    CollectiveTimeout,
+    ConfigError,
+    LocalProtocolError,
+)
+from zmqtrain.core.types import LeafSpec
+from zmqtrain.parameter_server.consistency import consistency_from_spec
+from zmqtrain.parameter_server.directory import check_key, key_name
+from zmqtrain.parameter_server.key_masters import KeyMasters
+from zmqtrain.parameter_server.optimizers import optimizer_from_spec
+from zmqtrain.parameter_server.shards import ITEM_BYTES
+from zmqtrain.parameter_server.trees import name_leaves, rebuild
+from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
+
+__all__ = ["Key", "ParameterRequest", "ParameterStatistics", "ParameterClient"]
+
+Key = str | int
+"""The name of one array: a text, or the index of an array in a list."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Vector = NDArray[Any]
+
+
+OPENING_SECONDS = 5.0
+"""What is waited longer for the end of `open`, which has a deadline of its own."""
+
+
+class ParameterRequest(Generic[T]):
+    """What was asked of the server, and is not waited for yet."""
+
+    def __init__(self, future: Future[T], what: str, client: ParameterClient) -> None:
+        self._future, self._what, self._client = future, what, client
+
+    def test(self) -> bool:
+        """Return whether it is done (or has failed): `wait` then returns, or raises, at once."""
+        return self._future.done()
+
+    def wait(self, timeout_seconds: float | None = None) -> T:
+        """Return the result, waiting for it; None: as long as the client was told at `connect`.
+
+        Raises PeerLost (a master), CollectiveTimeout, ConfigError (refused: an unknown key, a wrong size),
+        NonFiniteDelta, ChannelClosed.
+        """
+        return self._client._wait(self._future, self._what, timeout_seconds)
+
+    def add_done_callback(self, told: Callable[[ParameterRequest[T]], object]) -> None:
+        """Call `told` with this request when it is done, in the client's thread: it must not wait there."""
+        self._future.add_done_callback(lambda future: told(self))
+
+
+@dataclass(frozen=True)
+class ParameterStatistics:
+    """Running figures of a client. bytes: payload and heads, of all masters."""
+
+    bytes_sent: int
+    bytes_received: int
+    pushes: int
+    pulls: int
+
+
+class ParameterClient:
+    """A client of a parameter server; made by `connect`."""
+
+    def __init__(self, name: str, timeout_seconds: float) -> None:
+        self.name, self.timeout_seconds = name, timeout_seconds
+        self._masters = KeyMasters(name, timeout_seconds)
+        self._pushes = set[Future[None]]()  # that the masters do not have yet
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="zmqtrain-parameters", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: str | Sequence[str],
+        *,
+        name: str | None = None,
+        server_key: GivenServerKey = None,
+        keys: GivenKeys = None,
+        consistency: str | None = None,
+        optimizer: str | None = None,
+        workers: int | None = None,
+        reads_only: bool = False,
+        timeout_seconds: float = 60.0,
+    ) -> ParameterClient:
+        """Connect to the masters, brokers all, and return the client.
+
+        addresses: of all masters, in the same order in all clients; that of the first is enough where the brokers were
+        started with --shard.  name: of this worker, for people, and for the order in which gradients are added; the
+        host's name if not given.  server_key, keys: as for `zmqtrain.connect`, and none is looked for.
+        consistency: "async" (each push is applied at once), "bsp" (the mean of all workers' is, when all have pushed),
+        "bounded:s=3" (applied at once; who is more than s pushes ahead waits).  optimizer: of the server,
+        "sgd:rate=0.01", "momentum:rate=0.01,momentum=0.9,nesterov=0", "adam:rate=0.001,beta1=0.9,beta2=0.999,
+        epsilon=1e-08".  workers: with how many the clocks of bsp and bounded begin.  What is not given is as it is
+        there already, or the first choice, with 1 worker; what is given and differs is refused.
+        reads_only: this client never pushes, and no worker waits for it.
+        timeout_seconds: of the connection, and of every wait that is not told otherwise.
+        Raises ConfigError, HubUnreachable, PeerLost, JoinRefused.
+        """
+        given = [addresses] if isinstance(addresses, str) or not isinstance(addresses, Iterable) else list(addresses)
+        if not given or not all(isinstance(address, str) and address for address in given):
+            raise ConfigError(
+                f"connect needs the masters' addresses, such as ['tcp://10.0.0.1:5555'], not {addresses!r}"
+            )
+        if len(set(given)) < len(given):
+            raise ConfigError(f"a master is named twice: {', '.join(given)}")
+        name = name or f"{socket.gethostname().partition('.')[0] or 'worker'}-{os.getpid()}"
+        if not name.isprintable() or len(name) > 64 or "#" in name:
+            raise ConfigError(f"a worker's name is at most 64 printable characters without '#', got {name!r}")
+        if workers is not None and workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {workers}")
+        rules = (
+            "" if consistency is None else consistency_from_spec(consistency).name,
+            "" if optimizer is None else optimizer_from_spec(optimizer).name,
+            workers or 0,
+        )
+        credentials = read_credentials(server_key, keys)
+        client = cls(name, timeout_seconds)
+        atexit.register(client.close)
+        try:
+            opening = client._call(client._masters.open(given, credentials, rules, reads_only), "masters' answers")
+            opening.wait(timeout_seconds + OPENING_SECONDS)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    # ------------------------------------------------------------------ one key
+
+    def init(self, key: Key, array: Any, *, timeout_seconds: float | None = None) -> Vector:
+        """Begin a key with these values, unless it is there; return what is there now. The first to do so wins.
+
+        array: numpy or jax, float32 or float64.  Raises ConfigError for another dtype, and for another shape or dtype
+        than the key has; PeerLost, CollectiveTimeout (who came first does not bring its values), NonFiniteDelta.
+        """
+        name = key_name(key)
+        return self._init({name: array}, timeout_seconds)[name]
+
+    def push(self, key: Key, gradient: Any, *, timeout_seconds: float | None = None) -> None:
+        """Give the server a gradient; return when it has it. Raises as `ParameterRequest.wait`."""
+        self.ipush(key, gradient).wait(timeout_seconds)
+
+    def pull(self, key: Key, *, into: Vector | None = None, timeout_seconds: float | None = None) -> Vector:
+        """Return a key's values: all that this client pushed is in them, and of the others' what the consistency says.
+
+        into: put them there, and return that.  Raises as `ParameterRequest.wait`.
+        """
+        return self.ipull(key, into=into).wait(timeout_seconds)
+
+    def push_pull(
+        self, key: Key, gradient: Any, *, into: Vector | None = None, timeout_seconds: float | None = None
+    ) -> Vector:
+        """Give the server a gradient, and return the values that hold it. Raises as `ParameterRequest.wait`."""
+        return self.ipush_pull(key, gradient, into=into).wait(timeout_seconds)
+
+    def ipush(self, key: Key, gradient: Any) -> ParameterRequest[None]:
+        """Begin `push`; never waits. Raises ConfigError at once for a dtype that no server takes, and for a shape or
+        dtype that is not the server's, if this client knows the key; the request raises it where it does not yet."""
+        name = key_name(key)
+        arrays = self._gradients({name: gradient})
+
+        async def push() -> None:
+            await self._masters.placed(name)
+            await self._masters.push(name, self._checked(name, arrays[name]))
+
+        return self._push(push(), f"push of {name!r}")
+
+    def ipull(self, key: Key, *, into: Vector | None = None) -> ParameterRequest[Vector]:
+        """Begin `pull`; never waits."""
+        name = key_name(key)
+        self._check_target(name, into)
+
+        async def pull() -> Vector:
+            await self._masters.placed(name)
+            return await self._masters.pull(name, self._target(name, into))
+
+        return self._call(pull(), f"pull of {name!r}")
+
+    def ipush_pull(self, key: Key, gradient: Any, *, into: Vector | None = None) -> ParameterRequest[Vector]:
+        """Begin `push_pull`; never waits. Raises as `ipush`."""
+        name = key_name(key)
+        arrays = self._gradients({name: gradient})
+        self._check_target(name, into)
+
+        async def push_pull() -> Vector:
+            await self._masters.placed(name)
+            return await self._masters.push_pull(name, self._checked(name, arrays[name]), self._target(name, into))
+
+        return self._call(push_pull(), f"push_pull of {name!r}")
+
+    # ------------------------------------------------------------------ trees of keys
+
+    def init_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
+        """`init` for each array of a tree (dicts, lists, tuples, NamedTuples); its keys are the ways to them: "a/0"."""
+        return rebuild(tree, self._init(name_leaves(tree), timeout_seconds))
+
+    def push_all(self, tree: Any, *, timeout_seconds: float | None = None) -> None:
+        """`push` for each array of a tree, all at once."""
+        self.ipush_all(tree).wait(timeout_seconds)
+
+    def pull_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
+        """`pull` for each array of a tree, all at once; its arrays themselves are not looked at."""
+        return self.ipull_all(tree).wait(timeout_seconds)
+
+    def push_pull_all(self, tree: Any, *, timeout_seconds: float | None = None) -> Any:
+        """`push_pull` for each array of a tree, all at once."""
+        return self.ipush_pull_all(tree).wait(timeout_seconds)
+
+    def ipush_all(self, tree: Any) -> ParameterRequest[None]:
+        """Begin `push_all`; never waits. Raises as `ipush`."""
+        arrays = self._gradients(name_leaves(tree))
+
+        async def push() -> None:
+            def begin() -> Iterator[Coroutine[Any, Any, None]]:
+                flat = {key: self._checked(key, array) for key, array in arrays.items()}
+                return (self._masters.push(key, values) for key, values in flat.items())
+
+            await self._masters.in_order(list(arrays), begin)
+
+        return self._push(push(), _name_all("push", arrays))
+
+    def ipull_all(self, tree: Any) -> ParameterRequest[Any]:
+        """Begin `pull_all`; never waits."""
+        names = list(name_leaves(tree))
+        for key in names:
+            check_key(key)
+
+        async def pull() -> Any:
+            values = await self._masters.in_order(
+                names, lambda: (self._masters.pull(key, self._target(key, None)) for key in names)
+            )
+            return rebuild(tree, dict(zip(names, values, strict=True)))
+
+        return self._call(pull(), _name_all("pull", names))
+
+    def ipush_pull_all(self, tree: Any) -> ParameterRequest[Any]:
+        """Begin `push_pull_all`; never waits. Raises as `ipush`."""
+        arrays = self._gradients(name_leaves(tree))
+
+        async def push_pull() -> Any:
+            def begin() -> Iterator[Coroutine[Any, Any, Vector]]:
+                flat = {key: self._checked(key, array) for key, array in arrays.items()}
+                return (self._masters.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
+
+            values = await self._masters.in_order(list(arrays), begin)
+            return rebuild(tree, dict(zip(arrays, values, strict=True)))
+
+        return self._call(push_pull(), _name_all("push_pull", arrays))
+
+    # ------------------------------------------------------------------ the client itself
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the masters are, by number."""
+        return self._masters.addresses
+
+    @property
+    def consistency(self) -> str:
+        """How workers keep together, as it is in force."""
+        return self._masters.rules[0]
+
+    @property
+    def optimizer(self) -> str:
+        """How the server steps, as it is in force."""
+        return self._masters.rules[1]
+
+    @property
+    def workers(self) -> int:
+        """With how many workers clocks begin, as it is in force."""
+        return self._masters.rules[2]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that this client knows."""
+        return tuple(self._masters.places)
+
+    def version(self, key: Key) -> int:
+        """Return how many steps were in a key's values when they last came here; of several pieces, the fewest."""
+        return self._masters.versions.get(key_name(key), 0)
+
+    def statistics(self) -> ParameterStatistics:
+        """Return the running figures."""
+        return ParameterStatistics(
+            sum(line.bytes_sent for line in self._masters.lines),
+            sum(line.bytes_received for line in self._masters.lines),
+            self._masters.pushes,
+            self._masters.pulls,
+        )
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the masters have the gradients that were pushed, say goodbye, and end the thread. Twice is once.
+
+        timeout_seconds: how long to wait, the client's if None; 0: not at all. Pushes that are not done by then are
+        lost, which the log says. Values that are still to come are not waited for: `wait` raises ChannelClosed. A with
+        block that an exception ends does not wait.
+        """
+        atexit.unregister(self.close)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            if seconds > 0 and (lost := wait(list(self._pushes), seconds).not_done):
+                logger.warning(
+                    "%s is closed after %g s; %d of its pushes were not done and may be lost: %s",
+                    *(self.name, seconds, len(lost), self._masters.say_waiting()),
+                )
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(self._masters.close(), self._loop).result(5.0)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+
+    def __enter__(self) -> ParameterClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(None if error is None else 0.0)
+
+    # ------------------------------------------------------------------ the caller's thread
+
+    def _push(self, work: Coroutine[Any, Any, None], what: str) -> ParameterRequest[None]:
+        """Begin work that `close` waits for."""
+        request = self._call(work, what)
+        self._pushes.add(request._future)
+        request._future.add_done_callback(self._pushes.discard)
+        return request
+
+    def _call(self, work: Coroutine[Any, Any, T], what: str) -> ParameterRequest[T]:
+        """Begin work in the client's thread."""
+        if not self._thread.is_alive() or self._masters.failure is not None:
+            work.close()
+            failure = self._masters.failure or ChannelClosed("this client was closed")
+            raise failure.with_traceback(None)  # it is raised again and again, and would hold the frames of all times
+        try:
+            return ParameterRequest(asyncio.run_coroutine_threadsafe(work, self._loop), what, self)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise ChannelClosed("this client was closed") from error
+
+    def _wait(self, future: Future[T], what: str, timeout_seconds: float | None) -> T:
+        if threading.current_thread() is self._thread and not future.done():
+            raise LocalProtocolError(f"a callback must not wait for the {what}: it holds up what it waits for")
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():
+                raise
+            text = f"{self.name} has waited {seconds:g} s for the {what}: {self._masters.say_waiting()}"
+            raise CollectiveTimeout(text) from None
+
+    def _init(self, arrays: Mapping[str, Any], timeout_seconds: float | None) -> dict[str, Vector]:
+        leaves = {key: _as_array(key, array) for key, array in arrays.items()}
+        return self._call(self._masters.initialise(leaves), _name_all("init", leaves)).wait(timeout_seconds)
+
+    def _gradients(self, gradients: Mapping[str, Any]) -> dict[str, Vector]:
+        """Return gradients as arrays; those of keys that are known are checked now, the others once they are."""
+        arrays = {key: _as_array(key, gradient) for key, gradient in gradients.items()}
+        for key, array in arrays.items():
+            if key in self._masters.places:
+                self._checked(key, array)
+        return arrays
+
+    def _checked(self, key: str, array: Vector) -> Vector:
+        """Return a gradient of a key that is known, flat. Raises ConfigError unless it is like the key."""
+        leaf = self._masters.places[key].leaf
+        if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
+            raise ConfigError(f"the key {leaf} was given a gradient of {LeafSpec(key, array.shape, array.dtype.name)}")
+        return array.reshape(-1)
+
+    def _check_target(self, key: str, into: Vector | None) -> None:
+        check_key(key)
+        if into is not None and key in self._masters.places:
+            self._target(key, into)
+
+    def _target(self, key: str, into: Vector | None) -> Vector:
+        leaf = self._masters.places[key].leaf
+        if into is None:
+            return np.empty(leaf.shape, leaf.dtype)
+        fits = isinstance(into, np.ndarray) and (into.shape, into.dtype) == (leaf.shape, np.dtype(leaf.dtype))
+        if not (fits and into.flags.c_contiguous and into.flags.writeable):
+            raise ConfigError(f"`into` must be a contiguous numpy array like the key {leaf}, that may be written to")
+        return into
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+def _as_array(key: str, array: Any) -> Vector:
+    check_key(key)
+    values = np.asarray(array, order="C")
+    if values.dtype.name not in ITEM_BYTES:
+        raise ConfigError(f"the key {key!r}: values are {' or '.join(ITEM_BYTES)}, not {values.dtype.name}; cast them")
+    if not values.size:
+        raise ConfigError(f"the key {key!r} has no values: leave it out")
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _name_all(verb: str, names: Iterable[str]) -> str:
+    named = list(names)
+    return f"{verb} of {', '.join(map(repr, named[:3]))}{f' and {len(named) - 3} more' if len(named) > 3 else ''}"

@@ -1,0 +1,284 @@
+"""Be a broker's key server alive: its machine, its directory and its store, on the broker's traffic and codec thread.
+
+Rule 1: the machine is moved by the broker's loop, the store by its codec thread alone; jobs keep the order of effects.
+Rule 2: payloads travel as all others do: announced, granted, acknowledged; what a peer has no room for yet waits here,
+as a head, and costs no memory.  Rule 3: what cannot be costs its sender that request; it never stops the broker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from zmqtrain.core.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
+from zmqtrain.core.types import Buffer, PeerId
+from zmqtrain.parameter_server.directory import Directory, Placed, Placement
+from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Effect, Install, Receive, Refuse
+from zmqtrain.parameter_server.machine import KeyServer
+from zmqtrain.parameter_server.optimizers import optimizer_from_spec
+from zmqtrain.parameter_server.parameter_keeper import ParameterKeeper
+from zmqtrain.parameter_server.rules import Rules
+from zmqtrain.parameter_server.store import Store
+from zmqtrain.protocol import keys
+from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
+from zmqtrain.session.effect_queue import EffectQueue
+from zmqtrain.session.traffic import Traffic
+
+__all__ = ["Parameters"]
+
+logger = logging.getLogger(__name__)
+
+AWAITED_SECONDS = 1.0
+MOST_NAMED = 8
+JOBS_AT_ONCE = 64
+"""The codec thread's mailbox is the run's too, and bounded: however many requests there are, others wait here."""
+MEMORY_SHARE = 0.5
+"""Of this machine's memory, what keys may take, with all that belongs to them."""
+
+Payload = keys.Initialise | keys.Push
+Job = Callable[..., None]
+
+
+class Parameters:
+    """The key server of one broker.
+
+    traffic: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
+    the loop, both in order; a CodecError is a result.  name: unlike any other master's.  keeper: of what is kept, every
+    `keep_seconds`.  Raises CheckpointError.
+    """
+
+    def __init__(self, traffic: Traffic, job: Job, name: str, keeper: ParameterKeeper, keep_seconds: float) -> None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.machine = KeyServer(name, int(MEMORY_SHARE * memory))
+        kept = keeper.resume(self.machine)
+        self.directory, self.store = kept or (Directory(1), Store(optimizer_from_spec(self.machine.rules.optimizer)))
+        self._traffic, self._submit, self._keeper, self._keep_seconds = traffic, job, keeper, keep_seconds
+        self._jobs: deque[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = deque()
+        self._submitted = 0
+        self._kept_at, self._changed = time.monotonic(), False
+        self._announced: dict[tuple[PeerId, int], Payload] = {}
+        self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # checked, and not yet used
+        self._incoming: dict[PeerId, deque[Payload]] = {}  # what waits for room
+        self._outgoing: dict[PeerId, deque[Answer]] = {}
+        self._awaited: dict[PeerId, keys.Awaited] = {}  # as they were told
+        self._looked_at = 0.0
+        self._carry_out = EffectQueue[Effect | Placed](self._carry_out_one).carry_out
+
+    # ------------------------------------------------------------------ what comes in
+
+    def take(self, peer: PeerId, request: KeyRequest) -> None:
+        """Take what a client says. Raises RemoteProtocolError or FramingError for what no client of ours says."""
+        machine = self.machine
+        match request:
+            case keys.Enrol():
+                self._enrol(peer, request)
+            case keys.Declare(number, declared):
+                self._declare(peer, number, declared)
+            case keys.Founded(names):
+                self._changed = True
+                self._carry_out(self.directory.founded(peer, names))
+            case keys.Pull(number, key):
+                self._carry_out(machine.pull(peer, number, key))
+            case keys.Initialise(number, key, dtype, start, values, sizes):
+                self._announce(peer, request, machine.initialise(peer, number, key, dtype, start, values, sizes))
+            case keys.Push(number, key, dtype, pull, sizes):
+                self._announce(peer, request, machine.push(peer, number, key, dtype, sizes, pull))
+
+    def _enrol(self, peer: PeerId, enrol: keys.Enrol) -> None:
+        if self.machine.serves(peer):
+            raise RemoteProtocolError(peer, "enrolled", "a second Enrol")
+        rules = Rules(enrol.store, enrol.master, enrol.masters, enrol.consistency, enrol.optimizer, enrol.workers)
+        try:
+            effects = self.machine.enrol(peer, rules, enrol.reads)
+        except ConfigError as error:
+            self._traffic.send(peer, Refused("rules", str(error)))
+            return
+        self._carry_out(effects)
+        said = self.machine.rules
+        self._traffic.send(peer, keys.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
+
+    def _declare(self, peer: PeerId, number: int, declared: tuple[keys.WireKey, ...]) -> None:
+        if self.machine.rules.master or not self.machine.serves(peer):
+            text = "keys are declared at the first master, by who has enrolled there"
+            self._traffic.send(peer, Refused("enrol", text, number))
+            return
+        try:
+            placed = self.directory.declare(peer, number, model_from_wire(declared))
+        except ConfigError as error:
+            self._traffic.send(peer, Refused("key", str(error), number))
+        else:
+            self._carry_out(placed)
+
+    def _announce(self, peer: PeerId, payload: Payload, effects: list[Effect]) -> None:
+        if not any(isinstance(effect, Refuse) for effect in effects):
+            self._announced[peer, payload.transfer] = payload
+        self._carry_out(effects)
+
+    def whole(self, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
+        """Take a payload that is here whole: it is looked at, and then used."""
+        self._job(partial(self.store.check, payload.dtype, frames), self._checked, peer, payload, frames)
+
+    def _checked(self, result: object, peer: PeerId, payload: Payload, frames: Sequence[Buffer]) -> None:
+        name = peer, payload.transfer
+        if self._announced.get(name) is not payload:
+            return  # of a client that has left
+        del self._announced[name]
+        if isinstance(result, CodecError):
+            reason = "non-finite" if isinstance(result, NonFiniteDelta) else "corrupt"
+            self._carry_out(self.machine.broken(*name, reason, str(result)))
+        else:
+            effects = self.machine.received(*name)
+            if not any(isinstance(effect, Refuse) for effect in effects):
+                self._whole[name] = frames
+            self._carry_out(effects)
+        self.go_on(peer)
+
+    def tick(self, now: float) -> None:
+        """Keep what has changed, and tell clients that wait for others whom they wait for, now and then."""
+        if (self._changed or self._keeper.unwritten) and now - self._kept_at >= self._keep_seconds:
+            self._kept_at, self._changed, self._keeper.unwritten = now, False, False
+            self._job(partial(self._keeper.save, self._state(), self.store))
+        if now - self._looked_at < AWAITED_SECONDS:
+            return
+        self._looked_at, missing = now, self.machine.missing
+        awaited = {
+            peer: keys.Awaited(tuple(_name(one) for one in others[:MOST_NAMED]), missing)
+            for peer, others in self.machine.awaited().items()
+        }
+        for peer in {*awaited, *self._awaited}:
+            said = awaited.get(peer, keys.Awaited((), 0))
+            if self.machine.serves(peer) and self._awaited.get(peer) != said:
+                self._traffic.send(peer, said)
+        self._awaited = awaited
+
+    def describe(self, roster: Roster) -> Roster:
+        """Return a roster with what is served here."""
+        machine = self.machine
+        if not machine.keys:
+            return roster
+        served: dict[str, Scalar] = {"keys": len(machine.keys), "bytes": machine.value_bytes}
+        return replace(roster, served=served | {"pushes": machine.pushes, "clients": machine.clients})
+
+    def _state(self) -> dict[str, Any]:
+        return {"machine": self.machine.state(), "directory": self.directory.state()}
+
+    def close(self) -> None:
+        """Keep what there is, and wait until it is written; call it when the codec thread has ended."""
+        for work, _, _ in self._jobs:
+            with contextlib.suppress(CodecError):
+                work()
+        if self.machine.keys:
+            self._keeper.save(self._state(), self.store, wait=True)
+
+    def lost(self, peer: PeerId) -> None:
+        """Forget a client; no error if it is none."""
+        if not self.machine.serves(peer):
+            return
+        self._incoming.pop(peer, None)
+        self._outgoing.pop(peer, None)
+        self._announced = {name: payload for name, payload in self._announced.items() if name[0] != peer}
+        self._carry_out([*self.machine.lost(peer), *self.directory.lost(peer)])
+
+    def go_on(self, peer: PeerId) -> None:
+        """Let come and go what has waited for room, after a client has sent or taken something."""
+        incoming, outgoing = self._incoming.get(peer), self._outgoing.get(peer)
+        while incoming and self.machine.serves(peer) and self._traffic.intake.has_room(peer, sum(incoming[0].sizes)):
+            self._expect(peer, incoming.popleft())
+        asked = 0
+        while outgoing and self.machine.serves(peer):
+            if (key := self.machine.keys.get(outgoing[0].key)) is None:  # gone: this peer has left, and come again
+                outgoing.popleft()
+                continue
+            asked += key.size
+            if not self._traffic.has_room_to(peer, asked):
+                break
+            self._answer(outgoing.popleft())
+
+    # ------------------------------------------------------------------ carrying out effects
+
+    def _carry_out_one(self, effect: Effect | Placed) -> None:
+        self._changed |= isinstance(effect, Install | Apply | Begin)
+        match effect:
+            case Receive(worker, request):
+                if (payload := self._announced.get((worker, request))) is not None:
+                    self._incoming.setdefault(worker, deque()).append(payload)
+                    self.go_on(worker)
+            case Install(worker, request, key, dtype):
+                self._job(partial(self.store.install, key, dtype, self._whole.pop((worker, request))))
+            case Apply(key, payloads):
+                self._job(partial(self.store.apply, key, [self._whole.pop(name) for name in payloads]))
+            case Answer():
+                self._answer(effect)
+            case Confirm(worker, request):
+                self._traffic.send(worker, keys.Done(request))
+            case Refuse(worker, request, reason, text):
+                logger.debug("refused what %s asked: %s", worker, text)
+                self._traffic.send(worker, Refused(reason, text, request))
+            case Begin(optimizer, anew):
+                self._begin(optimizer, anew)
+            case Placed(worker, request, found, given):
+                self._traffic.send(worker, keys.Placed(request, _to_wire(found), _to_wire(given)))
+
+    def _begin(self, optimizer: str, anew: bool) -> None:
+        rules = self.machine.rules
+        text = "serving keys as master %d of %d: %s, %s, workers: %d"
+        logger.info(text, rules.master, rules.masters, rules.consistency, optimizer, rules.workers)
+        if anew:
+            self.directory = Directory(rules.masters)
+            self._whole.clear()
+        self._job(partial(self.store.begin, optimizer_from_spec(optimizer), anew))
+
+    def _expect(self, peer: PeerId, payload: Payload) -> None:
+        try:
+            self._traffic.intake.expect(peer, payload)
+        except FramingError as error:
+            self._announced.pop((peer, payload.transfer), None)
+            self._carry_out(self.machine.broken(peer, payload.transfer, "size", str(error)))
+
+    def _job(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
+        """Do `work` in the codec thread, then `then(result, *facts)` here, in order, a few at a time."""
+        self._jobs.append((work, then, facts))
+        self._submit_some()
+
+    def _submit_some(self) -> None:
+        while self._jobs and self._submitted < JOBS_AT_ONCE:
+            self._submitted += 1
+            work, then, facts = self._jobs.popleft()
+            self._submit(work, self._finish, then, facts)
+
+    def _finish(self, result: object, then: Callable[..., None] | None, facts: tuple[Any, ...]) -> None:
+        self._submitted -= 1
+        self._submit_some()
+        if then is not None:
+            then(result, *facts)
+
+    def _answer(self, answer: Answer) -> None:
+        self._job(partial(self.store.read, answer.key), self._send, answer)
+
+    def _send(self, values: tuple[int, Sequence[Buffer]], answer: Answer) -> None:
+        version, frames = values
+        peer = answer.worker
+        if not self.machine.serves(peer):
+            return
+        if self._traffic.has_room_to(peer, sum(len(frame) for frame in frames)):
+            self._traffic.send_values(peer, answer.request, version, frames)
+        else:  # it is read again when there is room: no fewer gradients are in it then
+            self._outgoing.setdefault(peer, deque()).append(answer)
+
+
+def _to_wire(placements: Sequence[Placement]) -> tuple[keys.WirePlace, ...]:
+    return tuple(
+        (one.leaf.path, one.leaf.shape, one.leaf.dtype, tuple(tuple(piece) for piece in one.pieces))  # type: ignore[misc]
+        for one in placements
+    )
+
+
+def _name(peer: PeerId) -> str:
+    return peer.rpartition("#")[0] or peer

@@ -1,0 +1,410 @@
+"""Say how often a run can exchange, and how late what comes back may be applied: k and d from rates and sizes (pure).
+
+Rule 1: spend the wire that is there: k is the smallest whose exchange fits every port and every codec, and d the
+smallest at which an aggregate is there if all nodes offer together.  Rule 2: stages work side by side, each on another
+exchange: the slowest one sets k, the sum of all sets d; so d may exceed k, and several exchanges are in flight.
+Rule 3: bytes are counted, not guessed: by the codecs' own layout, with heads, chunk by chunk.
+
+    node      encode | hub's port up: N deltas | hub's codec | hub's port down: N aggregates | decode      node
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, isfinite
+
+from zmqtrain.codecs.base import Coding, coding_from_spec
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.codecs.payload import plan_payload
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import LeafSpec, ModelSpec
+from zmqtrain.planning.learning import Learning, slowdown
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
+from zmqtrain.session.mailbox import NICENESS
+
+__all__ = [
+    "PAYLOAD_SHARE",
+    "Load",
+    "Schedule",
+    "Prediction",
+    "Option",
+    "ExchangeBytes",
+    "payload_rate",
+    "model_of",
+    "nicer_slowdown",
+    "exchange_bytes",
+    "held_seconds",
+    "stages",
+    "latency_seconds",
+    "fit",
+    "fitting_delay",
+    "fitting_periods",
+    "judge_option",
+    "best_option",
+    "predict",
+]
+
+PAYLOAD_SHARE = 0.956
+"""What plain TCP carries of a port's rate at an MTU of 1,500: 956 of 1,000 Mb/s, measured."""
+
+BUSIEST = 0.8
+"""No stage may be busy for a larger share of the time: one that is nearly full makes a queue of every
+hesitation (in the simulator, runs of 64 nodes at 0.9 fell behind their plans: bench/sim_scale.py)."""
+
+ROUNDING = 1e-6
+
+LATE = 1.25
+"""What an exchange may take of its usual time before it comes too late for d."""
+
+HELD = 0.03
+"""The largest share of its time that training may lose to exchanges, if a larger k can help it."""
+
+PERIOD_FACTORS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Multiples of the smallest k that are looked at."""
+
+OFTEN_OUTER, RARE_OUTER, RARE_TURN_STEPS = "sgd:rate=1", "nesterov:rate=0.8,momentum=0.5", 8
+"""The outer optimizers that auto chooses: the second where a turn of the model takes so many steps or more
+(docs/strategies.md#outer)."""
+
+CODEC_WEIGHT = 1.25**-NICENESS
+"""Of a codec's thread at a core, to that of a thread that trains."""
+
+_LEAF_VALUES = 1 << 20
+_ZMQ_FRAME_BYTES = 9
+_MESSAGE_PARTS = 2
+"""A ZeroMQ message of two parts: each has a flag and a length of at most 8 bytes."""
+_MASTER_BYTES = 256
+"""What one more master costs an exchange each way: an announcement of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a run asks of its links and machines. Raises ConfigError for what no run can have.
+
+    nodes: live ones.  step_seconds: of a node's training step (median over the nodes).
+    bytes_up, bytes_down: of one exchange (one fragment) of one node, over all masters; where a period has several
+    aggregates (release rule "immediately": one for each node), bytes_down is of all of them.
+    node_rate, hub_rate: bytes per second, one way, that may be used of a node's port and of each master's port: what
+    the reserved share leaves.  fragments: of the model.  masters: brokers with equal shares of every exchange.
+    node_seconds: that a node's codec takes for one exchange, encode and decode, beside the training.
+    hub_seconds: CPU of a master for one exchange, all contributions of it.
+    held_seconds: that training loses to one exchange: see `held_seconds`.
+    on_nodes: the masters run on nodes, and share their ports; else each has a port of its own.
+    pieces: an exchange carries the whole model in so many fragments, one after the other (`fragments` is 1 then); 0: it
+    carries one fragment.
+    """
+
+    nodes: int
+    step_seconds: float
+    bytes_up: int
+    bytes_down: int
+    node_rate: float
+    hub_rate: float
+    fragments: int = 1
+    masters: int = 1
+    node_seconds: float = 0.0
+    hub_seconds: float = 0.0
+    held_seconds: float = 0.0
+    on_nodes: bool = False
+    pieces: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "fragments", "masters"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("step_seconds", "node_rate", "hub_rate"):
+            if not (getattr(self, name) > 0 and isfinite(getattr(self, name))):
+                raise ConfigError(f"{name} must be a positive number, got {getattr(self, name)}")
+        for name in ("bytes_up", "bytes_down", "node_seconds", "hub_seconds", "held_seconds"):
+            if not (getattr(self, name) >= 0 and isfinite(getattr(self, name))):
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.on_nodes and self.masters > self.nodes:
+            raise ConfigError(f"{self.masters} masters do not find a node each among {self.nodes}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """every: k, steps between two offers of a node.  delay: d, steps from an offer to its aggregate's application."""
+
+    every: int
+    delay: int
+
+    def in_flight(self, load: Load) -> int:
+        """Return how many offers of a node may be in flight: one more than d asks for where an exchange carries all."""
+        return max(1, -(-self.delay // self.every)) + (load.pieces > 0)
+
+    def on_the_way(self, fragments: int) -> int:
+        """Return how many earlier deltas of a fragment are on their way when a node offers the next one of it."""
+        return max(0, -(-self.delay // (fragments * self.every)) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a run does under a schedule.
+
+    efficiency: steps per second, to those without any exchange.  period_steps: between two aggregates of a node.
+    model_period_steps: until every fragment has had its turn.  age_steps: of an aggregate when it is applied.
+    latency_seconds: from an offer to its decoded aggregate.  busiest: the stage that is busy for most of the time.
+    port_up, port_down: the share of `hub_rate` that is used of a master's port, toward it and away from it.
+    node_port: the same of `node_rate`, the busier way.  mb_up, mb_down: 10^6 bytes of a node per step.
+    """
+
+    efficiency: float
+    period_steps: float
+    model_period_steps: float
+    age_steps: float
+    latency_seconds: float
+    busiest: str
+    port_up: float
+    port_down: float
+    node_port: float
+    mb_up: float
+    mb_down: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeBytes:
+    """What one exchange of one node moves, with heads and credits, each way."""
+
+    up: int
+    down: int
+
+
+def payload_rate(bits_per_second: float, share: float = 1.0) -> float:
+    """Return the bytes of payload per second, one way, that a `share` of a port of this rate carries."""
+    return PAYLOAD_SHARE * share * bits_per_second / 8
+
+
+def model_of(parameters: int) -> ModelSpec:
+    """Return a model of so many float32 parameters, in leaves of about a million: stands for one that is not known yet.
+
+    How a model is cut in leaves hardly matters to its bytes: a leaf costs a short slab and a short block at its end.
+    """
+    if parameters < 1:
+        raise ConfigError(f"a model has at least one parameter, got {parameters}")
+    whole, rest = divmod(parameters, _LEAF_VALUES)
+    sizes = [_LEAF_VALUES] * whole + [rest] * bool(rest)
+    return tuple(LeafSpec(f"leaf{number}", (size,), "float32") for number, size in enumerate(sizes))
+
+
+@lru_cache(maxsize=256)
+def exchange_bytes(
+    model: ModelSpec, codec: str, broadcast_codec: str, fragments: int = 1, masters: int = 1
+) -> ExchangeBytes:
+    """Return what one exchange moves, the mean over the fragments, rounded up: frames, heads, chunk heads, credits.
+
+    To within 0.1 % of what a node's sockets count, heartbeats and reports aside.  Raises ConfigError for a codec that
+    cannot be, or for more fragments than blocks.
+    """
+    layout = Layout(model, fragments)
+    up = down = 0
+    for fragment in range(fragments):
+        sizes = _frame_sizes(coding_from_spec(codec), layout, fragment)
+        head = Publish(2**31, 2**31, 2**31, fragment, codec, sizes, 2**31, 2**16, 0.5)
+        up += _transfer_bytes(head, sizes)
+        answer = _frame_sizes(coding_from_spec(broadcast_codec), layout, fragment)
+        aggregate = Aggregate(
+            2**31, 2**31, broadcast_codec, (fragment,), (len(answer),), answer, (("pc-1#0123456789", 2**31),), 1
+        )
+        down += _transfer_bytes(aggregate, answer)
+        # a chunk is granted or acknowledged by its receiver, on the other way
+        up += len(answer) * _message_bytes(Credit(2**31, 1))
+        down += len(sizes) * _message_bytes(Credit(2**31, 1))
+    more_heads = (masters - 1) * fragments * _MASTER_BYTES
+    return ExchangeBytes(-(-(up + more_heads) // fragments), -(-(down + more_heads) // fragments))
+
+
+def _frame_sizes(coding: Coding, layout: Layout, fragment: int) -> tuple[int, ...]:
+    plan = plan_payload(coding.of_fragment(layout, fragment), layout.counts(fragment))
+    return tuple(frame.size for frame in plan.frames)
+
+
+def _transfer_bytes(announcement: Message, sizes: tuple[int, ...]) -> int:
+    chunk = len(encode_message(Chunk(2**31, 2**8))) + _MESSAGE_PARTS * _ZMQ_FRAME_BYTES
+    return _message_bytes(announcement) + sum(sizes) + len(sizes) * chunk
+
+
+def _message_bytes(message: Message) -> int:
+    return len(encode_message(message)) + _ZMQ_FRAME_BYTES
+
+
+def held_seconds(thread_seconds: float, codec_seconds: float, cores: float, step_cores: float) -> float:
+    """Return what training loses to one exchange: what its thread is held, and what the codec takes of its cores.
+
+    cores: of a node's machine.  step_cores: how many of them a step keeps busy: about 1 where a GPU computes. With more
+    than `cores` wanted, step and codec slow each other down for as long as the codec runs.
+    """
+    if cores <= 0 or min(step_cores, thread_seconds, codec_seconds) < 0:
+        raise ConfigError(
+            f"a machine has cores (not {cores:g}), and a step keeps none or some busy (not {step_cores:g})"
+        )
+    return thread_seconds + codec_seconds * max(0.0, (step_cores + 1) / cores - 1)
+
+
+def nicer_slowdown(cores: float, step_cores: float) -> float:
+    """Return how many times its CPU time a codec takes beside a step whose threads all weigh more (CODEC_WEIGHT).
+
+    1 where a core is left for it. cores, step_cores: as for `held_seconds`.
+
+    Source: sched(7), weights of nice values.
+    """
+    if step_cores + 1 <= cores:
+        return 1.0
+    return max(1.0, (step_cores + CODEC_WEIGHT) / (cores * CODEC_WEIGHT))
+
+
+def stages(load: Load) -> dict[str, float]:
+    """Return how long each stage works on one exchange of all nodes, in seconds.
+
+    The two ways of a port are stages of their own. Where masters run on nodes, a port carries what its node sends to
+    and gets from the other masters besides.
+    """
+    nodes, masters = load.nodes, load.masters
+    up, down = load.bytes_up, load.bytes_down
+    if load.on_nodes:
+        into = ((nodes - 1) * up + (masters - 1) * down) / masters
+        out = ((masters - 1) * up + (nodes - 1) * down) / masters
+    else:
+        into, out = nodes * up / masters, nodes * down / masters
+    return {
+        "the hub's port, up": into / load.hub_rate,
+        "the hub's port, down": out / load.hub_rate,
+        "a node's port, up": up / load.node_rate,
+        "a node's port, down": down / load.node_rate,
+        "a node's codec": load.node_seconds,
+        "the hub's codec": load.hub_seconds,
+    }
+
+
+def latency_seconds(load: Load) -> float:
+    """Return how long it takes from an offer until its aggregate is decoded, if all nodes offer together.
+
+    In several pieces, what has come of one from all goes down while the next comes up: only the slowest stage works on
+    all of them before the last piece is through the others.
+    """
+    seconds = stages(load)
+    up = max(seconds["the hub's port, up"], seconds["a node's port, up"])
+    down = max(seconds["the hub's port, down"], seconds["a node's port, down"])
+    all_stages = (up, down, load.node_seconds, load.hub_seconds)
+    slowest, pieces = max(all_stages), max(1, load.pieces)
+    return slowest + (sum(all_stages) - slowest) / pieces
+
+
+def fit(load: Load) -> Schedule:
+    """Return the smallest k whose exchange fits, and the d after which its aggregate is there.
+
+    k: no stage is busy for more than BUSIEST of k steps, and training loses no more than HELD.  d: the sum of the
+    stages, LATE times, and one step by which nodes that offer together are apart; as many exchanges are in flight as
+    that takes.
+    """
+    busy = max(stages(load).values()) / BUSIEST
+    every = max(1, _up(max(busy, load.held_seconds / HELD) / load.step_seconds))
+    return Schedule(every, fitting_delay(load))
+
+
+def fitting_delay(load: Load) -> int:
+    """Return the d after which an aggregate is there.
+
+    Where an exchange carries all, one more may be in flight than d asks for, so d is the step boundary that is nearest
+    to when an aggregate usually comes; else a d that is too small would put offers off.
+    """
+    steps = latency_seconds(load) / load.step_seconds
+    if load.pieces:
+        return max(1, _up(steps - 0.5))
+    apart = 1 if load.nodes > 1 else 0
+    return max(1, _up(LATE * steps) + apart)
+
+
+def fitting_periods(load: Load) -> tuple[int, ...]:
+    """Return the k that are worth a look: the smallest at which no stage is too busy, and multiples of it."""
+    least = max(1, _up(max(stages(load).values()) / BUSIEST / load.step_seconds))
+    return tuple(dict.fromkeys(max(least, round(least * factor)) for factor in PERIOD_FACTORS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to set a run, and what it does. codec, broadcast_codec, outer: specs.
+
+    slowdown: how many times the steps of exact synchronous training to a loss.  time: how many times the seconds that a
+    free network would take; the option with the least is chosen.
+    """
+
+    codec: str
+    broadcast_codec: str
+    outer: str
+    load: Load
+    schedule: Schedule
+    prediction: Prediction
+    slowdown: float
+    time: float
+
+
+def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedule) -> Option:
+    """Return what this load and schedule do to the time to a loss."""
+    prediction = predict(load, schedule)
+    turn = prediction.model_period_steps
+    age = max(float(schedule.delay), prediction.latency_seconds / load.step_seconds + 0.5)
+    busy = stages(load)[prediction.busiest] / (prediction.period_steps * load.step_seconds)
+    if busy > BUSIEST + ROUNDING:  # offers wait for each other: as many as may be in flight, by Little's law
+        age = max(age, schedule.in_flight(load) * prediction.period_steps)
+    slow = slowdown(
+        Learning(nodes=load.nodes, turn_steps=turn, age_steps=age, codec=codec, broadcast_codec=broadcast_codec)
+    )
+    outer = RARE_OUTER if turn >= RARE_TURN_STEPS else OFTEN_OUTER
+    return Option(
+        codec=codec,
+        broadcast_codec=broadcast_codec,
+        outer=outer,
+        load=load,
+        schedule=schedule,
+        prediction=prediction,
+        slowdown=slow,
+        time=slow / prediction.efficiency,
+    )
+
+
+def best_option(loads: Iterable[tuple[str, str, Load]], every: int = 0, delay: int = -1) -> Option:
+    """Return the option with the least time to a loss, the first of equal ones.
+
+    loads: (codec, broadcast_codec, load) of each way to code.  every, delay: what is told; 0, -1: chosen.
+    """
+    options = (
+        judge_option(codec, broadcast_codec, load, Schedule(k, fitting_delay(load) if delay < 0 else delay))
+        for codec, broadcast_codec, load in loads
+        for k in ((every,) if every else fitting_periods(load))
+    )
+    return min(options, key=lambda option: option.time)
+
+
+def predict(load: Load, schedule: Schedule) -> Prediction:
+    """Return what a run does under a schedule, which need not be `fit`'s.
+
+    An exchange that does not fit makes the period longer, not the steps: offers are put off, a whole k each time.
+    """
+    seconds, latency = stages(load), latency_seconds(load)
+    in_flight = schedule.in_flight(load)
+    turns = max(1, _up(latency / (schedule.every * load.step_seconds)))
+    busiest = max(seconds, key=lambda stage: seconds[stage])
+    period = max(schedule.every * max(1.0, turns / in_flight), seconds[busiest] / load.step_seconds)
+    period_seconds = period * load.step_seconds
+    return Prediction(
+        efficiency=period_seconds / (period_seconds + load.held_seconds),
+        period_steps=period,
+        model_period_steps=period * load.fragments,
+        age_steps=max(schedule.delay, _up(latency / load.step_seconds)),
+        latency_seconds=latency,
+        busiest=busiest,
+        port_up=seconds["the hub's port, up"] / period_seconds,
+        port_down=seconds["the hub's port, down"] / period_seconds,
+        node_port=max(seconds["a node's port, up"], seconds["a node's port, down"]) / period_seconds,
+        mb_up=load.bytes_up / period / 1e6,
+        mb_down=load.bytes_down / period / 1e6,
+    )
+
+
+def _up(number: float) -> int:
+    """Round up, but for what a float's rounding has added."""
+    return ceil(number - 1e-9)

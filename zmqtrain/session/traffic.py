@@ -1,0 +1,357 @@
+"""Move bytes from the hub to its peers: what goes now, and what waits for whom; the other way is its `Intake`.
+
+Rule 1: knows transfers and windows; what is sent, and to whom, is for others to decide.  Rule 2: nobody waits here:
+what a window, a socket or a reserved share has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to
+is told of through `lost` or `unreachable`, and stays until `forget`.  Rule 4: both ways keep to the share of the hub's
+port and of each node's; what only a share keeps back is looked at again when its time has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from zmqtrain.averaging.aggregator import Released
+from zmqtrain.core.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
+from zmqtrain.core.interfaces import HubChannel
+from zmqtrain.core.types import Buffer, Lane, PeerId, Version
+from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
+from zmqtrain.protocol.framing import encode_message, split
+from zmqtrain.protocol.keys import Values
+from zmqtrain.protocol.messages import Aggregate, Credit, Message, Probed, Snapshot
+from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
+from zmqtrain.protocol.standby_messages import Replica
+from zmqtrain.session.alarm import Alarm
+from zmqtrain.session.intake import Intake
+from zmqtrain.transport.pacing import Outbox
+from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
+
+__all__ = ["Traffic"]
+
+OUTBOX_WINDOW_BYTES = 4 << 20
+"""What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
+OUTBOX_BYTES = 64 << 20
+"""What may queue for one peer, at least; with more it is sent a snapshot instead."""
+HEADS_BYTES = 1 << 20
+"""The heads of one transfer are less: room for them is kept."""
+PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
+"""What probes are answered with: compressed by nobody on the way, and never written."""
+
+
+@dataclass
+class _Line:
+    """What is held for one peer. bucket: of its own port, on the way down; rate: how fast its link was seen so; full: a
+    chunk was put back, as its lane had no room."""
+
+    outbox: Outbox
+    bucket: TokenBucket
+    following: bool = False
+    full: bool = False
+    rate: RateMeter = field(default_factory=RateMeter)
+
+
+class Traffic:
+    """The bytes that go and come on `channel`; used by the broker's loop alone. intake: those that come.
+
+    queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
+    lost: told of a peer that cannot be sent to, and why.  unreachable: of one whose connection is gone; what it had
+    said may wait to be received.  Both may have left already.
+    stamp: gives the stamp of what a peer is sent next, on the lane of control or not.
+    bytes_sent: payload and heads.  dropped: aggregates that did not go, as a snapshot went instead or will.
+    """
+
+    def __init__(
+        self,
+        channel: HubChannel,
+        queue_bytes: Callable[[], int],
+        lost: Callable[[PeerId, str], None],
+        unreachable: Callable[[PeerId], None],
+        stamp: Callable[[PeerId, bool], Stamp] = lambda peer, counted: UNSTAMPED,
+    ) -> None:
+        self._stamp = stamp
+        self._channel, self._queue_bytes, self._lost, self._unreachable = channel, queue_bytes, lost, unreachable
+        self.bytes_sent = self.dropped = 0
+        self.intake = Intake(self._most_bytes, self.send)
+        self._sending: Reservation[PeerId] = Reservation()
+        self._lines: dict[PeerId, _Line] = {}
+        self._limits: dict[PeerId, float | None] = {}
+        self._port = RateMeter()
+        self._again = Alarm(self._send_on)
+        self._transfer = 0
+
+    # ------------------------------------------------------------------ shares
+
+    def limit(self, rate: float | None) -> None:
+        """Send, and let be sent, no more than `rate` bytes per second each way through the hub's port; None: any."""
+        self._sending.bucket.set_rate(rate)
+        self.intake.limit(rate)
+
+    def limit_peer(self, peer: PeerId, rate: float | None) -> None:
+        """Keep to `rate` bytes per second each way with this peer, until `forget`; None: as much as there is."""
+        self._limits[peer] = rate
+        self.intake.limit_peer(peer, rate)
+        if peer in self._lines:
+            self._lines[peer].bucket.set_rate(rate)
+
+    @property
+    def port_measured(self) -> float:
+        """How fast the hub's own port was seen to send to all peers together, in bytes per second; 0: not yet."""
+        return self._port.rate
+
+    def measured(self, peer: PeerId) -> float:
+        """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
+        line = self._lines.get(peer)
+        return max(self.intake.measured(peer), 0.0 if line is None else line.rate.rate)
+
+    # ------------------------------------------------------------------ toward the peers
+
+    def send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
+        """Send a control message. stamp: None for the next of the peer's connection."""
+        head = encode_message(message, self._stamp(peer, True) if stamp is None else stamp)
+        try:
+            self._channel.send(peer, Lane.CONTROL, [head])
+            self.bytes_sent += len(head)
+            self._sending.pay(len(head), time.monotonic())
+        except PeerLost:
+            self._unreachable(peer)
+        except ChannelFull:
+            self._lost(peer, "it does not read what it is sent")
+        except LocalProtocolError as error:  # what it asked for makes an answer that no message holds
+            self._lost(peer, str(error))
+        except ChannelClosed:
+            pass
+
+    def answer(self, peer: PeerId, probed: Probed, size: int) -> None:
+        """Answer a probe with `size` bytes of padding, on BULK; without any, on CONTROL.
+
+        One that finds no room is not answered: what is measured is a link with room.
+        """
+        if not size:
+            return self.send(peer, probed)
+        message: list[Buffer] = [encode_message(probed, self._stamp(peer, False)), PADDING[:size]]
+        with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
+            self._channel.send(peer, Lane.BULK, message)
+            moved = sum(len(frame) for frame in message)
+            self.bytes_sent += moved
+            self._sending.pay(moved, time.monotonic())
+
+    def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
+        """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
+
+        One to a peer that is gone is dropped, and `unreachable` is told: it may not go on as if nothing were missing.
+        """
+        try:
+            self._channel.send(peer, Lane.BULK, frames)
+        except ChannelFull:
+            return False
+        except PeerLost:
+            self._unreachable(peer)
+            return True
+        except ChannelClosed:
+            return True
+        moved = sum(len(frame) for frame in frames)
+        self.bytes_sent += moved
+        self._sending.pay(moved, time.monotonic())
+        return True
+
+    def send_snapshot(
+        self,
+        peer: PeerId,
+        version: Version,
+        frames: Sequence[Buffer],
+        moments: Sequence[Buffer] = (),
+        landed: tuple[tuple[int, int], ...] = (),
+        reset: bool = False,
+        rewound: bool = False,
+        digest: str = "",
+        first: int = 0,
+    ) -> bool:
+        """Send a snapshot as the peer's window lets it through; False if more than may waits for it already.
+
+        moments: frames of optimizer state that go behind those of the parameters.  The rest: as in `Snapshot`.
+        """
+        transfer, frames = self._next_transfer(), [*frames, *moments]
+        sizes = tuple(len(frame) for frame in frames)
+        announcement = Snapshot(transfer, version, sizes, landed, len(moments), reset, rewound, digest, first)
+        head, *chunks = _messages(announcement, frames, self._stamp(peer, False))
+        if not self._line(peer).outbox.push(transfer, [head, *chunks[first:]], droppable=False):
+            return False
+        self._pump(peer)
+        return True
+
+    def holds_snapshot(self, peer: PeerId) -> bool:
+        """Return whether a peer has not taken all of a snapshot that it was sent."""
+        return peer in self._lines and self._lines[peer].outbox.holds_undroppable
+
+    def has_room_to(self, peer: PeerId, size: int) -> bool:
+        """Return whether `size` bytes may queue for a peer now; however many they are, they may alone."""
+        outbox = self._line(peer).outbox
+        if outbox.idle:
+            outbox.limit_bytes = max(outbox.limit_bytes, 2 * size)
+        return outbox.held_bytes + size + HEADS_BYTES <= outbox.limit_bytes
+
+    def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
+        """Send what a client's request wants, where there is room for it."""
+        values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
+        messages = _messages(values, frames, self._stamp(peer, False))
+        if not self._line(peer).outbox.push(values.transfer, messages, droppable=False):
+            raise LocalProtocolError(f"{peer} was sent values without room for them")
+        self._pump(peer)
+
+    def send_replica(self, peer: PeerId, version: Version, frames: Sequence[Buffer], state: int) -> bool:
+        """Send the standby a copy of the hub, and releases from then on; False if there is no room for it.
+
+        state: as in `Replica`.
+        """
+        replica = Replica(self._next_transfer(), version, tuple(len(frame) for frame in frames), state)
+        outbox = self._line(peer).outbox
+        outbox.limit_bytes = max(outbox.limit_bytes, 2 * sum(replica.sizes) + HEADS_BYTES)
+        outbox.drop_droppable()
+        if not outbox.push(replica.transfer, _messages(replica, frames, self._stamp(peer, False)), droppable=False):
+            return False
+        self.follow(peer, True)
+        self._pump(peer)
+        return True
+
+    def send_aggregate(
+        self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool], whole: bool = False
+    ) -> None:
+        """Send the same buffers to every peer that follows; who lets too much queue sees a gap in the versions.
+
+        to: says which of these are meant.  whole: tell them of all publishes in it, not of their own alone: the ids of
+        other nodes are the standby's to know.
+        """
+        frames = [frame for frames in released.frames for frame in frames]
+        announcement = released.announce(self._next_transfer(), reduce)
+        for peer, line in list(self._lines.items()):
+            if not (line.following and to(peer)):
+                continue
+            own = tuple(one for one in announcement.landed if whole or one[0] == peer)
+            messages = _messages(replace(announcement, landed=own), frames, self._stamp(peer, False))
+            if not line.outbox.push(announcement.transfer, messages, droppable=True):
+                self.dropped += 1 + len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
+            self._pump(peer)
+
+    def drop_aggregates(self, peer: PeerId) -> None:
+        """Drop the aggregates of which nothing was sent to this peer: a snapshot that holds them goes next."""
+        self.dropped += len(self._line(peer).outbox.drop_droppable())
+
+    def follow(self, peer: PeerId, following: bool) -> None:
+        """Send aggregates to this peer from now on, or none; one that is lost is left alone."""
+        if peer in self._lines:
+            self._lines[peer].following = following
+
+    def follows(self, peer: PeerId) -> bool:
+        """Return whether aggregates are sent to this peer."""
+        return peer in self._lines and self._lines[peer].following
+
+    def acknowledged(self, peer: PeerId, credit: Credit) -> None:
+        """Take note that a peer has chunks of what it was sent, and send what its window lets through then."""
+        line = self._lines.get(peer)
+        if line is not None:
+            before = line.outbox.in_flight_bytes
+            with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
+                line.outbox.acknowledged(credit.transfer, credit.chunks)
+            left = line.outbox.in_flight_bytes
+            now = time.monotonic()
+            line.rate.over(before - left, now, idle=not left)
+            self._port.over(
+                before - left, now, idle=not any(one.outbox.in_flight_bytes for one in self._lines.values())
+            )
+            self._pump(peer)
+
+    def _next_transfer(self) -> int:
+        self._transfer += 1
+        return self._transfer
+
+    def _pump(self, peer: PeerId) -> None:
+        """Send what the peer's window lets through, when the shares allow it."""
+        self._line_up(peer)
+        self._send_on()
+
+    def _line_up(self, peer: PeerId) -> None:
+        """Let the peer wait for its turn, if there is something that its window lets through.
+
+        An announcement does not wait: who knows what is on its way does not ask for it again.
+        """
+        while (line := self._lines.get(peer)) is not None and line.outbox.next_is_head:
+            if not self._send_chunk(peer, line):
+                return
+        if line is not None and line.outbox.next_size:
+            self._sending.wait(peer, Use.DELTA if line.outbox.next_is_droppable else Use.SNAPSHOT)
+        else:
+            self._sending.leave(peer)
+
+    def _claim(self, peer: PeerId) -> tuple[int, float]:
+        line = self._lines[peer]
+        return line.outbox.next_size, line.bucket.wait_seconds(line.outbox.next_size, time.monotonic())
+
+    def _send_on(self) -> None:
+        """Send to those whose turn it is, while the shares allow it; come back when they will again."""
+        while True:
+            now = time.monotonic()
+            peer, seconds = self._sending.turn(self._claim, now)
+            if peer is None:
+                return self._again.set(seconds)
+            if self._send_chunk(peer, self._lines[peer]):
+                self._line_up(peer)
+
+    def _send_chunk(self, peer: PeerId, line: _Line) -> bool:
+        """Send the peer's next chunk; False if it cannot be: then it waits for no turn."""
+        chunk, now = line.outbox.next_chunk(), time.monotonic()
+        assert chunk is not None, "only who has a chunk waits for a turn"
+        try:
+            self._channel.send(peer, Lane.BULK, chunk)
+        except ChannelFull:
+            line.outbox.put_back()
+            line.full = True
+            self._sending.leave(peer)  # until it acknowledges something, or `look_again`
+            return False
+        except PeerLost:
+            self._sending.leave(peer)
+            self._unreachable(peer)
+            return False
+        except ChannelClosed:
+            self._sending.leave(peer)
+            return False
+        line.full = False
+        size = sum(len(frame) for frame in chunk)
+        self.bytes_sent += size
+        self._sending.sent(peer, size, now)
+        line.bucket.pay(size, now)
+        line.rate.begun(now)
+        self._port.begun(now)
+        return True
+
+    def look_again(self) -> None:
+        """Send to those whose lane had no room, or was not there yet: nothing else may say that it is now."""
+        for peer, line in list(self._lines.items()):
+            if line.full:
+                line.full = False
+                self._pump(peer)
+
+    def forget(self, peer: PeerId) -> None:
+        """Give up all that is on its way from or to a peer, and let the others have its part of the window."""
+        self._sending.leave(peer)
+        self._lines.pop(peer, None)
+        self._limits.pop(peer, None)
+        self.intake.forget(peer)
+
+    def _line(self, peer: PeerId) -> _Line:
+        if peer not in self._lines:
+            outbox = Outbox(OUTBOX_WINDOW_BYTES, self._most_bytes())
+            self._lines[peer] = _Line(outbox, TokenBucket(self._limits.get(peer)))
+        return self._lines[peer]
+
+    def _most_bytes(self) -> int:
+        """What may be on its way to or from one peer, and wait."""
+        return max(OUTBOX_BYTES, self._queue_bytes())
+
+
+def _messages(
+    announcement: Aggregate | Snapshot | Replica | Values, frames: Sequence[Buffer], stamp: Stamp
+) -> list[Sequence[Buffer]]:
+    return [[encode_message(announcement, stamp)], *split(announcement.transfer, frames, stamp)]
