@@ -15,8 +15,6 @@ from zmqtrain.core.errors import CheckpointError, ModelMismatch
 from zmqtrain.train.leaves import fill_tree, host_leaves, is_float
 from zmqtrain.train.step import describe_model
 
-__all__ = ["load_model", "save_model"]
-
 
 def load_model(path: str | Path, like: Any = None) -> Any:
     """Return the parameters of a model file, as a broker and `zmqtrain export` write it, in a tree of the form of

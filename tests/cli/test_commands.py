@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 
 import zmqtrain
-from zmqtrain.broker import registration
 from zmqtrain.cli import COMMANDS, broker, broker_main, local, main, node_main
 from zmqtrain.cli.broker import (
     check_checkpoint,
@@ -52,6 +51,7 @@ from zmqtrain.core.errors import (
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.alone import Solitude
+from zmqtrain.transport import address as address_module
 from zmqtrain.transport.address import public_address
 from zmqtrain.transport.key_folder import KeyFolder
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -91,7 +91,7 @@ def test_the_first_of_several_masters_says_how_the_others_are_started() -> None:
 
 def test_where_nodes_reach_a_master_follows_from_the_way_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"10.0.0.1": "10.0.0.7", "192.0.2.1": "10.0.0.8"}
-    monkeypatch.setattr(registration, "local_address", lambda host="192.0.2.1", port=9: ways.get(host, ""))
+    monkeypatch.setattr(address_module, "local_address", lambda host="192.0.2.1", port=9: ways.get(host, ""))
     own = "tcp://127.0.0.1:6000"
     assert public_address("tcp://*:6000", own, "tcp://10.0.0.1:5555") == "tcp://10.0.0.7:6000"
     assert public_address("tcp://*:6000", own, "tcp://127.0.0.1:5555") == "tcp://10.0.0.8:6000"

@@ -12,7 +12,7 @@ import pytest
 from zmqtrain.core import installed
 from zmqtrain.core.installed import clone_folder, has_nvidia_driver, how_to_install
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 
 
 def test_in_a_clone_the_line_names_its_folder_and_the_python_that_runs():

@@ -62,8 +62,6 @@ from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedn
 from zmqtrain.strategies.norms import Judgement, is_suspicious
 from zmqtrain.strategies.outer import outer_from_spec
 
-__all__ = ["Released", "Aggregator", "Vector"]
-
 MOST_VALUES = 1 << 33
 """No larger model is planned for: a founder's claim must not cost the hub seconds."""
 

@@ -32,19 +32,6 @@ from zmqtrain.core.settings import AUTO, RunSettings
 from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, count_values, number_of
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 
-__all__ = [
-    "DENSE",
-    "Encoded",
-    "OnDevice",
-    "DeltaCoder",
-    "cut",
-    "mean_score",
-    "encode_snapshot",
-    "decode_snapshot",
-    "snapshot_codecs",
-    "snapshot_counts",
-]
-
 DENSE = "float32"
 """The codec of snapshots, and of the exchanges that drain what is pending."""
 

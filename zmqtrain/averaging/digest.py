@@ -10,8 +10,6 @@ from hashlib import blake2b
 
 from zmqtrain.core.types import Buffer
 
-__all__ = ["DIGEST_BYTES", "Digest", "digest_of"]
-
 DIGEST_BYTES = 16
 
 

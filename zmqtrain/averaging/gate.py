@@ -20,8 +20,6 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Score
 from zmqtrain.strategies.norms import Judgement, NormGate, norm_gate_from_text
 
-__all__ = ["USUAL_FACTOR", "MOST_REST", "DeltaGate", "error_of", "reason_of"]
-
 USUAL_FACTOR = 10.0
 """What norm_gate is, in a run that leaves it open."""
 MOST_REST = 10.0

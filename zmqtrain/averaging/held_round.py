@@ -30,8 +30,6 @@ from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.selection import selection_from_spec
 from zmqtrain.strategies.staleness import compensate, staleness_from_spec
 
-__all__ = ["HeldRound"]
-
 SCORES_KEPT = 16
 """The shared model's score is the median of so many of its nodes' latest ones."""
 

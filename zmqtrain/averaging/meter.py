@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.types import PeerId
 from zmqtrain.strategies.noise import NoiseScale
 
-__all__ = ["DeltaMeter"]
-
 Values = NDArray[np.float32]
 
 SAMPLED = 4096

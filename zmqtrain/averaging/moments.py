@@ -17,8 +17,6 @@ from zmqtrain.core.errors import CodecError, FramingError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
 from zmqtrain.protocol.messages import Snapshot
 
-__all__ = ["MOMENT_MODELS", "encode_moments", "check_moments", "decode_moments", "split_snapshot", "check_sizes"]
-
 MOMENT_MODELS = 4
 """An optimizer's state may be so many times as large as the model: Adam's is twice."""
 FEW_FRAMES, LEAST_FRAME_BYTES = 4096, 1 << 20

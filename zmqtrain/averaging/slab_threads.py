@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["LEAST_VALUES", "MOST_THREADS", "SlabThreads", "idle_cores"]
-
 Item = TypeVar("Item")
 
 MOST_THREADS = 4

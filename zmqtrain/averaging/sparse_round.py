@@ -30,8 +30,6 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.protocol.messages import Publish
 
-__all__ = ["PART_VALUES", "SparseRound"]
-
 PART_VALUES = 1 << 18
 """The values of a part, if the slabs allow it: a megabyte, as much as the longest slab of a codec that picks."""
 

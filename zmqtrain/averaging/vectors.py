@@ -18,8 +18,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ALIGNMENT_BYTES", "SMALLEST_KEPT_BYTES", "Vectors"]
-
 ALIGNMENT_BYTES = 64
 SMALLEST_KEPT_BYTES = 1 << 20
 """Smaller vectors come from the heap, which holds on to its pages by itself."""

@@ -27,8 +27,6 @@ from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
 from zmqtrain.session.traffic import Traffic
 from zmqtrain.strategies.norms import Judgement
 
-__all__ = ["Arrivals"]
-
 Frames = Sequence[Buffer]
 
 

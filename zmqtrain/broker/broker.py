@@ -70,8 +70,6 @@ from zmqtrain.strategies.noise import gains
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
 
-__all__ = ["BrokerStatistics", "Broker"]
-
 TICK_SECONDS = 0.05
 OUTBOX_MODELS = 3
 """So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""

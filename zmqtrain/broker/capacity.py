@@ -11,8 +11,6 @@ import os
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import ModelSpec, count_values
 
-__all__ = ["MODELS_HELD", "check_capacity"]
-
 MODELS_HELD = 5
 """What a hub holds of a model at least, in float32: the parameters, what is published, a round's sum, an outer
 optimizer's state, and a snapshot on its way."""

@@ -16,8 +16,6 @@ from zmqtrain.averaging.aggregator import Released
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError
 
-__all__ = ["JournalRecord", "RunFolder", "model_arrays"]
-
 JournalRecord = tuple[Released, tuple[tuple[str, int], ...], int]
 """A release, the publishes that landed in it as (peer, sequence), and the samples they stand for."""
 

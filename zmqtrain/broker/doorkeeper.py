@@ -16,8 +16,6 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.transport.key_folder import KeyFolder, Stamp
 from zmqtrain.transport.zmq_router import RouterChannel
 
-__all__ = ["LOOK_SECONDS", "Doorkeeper"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0

@@ -20,8 +20,6 @@ from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.messages import model_from_wire
 
-__all__ = ["History", "read_history"]
-
 
 @dataclass(frozen=True)
 class History:

@@ -16,8 +16,6 @@ from typing import Any
 from zmqtrain.core.errors import CodecError, ZmqTrainError
 from zmqtrain.session.mailbox import Worker
 
-__all__ = ["Jobs"]
-
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 1 << 17

@@ -32,8 +32,6 @@ from zmqtrain.core.types import Buffer, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
 
-__all__ = ["FREE_SETTINGS", "AGAIN_SECONDS", "Keeper"]
-
 logger = logging.getLogger(__name__)
 
 FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")

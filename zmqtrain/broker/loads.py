@@ -13,8 +13,6 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.session.traffic import Traffic
 from zmqtrain.transport.reservation import LinkShare
 
-__all__ = ["Loads"]
-
 RATE_NEWS = 1.05
 """A link is said to be faster than it was said to be when it was seen so many times as fast."""
 CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32

@@ -10,8 +10,6 @@ from zmqtrain.core.types import Buffer
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Quarantine, Report, WorkUnit
 
-__all__ = ["Onlooker"]
-
 
 class Onlooker:
     """A `Listener` that only keeps why its line cannot go on. failure: None while it can."""

@@ -26,8 +26,6 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.types import ModelSpec, Version
 
-__all__ = ["MODEL_FILE", "BEST_FILE", "LAST_FILE", "part_file", "export_part", "join_parts", "merge_parts"]
-
 logger = logging.getLogger(__name__)
 
 MODEL_FILE = "model.safetensors"

@@ -39,8 +39,6 @@ from zmqtrain.protocol.rates import (
 )
 from zmqtrain.session.traffic import Traffic
 
-__all__ = ["Receiver"]
-
 OTHER_KEYS = (
     "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
     "it with a copy of the keys folder of the first (--keys)"

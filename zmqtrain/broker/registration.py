@@ -25,8 +25,6 @@ from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
-__all__ = ["MasterPlace", "Registration"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02

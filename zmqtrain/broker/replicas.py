@@ -30,8 +30,6 @@ from zmqtrain.protocol.peer import Peer
 from zmqtrain.protocol.standby import Patience
 from zmqtrain.session.link import HubLink
 
-__all__ = ["OpenLine", "pack_replica", "unpack_replica", "Replicas"]
-
 logger = logging.getLogger(__name__)
 
 PAUSED_SECONDS = 2.0

@@ -13,8 +13,6 @@ from pathlib import Path
 from zmqtrain.broker.parts import MODEL_FILE
 from zmqtrain.checkpoint.folder import is_locked
 
-__all__ = ["RUNS", "RunFolders", "new_run"]
-
 RUNS = Path("zmqtrain-runs")
 """In the folder in which the broker was started."""
 

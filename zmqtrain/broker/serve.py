@@ -34,8 +34,6 @@ from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
 
-__all__ = ["serve", "BrokerThread"]
-
 START_SECONDS = 60.0
 STOP_SECONDS = 90.0
 

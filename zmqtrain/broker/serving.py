@@ -27,8 +27,6 @@ from zmqtrain.core.types import Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Reduce, Serve
 from zmqtrain.session.traffic import Traffic
 
-__all__ = ["Serving"]
-
 Frames = Sequence[Buffer]
 
 

@@ -14,8 +14,6 @@ from zmqtrain.averaging.aggregator import Released
 from zmqtrain.core.types import Buffer, Version
 from zmqtrain.protocol.effects import Reduce, Serve
 
-__all__ = ["MOST_KEPT", "KEPT_SECONDS", "Kept", "Shelf"]
-
 MOST_KEPT = 2
 KEPT_SECONDS = 60.0
 """How long a version is kept after somebody began to fetch it, or went on to."""

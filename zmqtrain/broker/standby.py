@@ -40,8 +40,6 @@ from zmqtrain.session.patience import Patience
 from zmqtrain.session.sparing import SparingLogger
 from zmqtrain.transport.address import say_unreachable
 
-__all__ = ["StandbyPlace", "Inheritance", "Standby"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05

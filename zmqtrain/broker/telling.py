@@ -18,8 +18,6 @@ from zmqtrain.protocol.words import words
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.session.sparing import SparingLogger
 
-__all__ = ["Telling"]
-
 logger = logging.getLogger(__name__)
 
 OTHERS_NAMED = 1024

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from zmqtrain.core.types import PeerId
 
-__all__ = ["AT_ONCE", "AT_ONCE_BYTES", "SHARE", "AGAIN_SHARE", "AGAIN_SECONDS", "FREE", "AGAIN_FREE", "Turns"]
-
 AT_ONCE, AT_ONCE_BYTES = 2, 8 << 20
 SHARE, AGAIN_SHARE = 0.5, 0.125
 AGAIN_SECONDS = 60.0

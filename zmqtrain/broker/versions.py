@@ -42,8 +42,6 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Snapshot
 from zmqtrain.session.traffic import Traffic
 
-__all__ = ["VersionEffect", "Versions"]
-
 VersionEffect = Found | Average | Propose | Lend | Accumulate | Reduce | TakeBack | Rewind | Serve | Replicate
 
 Frames = Sequence[Buffer]

@@ -14,8 +14,6 @@ from typing import Protocol
 from zmqtrain.chaos.schedule import Fault, FaultKind
 from zmqtrain.chaos.services import Service
 
-__all__ = ["Wire", "Deed", "Player", "PROCESS_KINDS"]
-
 LOOK_SECONDS = 0.02
 PROCESS_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "slow", "disk", "clock")
 """What is done to a process; every other fault is its wire's."""

@@ -17,8 +17,6 @@ from types import TracebackType
 from zmqtrain.chaos.schedule import FaultKind
 from zmqtrain.transport.address import parse_address
 
-__all__ = ["Proxy"]
-
 READ_BYTES = 64 << 10
 FULL_BYTES_PER_SECOND = 12.5e6
 """What a slowed wire passes a share of: 100 Mb/s."""

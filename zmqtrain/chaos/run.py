@@ -22,8 +22,6 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.monitor.ledger import Audit, Release, audit, lives_of
 from zmqtrain.monitor.records import Record, read_records
 
-__all__ = ["KEEP_ALL", "READY", "Outcome", "Run", "hub_folder", "record_of"]
-
 KEEP_ALL = ("--checkpoint-keep", "1000000")
 """Said to the broker: its book begins where its oldest checkpoint does."""
 READY = "training"

@@ -14,8 +14,6 @@ from typing import Literal, get_args
 
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["BROKER", "FaultKind", "KINDS", "Fault", "FaultKindRange", "RANGES", "check_kinds", "draw_schedule"]
-
 BROKER = "broker"
 """The target that is the hub; every other is a node's name."""
 

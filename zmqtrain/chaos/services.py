@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Life", "Service"]
-
 CLOSE_SECONDS = 5.0
 DUTY_SECONDS = 0.1
 """A slowed process stands still for a share of each such time."""

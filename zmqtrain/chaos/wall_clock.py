@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["main"]
-
 DAY_SECONDS = 86_400
 
 

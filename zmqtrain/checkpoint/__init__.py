@@ -2,5 +2,3 @@
 
 A broker and a node keep their state here; what is in it is theirs.
 """
-
-__all__: list[str] = []

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.quantities import parse_duration
 
-__all__ = ["Every", "every_from_text"]
-
 LEAST_SECONDS = 0.1
 STRICT_VERSIONS = 64
 """Of the default in strict mode, whose nodes and broker save at the same versions."""

@@ -22,8 +22,6 @@ from safetensors.numpy import save_file
 
 from zmqtrain.core.errors import CheckpointError
 
-__all__ = ["write_arrays", "read_arrays", "sync_folder", "describe_difference"]
-
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]) -> None:
     """Write a safetensors file atomically; with a "state" in the metadata it gets a checksum.

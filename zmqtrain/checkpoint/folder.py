@@ -24,8 +24,6 @@ from zmqtrain.checkpoint.files import read_arrays, sync_folder, write_arrays
 from zmqtrain.checkpoint.journal import Journal, read_journal
 from zmqtrain.core.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "is_locked"]
-
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d{12})\.safetensors")

@@ -18,8 +18,6 @@ from pathlib import Path
 from zmqtrain.checkpoint.files import sync_folder
 from zmqtrain.core.errors import CheckpointError
 
-__all__ = ["Journal", "read_journal"]
-
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<II")

@@ -24,19 +24,6 @@ from zmqtrain.checkpoint.files import write_arrays
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.types import VERSION, ModelSpec, Version, spec_from_plain, spec_to_plain
 
-__all__ = [
-    "FORMAT",
-    "NAMES",
-    "ModelFacts",
-    "facts_from_state",
-    "facts_to_metadata",
-    "facts_from_metadata",
-    "write_model",
-    "read_model",
-    "Beginning",
-    "read_beginning",
-]
-
 logger = logging.getLogger(__name__)
 
 FORMAT = "zmqtrain model 1"

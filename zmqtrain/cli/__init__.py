@@ -14,8 +14,6 @@ from importlib import import_module
 
 from zmqtrain import __version__
 
-__all__ = ["COMMANDS", "main", "broker_main", "node_main"]
-
 COMMANDS = {
     "broker": "start the broker of a run, on the hub",
     "node": "train on this PC as a node of a run",

@@ -43,25 +43,6 @@ from zmqtrain.transport.found_keys import EVERY_PC
 from zmqtrain.transport.key_folder import KeyFolder, default_key_folder
 from zmqtrain.transport.zmq_access import descriptor_room
 
-__all__ = [
-    "main",
-    "check_program",
-    "check_checkpoint",
-    "describe_program",
-    "ending",
-    "finished",
-    "greeting",
-    "shard_greeting",
-    "stop_line",
-    "standby_greeting",
-    "takeover_greeting",
-    "node_addresses",
-    "open_keys",
-    "result",
-    "saving",
-    "way_in",
-]
-
 PROGRAM = "zmqtrain-broker"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -27,8 +27,6 @@ from zmqtrain.planning.rules import check_rules
 from zmqtrain.transport.address import is_loopback, parse_address
 from zmqtrain.transport.key_folder import default_key_folder
 
-__all__ = ["BrokerConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerConfig(RunOptions):

@@ -18,7 +18,6 @@ from zmqtrain.planning.memory import Place, estimate
 if TYPE_CHECKING:
     from zmqtrain.train.program import Program
 
-__all__ = ["check_card"]
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,6 @@ from zmqtrain.cli.terminal import Terminal
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
 
-__all__ = ["ChaosConfig", "HERE_KINDS", "main", "outcome_table"]
-
 PROGRAM = "zmqtrain chaos"
 HERE_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "unplug", "slow", "drop", "disk", "clock")
 """What can be done on one PC, by anybody; the others befall frames of a network."""

@@ -34,19 +34,6 @@ from zmqtrain.core.installed import how_to_install
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.messages import Roster
 
-__all__ = [
-    "DemoConfig",
-    "main",
-    "Point",
-    "Curve",
-    "Recorder",
-    "draw",
-    "summary_table",
-    "speed_sentence",
-    "ideal_sentence",
-    "pace_sentence",
-]
-
 PROGRAM = "zmqtrain demo"
 START_SECONDS = 90.0
 BATCH = 2

@@ -29,23 +29,6 @@ from zmqtrain.protocol.masters import name_missing
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.protocol.words import words
 
-__all__ = [
-    "format_bytes",
-    "format_count",
-    "format_rate",
-    "plural",
-    "format_seconds",
-    "format_number",
-    "format_scores",
-    "roster_headline",
-    "roster_legend",
-    "roster_gain",
-    "roster_line",
-    "roster_table",
-    "Display",
-    "log_to_stderr",
-]
-
 REDRAW_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
 NOTHING = "–"

@@ -29,8 +29,6 @@ from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.found_keys import find_access
 
-__all__ = ["DoctorConfig", "Finding", "main", "judge_way", "judge_link", "judge_machine"]
-
 PROGRAM = "zmqtrain doctor"
 SICK = 1
 

@@ -33,15 +33,6 @@ from zmqtrain.core.errors import (
     ZmqTrainError,
 )
 
-__all__ = [
-    "run_command",
-    "leave_at_once",
-    "leave_without_teardown",
-    "end_signals",
-    "first_interrupt",
-    "watch_signals",
-]
-
 ERROR, NO_USE, INTERRUPTED = 2, 78, 130
 FINAL = frozenset({"key", "model", "revoked", "run", "superseded"})
 """The reasons of a refusal that is the same the next time."""

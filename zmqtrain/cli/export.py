@@ -19,8 +19,6 @@ from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.address import parse_addresses
 
-__all__ = ["ExportConfig", "main"]
-
 PROGRAM = "zmqtrain export"
 
 

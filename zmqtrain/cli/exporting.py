@@ -29,8 +29,6 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
-__all__ = ["COPY_SECONDS", "model_of_run", "model_of_folder"]
-
 COPY_SECONDS = 600.0
 """So long a copy may take to come."""
 

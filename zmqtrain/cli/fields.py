@@ -16,24 +16,6 @@ from zmqtrain.checkpoint.every import every_from_text
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings
 
-__all__ = [
-    "Verbose",
-    "Hub",
-    "Hubs",
-    "Folder",
-    "File",
-    "From",
-    "Every",
-    "Delay",
-    "Fragments",
-    "RunOptions",
-    "KeepsCheckpoints",
-    "require",
-    "check_beginning",
-    "check_checkpoints",
-    "check_no_checkpoint",
-]
-
 Verbose = Annotated[bool, tyro.conf.arg(aliases=["-v"])]
 Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
 Hubs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB[,HUB...]")]

@@ -26,8 +26,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.installed import command_word
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
 
-__all__ = ["ListConfig", "NewConfig", "RevokeConfig", "main"]
-
 PROGRAM = "zmqtrain keys"
 USAGE = """usage: zmqtrain keys COMMAND [OPTIONS]      (zmqtrain keys COMMAND --help says more)
 

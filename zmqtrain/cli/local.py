@@ -46,8 +46,6 @@ from zmqtrain.planning.rules import check_rules
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.synchronous.lockstep import read_exchange
 
-__all__ = ["LocalConfig", "main", "Federation", "Departure", "share_of_cores"]
-
 PROGRAM = "zmqtrain local"
 HERE = "tcp://127.0.0.1:0"
 FLUSH_SECONDS = 45.0

@@ -26,8 +26,6 @@ from zmqtrain.core.types import VERSION
 from zmqtrain.transport.address import parse_address
 from zmqtrain.transport.zmq_port import libzmq_version
 
-__all__ = ["WayToHub", "Machine", "find_way", "look_at_machine"]
-
 _IP_MTU = 14
 """Of Linux, ip(7); Python's socket module does not name it."""
 _SIOCGIFADDR = 0x8915

@@ -17,8 +17,6 @@ from zmqtrain.cli.fields import Verbose
 from zmqtrain.cli.settings import read_config
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["MergeConfig", "main"]
-
 PROGRAM = "zmqtrain merge"
 
 

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult
     from zmqtrain.train.program import Program
 
-__all__ = ["main", "Interruption", "load_run_program", "model_line", "paced", "result_table", "say_alone"]
 
 PROGRAM = "zmqtrain-node"
 GOODBYE_SECONDS = 3.0

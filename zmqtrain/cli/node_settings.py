@@ -18,8 +18,6 @@ from zmqtrain.train.induce import induced_from_spec
 from zmqtrain.train.lockstep import Lockstep, Server
 from zmqtrain.transport.address import parse_addresses
 
-__all__ = ["NodeConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:

@@ -29,8 +29,6 @@ from zmqtrain.planning.memory import MemoryEstimate, Place, estimate
 from zmqtrain.planning.planning import Plan, Wish, make_plan, variants
 from zmqtrain.planning.schedule import model_of
 
-__all__ = ["PlanConfig", "main", "wish_of", "memory_of", "settings_line"]
-
 PROGRAM = "zmqtrain plan"
 DOES_NOT_FIT = 1
 CARD_BYTES_OF_OTHERS = 500_000_000

@@ -17,8 +17,6 @@ from zmqtrain.cli.terminal import visible
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs import ENTRY_POINT_GROUP, program_names, program_source
 
-__all__ = ["ProgramsConfig", "describe_one", "main"]
-
 PROGRAM = "zmqtrain programs"
 WIDTH = 79
 

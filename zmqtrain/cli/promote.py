@@ -13,8 +13,6 @@ from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.node.connect import promote
 from zmqtrain.transport.address import parse_address
 
-__all__ = ["PromoteConfig", "main"]
-
 PROGRAM = "zmqtrain promote"
 
 

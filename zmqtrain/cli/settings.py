@@ -32,8 +32,6 @@ from zmqtrain.core.errors import ConfigError, NotHereYet
 from zmqtrain.core.settings import read_steps
 from zmqtrain.transport.address import parse_address, parse_addresses
 
-__all__ = ["read_config", "check_host"]
-
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)

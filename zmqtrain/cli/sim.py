@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from zmqtrain.sim.replay import ReplayResult
     from zmqtrain.sim.run import SimResult
 
-__all__ = ["SimConfig", "main", "result_tables", "replay_table"]
 
 PROGRAM = "zmqtrain sim"
 INTERRUPTED = 130

@@ -23,8 +23,6 @@ from zmqtrain.protocol.messages import Roster
 from zmqtrain.protocol.words import MAX_SENTENCE, words
 from zmqtrain.transport.address import parse_addresses
 
-__all__ = ["StatusConfig", "main", "roster_as_json"]
-
 PROGRAM = "zmqtrain status"
 LOOK_SECONDS = 0.05
 

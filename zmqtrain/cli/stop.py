@@ -14,8 +14,6 @@ from zmqtrain.node.connect import stop
 from zmqtrain.node.node import Node
 from zmqtrain.transport.address import parse_address
 
-__all__ = ["StopConfig", "main"]
-
 PROGRAM = "zmqtrain stop"
 
 

@@ -16,8 +16,6 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Terminal", "StderrHandler", "VisibleFormatter", "say", "visible"]
-
 LAYOUT = "\n\t"
 
 

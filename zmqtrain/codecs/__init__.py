@@ -1,3 +1,1 @@
 """How an array shrinks: codecs of pure functions, the payloads they fill, and the fragments a model is cut into."""
-
-__all__: list[str] = []

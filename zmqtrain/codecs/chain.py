@@ -15,8 +15,6 @@ import numpy as np
 from zmqtrain.codecs.codec import Codec, Sections, Stage, State, needs_slab
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["chain"]
-
 _LONGEST_SLAB = 1 << 18
 """The most values of a chain's slab, unless the codec's own is longer: a megabyte of float32."""
 

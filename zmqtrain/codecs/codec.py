@@ -21,27 +21,6 @@ import numpy as np
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = [
-    "LARGEST_BLOCK",
-    "PIECE_VALUES",
-    "SLAB_VALUES",
-    "SMALLEST_MAGNITUDE_BITS",
-    "Codec",
-    "Scratch",
-    "Sections",
-    "Stage",
-    "State",
-    "Stateless",
-    "block_count",
-    "check_scales",
-    "energy_of_scales",
-    "needs_between",
-    "needs_finite",
-    "needs_slab",
-    "plain",
-    "read_buffers",
-]
-
 SLAB_VALUES = 65_536
 """The most values that most codecs take at once: 256 KB of float32, a cache's worth; an index in it has 16 bits."""
 

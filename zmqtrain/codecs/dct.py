@@ -31,8 +31,6 @@ from zmqtrain.core.errors import CodecError, ConfigError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["BLOCKS", "dct"]
-
 BLOCKS = {8: 9, 16: 9, 32: 10, 64: 10, 128: 11}
 """The block sizes there are, and the power of two by which each one's cosines become whole numbers up to 256."""
 

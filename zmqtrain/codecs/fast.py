@@ -18,8 +18,6 @@ import numpy as np
 
 from zmqtrain.codecs.codec import SMALLEST_MAGNITUDE_BITS
 
-__all__ = ["LARGE_SLAB", "Kernels", "kernels", "use"]
-
 logger = logging.getLogger(__name__)
 
 LARGE_SLAB = 16_384

@@ -26,8 +26,6 @@ from zmqtrain.codecs.codec import (
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array
 
-__all__ = ["error_feedback", "momentum_correction"]
-
 """The densities of Deep Gradient Compression, sec. 3.3: four epochs of warm-up, and what is kept after them."""
 
 _MAGNITUDE = 0x7FFFFFFF

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.types import Array, ModelSpec
 
-__all__ = ["BLOCK_VALUES", "Layout", "WholeLayout", "check_model"]
-
 BLOCK_VALUES = 4096
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")

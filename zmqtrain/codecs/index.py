@@ -20,8 +20,6 @@ from zmqtrain.codecs import fast
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Array
 
-__all__ = ["MOST_PLACES", "Form", "check_places", "index_form", "pack_places", "rank_search", "unpack_places"]
-
 MOST_PLACES = 1 << 18
 """The most values among which some are picked: every number here stays far under 31 bits."""
 

@@ -35,8 +35,6 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["sign", "int2"]
-
 Numpy = np.ndarray[Any, Any]
 
 _scratch = Scratch()

@@ -34,8 +34,6 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["lowrank"]
-
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST_SLAB = 1 << 20

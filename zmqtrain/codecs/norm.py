@@ -16,8 +16,6 @@ from zmqtrain.codecs.codec import Codec, Scratch
 from zmqtrain.codecs.payload import Slab, open_slabs
 from zmqtrain.core.types import Buffer
 
-__all__ = ["payload_norm"]
-
 _scratch = Scratch()
 
 

@@ -30,28 +30,6 @@ from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
 
-__all__ = [
-    "Slab",
-    "FramePlan",
-    "PayloadPlan",
-    "Part",
-    "SlabEncoder",
-    "SlabReader",
-    "plan_payload",
-    "plan_parts",
-    "payload_size",
-    "initial_states",
-    "encode_payload",
-    "encode_slabs",
-    "seal_frame",
-    "check_frame",
-    "check_payload",
-    "decode_frame",
-    "decode_payload",
-    "decode_segments",
-    "open_slabs",
-]
-
 _VERSION = 2
 _HEADER = struct.Struct("<B3xIII")
 _ALIGNMENT = 4

@@ -26,8 +26,6 @@ from zmqtrain.codecs.payload import PayloadPlan, check_payload, plan_payload, se
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["DeviceCoder", "Coded"]
-
 Coded = tuple[Sequence[Codec], Sequence[Buffer]]
 """A payload's codecs, one for each segment, and its frames."""
 

@@ -14,8 +14,6 @@ from zmqtrain.codecs.codec import Codec, Scratch, Sections, Stateless, needs_fin
 from zmqtrain.core.errors import NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["bf16", "float32"]
-
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST_BF16 = 0x7F7F

@@ -36,8 +36,6 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["int8", "int8_stochastic", "int4", "int4_stochastic", "decode_blocks", "scale_blocks", "write_blocks"]
-
 Numpy = np.ndarray[Any, Any]
 
 _scratch = Scratch()

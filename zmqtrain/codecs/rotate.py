@@ -19,8 +19,6 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["MOST_FRAGMENTS", "fragment", "fragment_stage"]
-
 MOST_FRAGMENTS = 4096
 """The most parts of a slab; at a slab's usual size each has 16 values then."""
 

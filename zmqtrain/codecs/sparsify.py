@@ -32,18 +32,6 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = [
-    "KEY_BITS",
-    "LARGEST_KEY",
-    "blocktopk",
-    "magnitude_keys",
-    "needs_density",
-    "needs_short_slab",
-    "picking_stage",
-    "put_at",
-    "randomk",
-]
-
 KEY_BITS = 15
 """Exponent and upper mantissa of a float32: with the sign a bfloat16."""
 LARGEST_KEY = (1 << KEY_BITS) - 1

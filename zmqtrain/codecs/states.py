@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from zmqtrain.codecs.codec import State
 from zmqtrain.core.errors import CodecError
 
-__all__ = ["pack_states", "fill_states"]
-
 
 def pack_states(states: Sequence[State]) -> list[NDArray[Any]]:
     """Return a copy of every array in the states of a payload's slabs, on the host, in a fixed order."""

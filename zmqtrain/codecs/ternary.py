@@ -35,8 +35,6 @@ from zmqtrain.codecs.quantize import write_blocks
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["ternary"]
-
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
 _DIGITS = 5

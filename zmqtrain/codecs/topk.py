@@ -27,8 +27,6 @@ from zmqtrain.codecs.sparsify import (
 )
 from zmqtrain.core.types import Array, Buffer
 
-__all__ = ["topk"]
-
 _scratch = Scratch()
 _INFINITE_KEY = 0x7F80
 _EIGHT_TRUE = np.uint64(0x0101010101010101)

@@ -23,21 +23,6 @@ from zmqtrain.collectives.rooted import children, combine_children, parent
 from zmqtrain.collectives.shares import by_the_owners, chunks, round_the_ring, share_bounds
 from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Values
 
-__all__ = [
-    "ALIASES",
-    "ALLREDUCE",
-    "CHUNKS_AHEAD",
-    "Allreduce",
-    "naive",
-    "ring",
-    "tree",
-    "halving",
-    "parallel",
-    "sequential",
-    "hub",
-    "reduce_at_the_hub",
-]
-
 Allreduce = Callable[[int, int, Values, Reduction, int], Steps]
 """f(rank, size, buffer, op, chunk_values)."""
 

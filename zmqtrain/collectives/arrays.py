@@ -22,20 +22,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError, FramingError
 from zmqtrain.core.types import Array
 
-__all__ = [
-    "DTYPES",
-    "HUB_DTYPES",
-    "Leaf",
-    "LeafShape",
-    "as_bytes",
-    "dtype_code",
-    "dtype_of_code",
-    "dtype_of_name",
-    "is_leaf",
-    "read_leaf",
-    "take_leaf",
-]
-
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),

@@ -30,8 +30,6 @@ from zmqtrain.collectives.windows import Inflow, Outflow
 from zmqtrain.collectives.wire import CONFIRM, Head, Kind, digest
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
 
-__all__ = ["ASK_AFTER_SECONDS", "ASK_AGAIN_SECONDS", "Call", "Calls", "Phases"]
-
 ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
 """When a rank says that it waits, and how often it says so again."""
 

@@ -9,8 +9,6 @@ from math import inf
 
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
-__all__ = ["LARGEST_CHUNK_BYTES", "SMALLEST_CHUNK_BYTES", "TABLE", "choose_algorithm", "choose_chunk_bytes"]
-
 TABLE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
     (2, ((55_000, "naive"), (173_000, "parallel"), (inf, "ring"))),
     (4, ((55_000, "naive"), (173_000, "halving"), (inf, "ring"))),

@@ -20,8 +20,6 @@ from zmqtrain.collectives.steps import Receive, Send, Steps
 from zmqtrain.collectives.trees import Tree
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["Coder", "check_coder", "coded_allreduce"]
-
 _MESSAGE_BYTES = 256 << 10
 _AHEAD = 2
 """So many messages are encoded ahead of those that are awaited."""

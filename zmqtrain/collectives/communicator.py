@@ -37,8 +37,6 @@ from zmqtrain.collectives.trees import Tree, is_value, read_tree, take_tree
 from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.core.errors import CollectiveMismatch, ConfigError
 
-__all__ = ["Communicator", "Op"]
-
 Op = str | Function | Reduction
 """How two arrays become one: "sum", "mean", "max", "min", "prod", of bools and whole numbers "band", "bor", "bxor", in
 lower or upper case; or an associative and commutative function. Python's and numpy's own (`sum`, `max`, `math.prod`,

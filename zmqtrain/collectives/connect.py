@@ -15,8 +15,6 @@ from zmqtrain.collectives.rendezvous import open_port
 from zmqtrain.protocol.framing import pack_value, unpack_value
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
-__all__ = ["Communicator"]
-
 
 class Communicator(communicator.Communicator):
     """A process's place among the others of its group; its calls are those of `collectives.communicator`."""

@@ -19,17 +19,6 @@ from zmqtrain.collectives.rooted import children
 from zmqtrain.collectives.shares import share_bounds
 from zmqtrain.core.errors import ConfigError
 
-__all__ = [
-    "Cost",
-    "COSTS",
-    "bytes_sent",
-    "messages_sent",
-    "steps_taken",
-    "port_bytes",
-    "least_bytes",
-    "seconds_expected",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

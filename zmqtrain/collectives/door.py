@@ -14,8 +14,6 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat
 from zmqtrain.transport.zmq_router import RouterChannel
 
-__all__ = ["Door", "come_in_as"]
-
 BEAT = encode_message(Heartbeat())
 
 

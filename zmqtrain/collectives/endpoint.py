@@ -20,8 +20,6 @@ from zmqtrain.core.errors import CollectiveTimeout, FramingError
 from zmqtrain.core.interfaces import HubPort, Port
 from zmqtrain.core.types import HUB, Buffer, HubChunk
 
-__all__ = ["Endpoint"]
-
 logger = logging.getLogger(__name__)
 
 _EARLY_MESSAGES = 65_536

@@ -15,8 +15,6 @@ import numpy as np
 from zmqtrain.collectives.shares import chunks
 from zmqtrain.collectives.steps import Receive, Send, Steps, Values
 
-__all__ = ["scatter", "gather", "all_to_all", "barrier"]
-
 
 def scatter(rank: int, size: int, parts: Sequence[Values], into: Values | None, root: int, chunk_values: int) -> Steps:
     """Give each rank its part of the root's `parts`, which has one for each rank.

@@ -22,8 +22,6 @@ import numpy as np
 from zmqtrain.collectives.steps import Values
 from zmqtrain.core.errors import OperationError
 
-__all__ = ["call_function", "describe_function", "named_operation", "try_function"]
-
 _SAME: dict[str, tuple[Callable[..., Any], ...]] = {
     "sum": (builtins.sum, math.fsum, operator.add, operator.iadd, np.sum, np.add),
     "mean": (np.mean,),

@@ -28,8 +28,6 @@ from zmqtrain.core.errors import (
     ZmqTrainError,
 )
 
-__all__ = ["EXPLAIN_SECONDS", "Group", "Post", "Traffic"]
-
 logger = logging.getLogger(__name__)
 
 EXPLAIN_SECONDS = 0.5

@@ -30,8 +30,6 @@ from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
 
-__all__ = ["HubListener", "HubLine"]
-
 logger = logging.getLogger(__name__)
 
 LEAVE_LINGER_SECONDS = 0.2

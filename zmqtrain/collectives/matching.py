@@ -36,8 +36,6 @@ from zmqtrain.collectives.trees import read_tree
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, ZmqTrainError
 
-__all__ = ["CLOSING", "EAGER_WINDOW_BYTES", "PIECE_BYTES", "WINDOW_BYTES", "Matching"]
-
 EAGER_WINDOW_BYTES = 1 << 20
 """How much of small messages may be unreceived at a receiver, from each sender."""
 

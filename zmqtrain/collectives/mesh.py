@@ -33,8 +33,6 @@ from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
 
-__all__ = ["MeshPort", "MeshStatistics", "Meeting"]
-
 BACK_AT_ONCE = 8
 """So many signs of life of one rank are taken at a tick, of which one is due: who floods holds up nobody."""
 TICK_SECONDS = 0.05

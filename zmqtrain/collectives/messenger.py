@@ -39,8 +39,6 @@ from zmqtrain.collectives.trees import Tree, is_value, take_tree, take_value
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 from zmqtrain.core.interfaces import Port
 
-__all__ = ["TIMEOUT_SECONDS", "CommunicatorStatistics", "Message", "Messenger"]
-
 TIMEOUT_SECONDS = 120.0
 """How long a wait waits where nobody says otherwise: longer than a first step compiles."""
 

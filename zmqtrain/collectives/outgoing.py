@@ -15,8 +15,6 @@ from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
 from zmqtrain.transport.zmq_dealer import DealerChannel
 
-__all__ = ["Outgoing", "keep"]
-
 
 def keep(frames: Sequence[Buffer]) -> list[Buffer]:
     """Return a message that may wait: its small frames are copied."""

@@ -17,8 +17,6 @@ from collections.abc import Callable, Coroutine
 from zmqtrain.core.errors import LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import PortListener
 
-__all__ = ["PortThread"]
-
 logger = logging.getLogger(__name__)
 
 

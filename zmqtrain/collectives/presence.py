@@ -21,8 +21,6 @@ from zmqtrain.core.types import HUB, Buffer
 from zmqtrain.protocol.group_messages import GroupLost
 from zmqtrain.protocol.vigil import BEAT_SECONDS, Accuse, CutOff, Declare, Vigil
 
-__all__ = ["LEFT", "Presence"]
-
 logger = logging.getLogger(__name__)
 
 HUB_SILENCE_SECONDS = 5.0

@@ -27,17 +27,6 @@ from zmqtrain.protocol.group_messages import Fold, Folded
 from zmqtrain.protocol.words import words
 from zmqtrain.session.sparing import SparingLogger
 
-__all__ = [
-    "FOLD_MESSAGES",
-    "FOLD_BYTES",
-    "GROUP_FOLD_BYTES",
-    "MAX_OWN_BYTES",
-    "Reducers",
-    "check_chunk",
-    "find_fold",
-    "window_bytes",
-]
-
 logger = logging.getLogger(__name__)
 
 FOLD_MESSAGES, FOLD_BYTES = 16, 8 << 20

@@ -21,8 +21,6 @@ from zmqtrain.collectives.functions import call_function, describe_function, nam
 from zmqtrain.collectives.steps import Values
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["OPERATIONS", "Function", "Reduction", "find_reduction"]
-
 Function = Callable[[Values, Values], Any]
 """A caller's own: two flat arrays of one length and dtype -> a third, value by value. Associative and commutative."""
 

@@ -15,8 +15,6 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Message
 from zmqtrain.session.traffic import Traffic
 
-__all__ = ["Relays"]
-
 
 class Relays:
     """What waits at the hub to be passed on; used by the broker's loop alone."""

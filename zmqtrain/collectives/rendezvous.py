@@ -25,8 +25,6 @@ from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 from zmqtrain.transport.zmq_router import RouterChannel
 
-__all__ = ["TIMEOUT_SECONDS", "DIRECT_SECONDS", "open_port", "keep_freed_memory"]
-
 TIMEOUT_SECONDS = 60.0
 DIRECT_SECONDS = 3.0
 """A process that is not reached directly within this is reached through the hub."""

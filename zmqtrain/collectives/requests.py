@@ -17,8 +17,6 @@ from typing import Any, Protocol
 from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Status, status_of
 from zmqtrain.core.errors import CollectiveTimeout, ZmqTrainError
 
-__all__ = ["Host", "Request", "wait_all", "wait_any"]
-
 logger = logging.getLogger(__name__)
 
 

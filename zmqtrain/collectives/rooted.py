@@ -16,18 +16,6 @@ from zmqtrain.collectives.reductions import Reduction
 from zmqtrain.collectives.shares import chunks
 from zmqtrain.collectives.steps import Receive, Send, Steps, Values
 
-__all__ = [
-    "BROADCAST",
-    "REDUCE",
-    "parent",
-    "children",
-    "combine_children",
-    "broadcast_down_the_tree",
-    "broadcast_along_the_chain",
-    "reduce_up_the_tree",
-    "reduce_along_the_chain",
-]
-
 
 def parent(place: int) -> int:
     """Return who is above a place in the binomial tree: the place without its lowest bit. Place 0 is the root."""

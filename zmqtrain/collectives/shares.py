@@ -19,21 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from zmqtrain.collectives.reductions import Reduction
 from zmqtrain.collectives.steps import Receive, Send, Steps, Values
 
-__all__ = [
-    "LAST_CHUNK_BYTES",
-    "share_bounds",
-    "chunks",
-    "dwindling",
-    "round_the_ring",
-    "by_the_owners",
-    "REDUCE_SCATTER",
-    "ALLGATHER",
-    "ring_reduce_scatter",
-    "parallel_reduce_scatter",
-    "ring_allgather",
-    "parallel_allgather",
-]
-
 LAST_CHUNK_BYTES = 256 << 10
 """What comes last is halved as long as the halves are no smaller than this, which takes 2 ms to come on 1 Gb/s."""
 

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import CollectiveMismatch, LocalProtocolError
 
-__all__ = ["HUB", "Values", "Send", "Receive", "Steps", "Traffic", "run_locally"]
-
 HUB = -1
 """Where a rank is wanted: the broker, as one that reduces."""
 

@@ -16,21 +16,6 @@ from zmqtrain.collectives.trees import Tree
 from zmqtrain.collectives.wire import Head
 from zmqtrain.core.errors import ZmqTrainError
 
-__all__ = [
-    "ANY_SOURCE",
-    "ANY_TAG",
-    "NOTHING",
-    "Envelope",
-    "Finding",
-    "Outgoing",
-    "Receiving",
-    "Sending",
-    "Status",
-    "Transfer",
-    "matches",
-    "status_of",
-]
-
 ANY_SOURCE = -1
 """Whoever sent it."""
 

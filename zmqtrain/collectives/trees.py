@@ -24,8 +24,6 @@ from zmqtrain.collectives.wire import MAX_TEXT_BYTES
 from zmqtrain.core.containers import children, like
 from zmqtrain.core.errors import ConfigError, FramingError
 
-__all__ = ["Tree", "is_value", "read_tree", "take_tree", "take_value"]
-
 _DEEPEST = 64
 _LONGEST_TEXT = MAX_TEXT_BYTES // 2
 """What describes a call with these arrays is longer, and must fit in a message too."""

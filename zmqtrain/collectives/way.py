@@ -15,8 +15,6 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Message
 from zmqtrain.transport.zmq_dealer import DealerChannel
 
-__all__ = ["Way", "WayState"]
-
 
 class WayState(Enum):
     """How a process is sent to."""

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
-__all__ = ["PART_BYTES", "WINDOW_BYTES", "REPORT_BYTES", "Part", "Outflow", "Inflow"]
-
 PART_BYTES = MAX_FRAME_BYTES
 """What is longer is cut on its way."""
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 from zmqtrain.core.errors import FramingError, LocalProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
 
-__all__ = ["CONFIRM", "COPIED_BELOW_BYTES", "HEAD_BYTES", "MAX_TEXT_BYTES", "Head", "Kind", "digest", "pack", "unpack"]
-
 MAX_TEXT_BYTES = 1 << 20
 """What describes a tree of arrays: some ten thousand leaves."""
 

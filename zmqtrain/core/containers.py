@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["children", "like"]
-
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """Return the (name, child) of each child, in the container's own order; None for what is no container.

@@ -14,9 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["clone_folder", "command_word", "has_nvidia_driver", "how_to_install", "sharing_card"]
-
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
 
 

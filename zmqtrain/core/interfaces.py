@@ -26,23 +26,6 @@ from zmqtrain.core.types import (
     Version,
 )
 
-__all__ = [
-    "Layout",
-    "Clock",
-    "Exchange",
-    "Keeping",
-    "Keeps",
-    "Stops",
-    "Closes",
-    "Describes",
-    "GradientExchange",
-    "Channel",
-    "HubChannel",
-    "PortListener",
-    "Port",
-    "HubPort",
-]
-
 
 class Layout(Protocol):
     """How a model is cut in fragments: the same on the hub and on every node, so that no index travels."""

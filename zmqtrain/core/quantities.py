@@ -12,8 +12,6 @@ from math import isfinite
 
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["parse_count", "parse_bytes", "parse_rate", "parse_duration", "require_kind"]
-
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"

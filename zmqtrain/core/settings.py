@@ -12,19 +12,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import split_argument
 from zmqtrain.core.types import LOCAL_UNITS
 
-__all__ = [
-    "AUTO",
-    "AUTO_EVERY",
-    "AUTO_DELAY",
-    "AUTO_FRAGMENTS",
-    "FITTED",
-    "FIXED",
-    "FIRST",
-    "read_steps",
-    "pieces_of",
-    "RunSettings",
-]
-
 AUTO = "auto"
 """What a spec says that the hub fits to what it measures."""
 AUTO_EVERY, AUTO_DELAY, AUTO_FRAGMENTS = 0, -1, 0

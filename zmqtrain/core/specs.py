@@ -13,8 +13,6 @@ from math import isfinite
 
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["Number", "Families", "parse_spec", "format_spec", "split_argument"]
-
 Number = int | float
 
 Families = Mapping[str, Mapping[str, Number]]

@@ -14,36 +14,6 @@ from enum import IntEnum
 from math import isfinite, nan, prod
 from typing import Any, NamedTuple, NewType
 
-__all__ = [
-    "VERSION",
-    "PeerId",
-    "Version",
-    "Score",
-    "number_of",
-    "BARRIER_SHARE",
-    "is_barrier",
-    "Buffer",
-    "Array",
-    "MAX_FRAME_BYTES",
-    "LOCAL_UNITS",
-    "first_local_unit",
-    "Lane",
-    "LeafSpec",
-    "ModelSpec",
-    "count_values",
-    "describe_mismatch",
-    "spec_to_plain",
-    "spec_from_plain",
-    "Tally",
-    "Offer",
-    "Part",
-    "Update",
-    "ExchangeStatistics",
-    "Turn",
-    "HUB",
-    "HubChunk",
-]
-
 VERSION = "0.1.0"
 """Of this package: `zmqtrain.__version__`."""
 

@@ -2,5 +2,3 @@
 
 Nothing is imported here: the graph is used where no thread is wanted.
 """
-
-__all__: list[str] = []

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from zmqtrain.core.errors import EngineError
 
-__all__ = ["OnComplete", "Request", "Completion", "end_with_request"]
-
 
 class OnComplete(Protocol):
     """What an operation of `push_async` calls when it has ended, once, from any thread."""
@@ -39,6 +37,7 @@ class Completion:
         self._once = threading.Lock()  # acquired by the first call, for good
 
     def __call__(self, error: object = None, value: Any = None) -> None:
+        """Record how the operation ended; only the first call counts."""
         if error is None or isinstance(error, BaseException):
             is_first = self.end(error, value)
         else:

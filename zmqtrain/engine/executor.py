@@ -25,8 +25,6 @@ from zmqtrain.engine.completion import Completion, OnComplete, Request, end_with
 from zmqtrain.engine.graph import Graph, Operation, State, Variable
 from zmqtrain.engine.trace import Span, chrome_trace, write_trace
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 TRACED_OPERATIONS = 100_000

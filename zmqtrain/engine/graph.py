@@ -23,8 +23,6 @@ from weakref import WeakSet
 
 from zmqtrain.core.errors import EngineError
 
-__all__ = ["State", "Failure", "VariableOwner", "Variable", "Operation", "Graph"]
-
 UNTOLD_FAILURES = 64
 """So many failures that nobody was told of are kept, the earliest: a traceback holds all that its frames hold."""
 

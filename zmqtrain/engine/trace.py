@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Span", "chrome_trace", "merge_traces", "write_trace"]
-
 JsonObject = dict[str, Any]
 
 

@@ -18,8 +18,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.monitor.records import Record, name_of, read_records
 
-__all__ = ["Release", "Audit", "audit", "computed_samples", "lives_of", "releases_of"]
-
 Key = tuple[PeerId, int]
 
 

@@ -28,8 +28,6 @@ from zmqtrain.monitor.records import Record, crc_of_leaves, format_record, name_
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 
-__all__ = ["Recorder", "BrokerRecorder", "NodeRecorder"]
-
 logger = logging.getLogger(__name__)
 
 HELD_BYTES = 16 << 20

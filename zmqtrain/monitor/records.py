@@ -23,32 +23,6 @@ from zmqtrain.core.types import Array, Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 
-__all__ = [
-    "Record",
-    "name_of",
-    "crc_of_leaves",
-    "crc_of_frames",
-    "run",
-    "membership",
-    "founding",
-    "plan",
-    "release",
-    "evaluation",
-    "run_end",
-    "node",
-    "unit",
-    "step",
-    "schedule",
-    "pace",
-    "offer",
-    "withdrawal",
-    "application",
-    "node_end",
-    "format_record",
-    "write_records",
-    "read_records",
-]
-
 Record = dict[str, Any]
 """One record; its "kind" is the name of the function below that makes it."""
 

@@ -1,3 +1,1 @@
 """A node alive: what it decides, its threads, its lines to one hub or to several masters."""
-
-__all__: list[str] = []

@@ -12,8 +12,6 @@ from typing import Protocol, TypeVar
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.session.events import NodeEvents
 
-__all__ = ["UnitSource", "UnitBatches"]
-
 Batch = TypeVar("Batch", covariant=True)
 
 

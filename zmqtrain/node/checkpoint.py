@@ -23,8 +23,6 @@ from zmqtrain.node.restarts import Restarts
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.protocol.peer import Peer, PeerState
 
-__all__ = ["NodeCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from zmqtrain.node.restarts import Restarts
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.session.events import NodeEvents
 
-__all__ = ["CodecJobs", "say_codec_failure"]
-
 logger = logging.getLogger(__name__)
 
 EXCHANGES_WARM = 4

@@ -14,8 +14,6 @@ from typing import Any, Literal
 from zmqtrain.averaging.delta import DeltaCoder, OnDevice
 from zmqtrain.core.types import Array
 
-__all__ = ["CodecOn", "CoderPlace", "on_accelerator"]
-
 logger = logging.getLogger(__name__)
 
 CodecOn = Literal["auto", "host", "device"]

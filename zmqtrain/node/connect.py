@@ -35,8 +35,6 @@ from zmqtrain.transport.key_folder import default_key_folder
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 
-__all__ = ["NO_CHECKPOINT_IN_LOCKSTEP", "connect", "promote", "stop", "new_incarnation"]
-
 NO_CHECKPOINT_IN_LOCKSTEP = (
     "nodes in lockstep keep no checkpoints: all hold the same parameters, and one that is started again takes them "
     "from the others; leave --checkpoint out here, or --exchange"

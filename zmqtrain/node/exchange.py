@@ -38,8 +38,6 @@ from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.session.listener import PeerLink
 
-__all__ = ["PeerExchange"]
-
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch", covariant=True)

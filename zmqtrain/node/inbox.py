@@ -22,8 +22,6 @@ from zmqtrain.protocol.messages import Aggregate, Snapshot
 from zmqtrain.session.mailbox import Mailbox
 from zmqtrain.session.resuming import MOST_SPOILED
 
-__all__ = ["Inbox"]
-
 DECODED, MOST_DECODED = 2, 16
 """So many updates wait decoded for the training thread, and up to so many if all of them are small."""
 DECODED_BYTES, LARGE_UPDATE_BYTES = 1 << 28, 1 << 26

@@ -19,8 +19,6 @@ from zmqtrain.node.inbox import Inbox
 from zmqtrain.node.offers import Offers
 from zmqtrain.protocol.peer import Peer, PeerState
 
-__all__ = ["Joining"]
-
 Founding = tuple[Sequence[Any], Sequence[Any]]
 
 

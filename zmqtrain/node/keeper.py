@@ -26,8 +26,6 @@ from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.protocol.messages import WireSchedule
 from zmqtrain.protocol.schedules import Timetable
 
-__all__ = ["SavedNode", "NodeKeeper", "read_saved"]
-
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 10.0

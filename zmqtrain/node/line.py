@@ -17,8 +17,6 @@ from zmqtrain.node.units import UnitQueue
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.alone import Solitude
 
-__all__ = ["Line"]
-
 
 class Line(Exchange, Protocol):
     """What is asked of a node at one master, besides its being an Exchange: see `zmqtrain.node.node.Node`."""

@@ -16,8 +16,6 @@ from zmqtrain.core.types import ModelSpec, Part, Update
 from zmqtrain.node.line import Line
 from zmqtrain.protocol.masters import name_missing
 
-__all__ = ["Lines"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.01

@@ -25,8 +25,6 @@ from zmqtrain.node.lines import Lines
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.alone import Solitude
 
-__all__ = ["MastersNode"]
-
 Batch = TypeVar("Batch", covariant=True)
 
 

@@ -47,8 +47,6 @@ from zmqtrain.session.patience import REFUSED_SECONDS
 from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.reservation import LinkShare
 
-__all__ = ["Node"]
-
 logger = logging.getLogger(__name__)
 
 SAY_WAITING_SECONDS = 2.0

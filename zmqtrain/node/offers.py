@@ -13,8 +13,6 @@ from typing import Any
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Offer, Tally, Update, Version
 
-__all__ = ["Offers"]
-
 
 class Offers:
     """The offers of one node, and what has been applied there."""

@@ -14,9 +14,6 @@ from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.types import Version, number_of
 from zmqtrain.protocol.messages import Report, Roster
 
-__all__ = ["Progress", "paces"]
-
-
 LOSS_SECONDS = 0.1
 """A device's loss is read so often at most: each read copies one value to the host."""
 

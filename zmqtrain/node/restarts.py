@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from zmqtrain.core.settings import RunSettings
 
-__all__ = ["Restarts"]
-
 MOST_RESTARTS, HEALTHY_OFFERS = 3, 8
 
 

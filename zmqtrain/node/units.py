@@ -14,8 +14,6 @@ from typing import Any
 from zmqtrain.core.types import LOCAL_UNITS, PeerId, first_local_unit
 from zmqtrain.protocol.messages import WorkRequest, WorkUnit
 
-__all__ = ["UnitQueue"]
-
 AHEAD = 2
 ASK_AGAIN_SECONDS = 1.0
 WHOLE_UNIT = 1 << 30

@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from zmqtrain.core.errors import ZmqTrainError
 
-__all__ = ["Waiting"]
-
 
 class Waiting:
     """What one training thread waits on. changed: a condition of the thread's own kind of time."""

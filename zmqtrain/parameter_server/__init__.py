@@ -1,3 +1,1 @@
 """Keys, their values, and the gradients that workers push for them: the pure room of the parameter server."""
-
-__all__: list[str] = []

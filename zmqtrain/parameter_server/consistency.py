@@ -14,8 +14,6 @@ from typing import NamedTuple
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 
-__all__ = ["FAMILIES", "Consistency", "consistency_from_spec"]
-
 FAMILIES: dict[str, dict[str, Number]] = {"bsp": {}, "async": {}, "bounded": {"s": 3}}
 """Each member of the family and the defaults of its arguments."""
 

@@ -21,8 +21,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.parameter_server.shards import ITEM_BYTES, Piece, ShardMap
 
-__all__ = ["MOST_KEYS", "check_key", "key_name", "Placement", "Placed", "Directory"]
-
 MOST_KEYS = MOST_WAITS = 1 << 18
 """Keys in all, and waits for their values of one client."""
 MAX_KEY_CHARACTERS, MAX_DIMENSIONS = 400, 32

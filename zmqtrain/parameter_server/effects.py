@@ -9,17 +9,6 @@ from dataclasses import dataclass
 
 from zmqtrain.core.types import PeerId
 
-__all__ = [
-    "Receive",
-    "Install",
-    "Apply",
-    "Answer",
-    "Confirm",
-    "Refuse",
-    "Begin",
-    "Effect",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Receive:

@@ -29,8 +29,6 @@ from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import Credentials
 
-__all__ = ["KeyMasters", "all_of"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -11,8 +11,6 @@ from enum import Enum
 from zmqtrain.core.types import PeerId
 from zmqtrain.parameter_server.shards import ITEM_BYTES
 
-__all__ = ["Kind", "Request", "Worker", "Key"]
-
 
 class Kind(Enum):
     """What a request asks for; the values are for sentences."""

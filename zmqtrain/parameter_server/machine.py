@@ -26,8 +26,6 @@ from zmqtrain.parameter_server.rules import DEFAULT_RULES, Rules, canonical, che
 from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES
 from zmqtrain.parameter_server.store import is_cut
 
-__all__ = ["MOST_REQUESTS", "KeyServer"]
-
 MOST_REQUESTS = 1 << 16
 """So many requests of one worker may be open: each is held in memory."""
 KEY_BYTES, MAX_NAME = 4096, 500

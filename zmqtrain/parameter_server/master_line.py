@@ -34,8 +34,6 @@ from zmqtrain.protocol.vigil import BEAT_SECONDS, Vigil
 from zmqtrain.session.sender import Sender
 from zmqtrain.transport.reservation import Use
 
-__all__ = ["MasterLine"]
-
 TICK_SECONDS = 0.05
 HELLO_SECONDS = 1.0
 MAX_REASON = 200

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 
-__all__ = ["FAMILIES", "ServerOptimizer", "sgd", "momentum", "adam", "optimizer_from_spec"]
-
 Vector = NDArray[Any]
 State = Mapping[str, Vector]
 

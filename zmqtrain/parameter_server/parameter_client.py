@@ -38,8 +38,6 @@ from zmqtrain.parameter_server.shards import ITEM_BYTES
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 
-__all__ = ["Key", "ParameterRequest", "ParameterStatistics", "ParameterClient"]
-
 Key = str | int
 """The name of one array: a text, or the index of an array in a list."""
 

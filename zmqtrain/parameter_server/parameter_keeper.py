@@ -21,8 +21,6 @@ from zmqtrain.parameter_server.machine import KeyServer
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.store import Store
 
-__all__ = ["ParameterKeeper"]
-
 logger = logging.getLogger(__name__)
 
 FILE = "keys.safetensors"

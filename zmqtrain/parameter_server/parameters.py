@@ -31,8 +31,6 @@ from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, mode
 from zmqtrain.session.effect_queue import EffectQueue
 from zmqtrain.session.traffic import Traffic
 
-__all__ = ["Parameters"]
-
 logger = logging.getLogger(__name__)
 
 AWAITED_SECONDS = 1.0

@@ -11,8 +11,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.parameter_server.consistency import consistency_from_spec
 from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 
-__all__ = ["Rules", "DEFAULT_RULES", "canonical", "check_equal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:

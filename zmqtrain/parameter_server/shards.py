@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["ITEM_BYTES", "SPLIT_BYTES", "PIECE_BYTES", "Piece", "ShardMap"]
-
 ITEM_BYTES = {"float32": 4, "float64": 8}
 """The dtypes that a key may have, and the bytes of one value."""
 SPLIT_BYTES = 1 << 20

@@ -19,8 +19,6 @@ from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import Buffer
 from zmqtrain.parameter_server.optimizers import ServerOptimizer
 
-__all__ = ["FRAME_BYTES", "LARGEST_VALUE", "frame_sizes", "is_cut", "cut_frames", "join_frames", "Entry", "Store"]
-
 FRAME_BYTES = 1 << 20
 """Of one frame of values, the last one of a piece apart."""
 LARGEST_VALUE = 1e18

@@ -11,8 +11,6 @@ from typing import Any
 from zmqtrain.core.containers import children, like
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["name_leaves", "rebuild"]
-
 
 def name_leaves(tree: Any) -> dict[str, Any]:
     """Return a tree's arrays by key, in the order of the tree; None is no array.

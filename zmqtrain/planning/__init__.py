@@ -1,3 +1,1 @@
 """k, d, codec and cut from rates, sizes and measured costs; a link probed before a run."""
-
-__all__: list[str] = []

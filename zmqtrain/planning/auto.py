@@ -35,8 +35,6 @@ from zmqtrain.protocol.schedules import Plan
 from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.reservation import LinkShare
 
-__all__ = ["ASSUMED_BITS", "link_share", "typical_rate", "LoadPlanner"]
-
 ASSUMED_BITS = 1e9
 """The rate of a port of which nothing is known yet: a run whose exchanges are too small to measure it hardly cares."""
 

@@ -13,17 +13,6 @@ from zmqtrain.averaging.slab_threads import MOST_THREADS
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.planning.memory import Place
 
-__all__ = [
-    "COSTS",
-    "SPARSE_COSTS",
-    "CodecCosts",
-    "ExchangeCosts",
-    "SparseCosts",
-    "costs_of",
-    "exchange_costs",
-    "hub_threads",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodecCosts:

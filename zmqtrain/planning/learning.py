@@ -21,8 +21,6 @@ from math import log
 
 from zmqtrain.codecs.base import coding_from_spec
 
-__all__ = ["CODECS", "Learning", "NODE_BATCHES", "density_of", "slowdown", "ideal_speedup"]
-
 CODECS = (
     "int8",
     "int4",

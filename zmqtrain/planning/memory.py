@@ -19,8 +19,6 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec, ModelSpec, count_values
 from zmqtrain.planning.schedule import exchange_bytes
 
-__all__ = ["Place", "MemoryLine", "MemoryEstimate", "estimate"]
-
 Place = Literal["device", "host"]
 """On the card that trains, or in the memory of the PC around it."""
 

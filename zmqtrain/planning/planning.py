@@ -29,8 +29,6 @@ from zmqtrain.planning.schedule import (
     payload_rate,
 )
 
-__all__ = ["Wish", "Plan", "load_of", "make_plan", "variants"]
-
 FRAGMENTS_TRIED = (1, 2, 4, 8, 16, 32, 64)
 """With several masters, where an exchange carries one fragment of each."""
 

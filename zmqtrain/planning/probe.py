@@ -26,8 +26,6 @@ from zmqtrain.transport.found_keys import Access, find_access
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
-__all__ = ["RoundTrips", "LinkFigures", "measure_link", "probe_link"]
-
 Answered = TypeVar("Answered", bound=Message)
 
 PINGS = 100

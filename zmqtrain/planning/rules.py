@@ -19,8 +19,6 @@ from zmqtrain.strategies.selection import preemption_from_spec, selection_from_s
 from zmqtrain.strategies.staleness import staleness_from_spec
 from zmqtrain.train.minibatch import minibatch_from_spec
 
-__all__ = ["CANONICAL", "check_rules", "canonical"]
-
 
 def _preemption(text: str) -> str:
     preemption = preemption_from_spec(text)

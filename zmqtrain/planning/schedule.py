@@ -25,28 +25,6 @@ from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Message, Publish
 from zmqtrain.session.mailbox import NICENESS
 
-__all__ = [
-    "PAYLOAD_SHARE",
-    "Load",
-    "Schedule",
-    "Prediction",
-    "Option",
-    "ExchangeBytes",
-    "payload_rate",
-    "model_of",
-    "nicer_slowdown",
-    "exchange_bytes",
-    "held_seconds",
-    "stages",
-    "latency_seconds",
-    "fit",
-    "fitting_delay",
-    "fitting_periods",
-    "judge_option",
-    "best_option",
-    "predict",
-]
-
 PAYLOAD_SHARE = 0.956
 """What plain TCP carries of a port's rate at an MTU of 1,500: 956 of 1,000 Mb/s, measured."""
 

@@ -14,17 +14,6 @@ from typing import Any
 
 from zmqtrain.core.errors import ConfigError
 
-__all__ = [
-    "PLACE",
-    "parse_arguments",
-    "check_arguments",
-    "describe_arguments",
-    "read_arguments",
-    "require_at_least",
-    "require_choice",
-    "require_trainable",
-]
-
 PLACE = "program_arguments"
 """The table of the settings, and the flag of the command line, under which a user finds these arguments."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs.arguments import MOST_SEED, PLACE, require_at_least, require_choice, require_trainable
 
-__all__ = ["BYTES", "OPTIMIZERS", "check_image", "check_text"]
-
 BYTES = 256
 OPTIMIZERS = ("adamw", "muon")
 MOST_RATE = 10**9

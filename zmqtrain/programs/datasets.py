@@ -25,8 +25,6 @@ import numpy.typing as npt
 from zmqtrain.core.errors import DataError
 from zmqtrain.core.installed import how_to_install
 
-__all__ = ["Images", "Text", "digest", "read_idx", "load_image_folder", "load_digits", "load_text"]
-
 IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_IDX_BYTES = 1 << 32
 GZIP_MAGIC = b"\x1f\x8b"

@@ -26,8 +26,6 @@ from zmqtrain.programs.checks import check_image
 from zmqtrain.programs.datasets import digest, load_digits, load_image_folder
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
-__all__ = ["ImageProgram", "DIGITS", "class_logits"]
-
 DIGITS = "digits"
 """The value of `data` that stands for the handwritten digits of scikit-learn."""
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Constant", "Normal", "draw_params"]
-
 
 class Constant(NamedTuple):
     """A leaf that starts with one value everywhere."""

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FactorySource", "read_source"]
-
 
 @dataclass(frozen=True)
 class FactorySource:

@@ -26,8 +26,6 @@ from zmqtrain.programs.checks import BYTES, check_text
 from zmqtrain.programs.datasets import digest, load_text
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 
-__all__ = ["TextProgram", "STANDARD_LIBRARY", "next_byte_logits"]
-
 STANDARD_LIBRARY = "stdlib"
 """The value of `data` that stands for the source of this machine's Python standard library."""
 

@@ -1,3 +1,1 @@
 """What is said: the messages, their framing, and the state machines of node and hub, without a socket or a clock."""
-
-__all__: list[str] = []

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from random import Random
 
-__all__ = ["ANSWER_SECONDS", "FIRST_SECONDS", "MOST_SECONDS", "Backoff"]
-
 ANSWER_SECONDS = 0.5
 """So long an answer may take before anything else is tried."""
 FIRST_SECONDS, MOST_SECONDS = 0.25, 1.5

@@ -9,8 +9,6 @@ from __future__ import annotations
 from zmqtrain.core.types import Version
 from zmqtrain.protocol.messages import Welcome
 
-__all__ = ["disbelief"]
-
 
 def disbelief(
     welcome: Welcome, run: str, term: int, version: Version, may_begin_anew: bool = False

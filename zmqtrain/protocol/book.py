@@ -30,8 +30,6 @@ from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 from zmqtrain.protocol.standby import Tenure
 from zmqtrain.protocol.work import WorkLedger
 
-__all__ = ["HubBook"]
-
 WORSE = 10.0
 """So many times the best loss of an evaluation: from there on a later one is said to have become worse."""
 MOST_SECONDS = 1e10

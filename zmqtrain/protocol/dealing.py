@@ -17,8 +17,6 @@ from zmqtrain.protocol.members import Member, MemberState, counted, training
 from zmqtrain.protocol.messages import Stop, WorkRequest, WorkUnit
 from zmqtrain.protocol.work import WorkLedger
 
-__all__ = ["MOST_UNITS", "Dealing"]
-
 MOST_UNITS = 64
 """No more units are dealt at one request."""
 

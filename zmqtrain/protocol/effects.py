@@ -13,37 +13,6 @@ from zmqtrain.protocol.group_messages import Fold, Relay
 from zmqtrain.protocol.messages import Aggregate, Announcement, KeyRequest, Message, Probe, Publish, Snapshot
 from zmqtrain.protocol.standby_messages import Replica
 
-__all__ = [
-    "SendTo",
-    "Broadcast",
-    "Expect",
-    "Found",
-    "Average",
-    "Propose",
-    "Lend",
-    "Answer",
-    "Forward",
-    "Combine",
-    "Discard",
-    "Serve",
-    "Replicate",
-    "Hear",
-    "Rewind",
-    "Consult",
-    "Accumulate",
-    "Contribution",
-    "Reduce",
-    "Deliver",
-    "Rebase",
-    "TakeBack",
-    "Withdraw",
-    "Disconnect",
-    "HubEffect",
-    "Send",
-    "Connect",
-    "PeerEffect",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SendTo:

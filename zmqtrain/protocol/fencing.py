@@ -19,21 +19,6 @@ from typing import NamedTuple
 
 from zmqtrain.core.types import PeerId
 
-__all__ = [
-    "LIFE",
-    "MAX_INCARNATION",
-    "UNKNOWN",
-    "SUPERSEDED",
-    "GAP",
-    "Stamp",
-    "UNSTAMPED",
-    "Verdict",
-    "begin_incarnation",
-    "latest_incarnation",
-    "Connection",
-    "Fence",
-]
-
 MAX_INCARNATION = 1 << 63
 """All incarnations are less: what a head holds."""
 AHEAD_SECONDS = 86_400.0

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from zmqtrain.core.types import Version
 from zmqtrain.protocol.messages import Aggregate, Snapshot
 
-__all__ = ["Step", "Whole", "Following"]
-
 
 class Step(Enum):
     """What an announcement asks for."""

@@ -32,8 +32,6 @@ from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 from zmqtrain.protocol.vote import Vote
 
-__all__ = ["takes_moments", "Preemption", "Founding"]
-
 Landed = tuple[tuple[int, int], ...]
 
 

@@ -17,8 +17,6 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.paces import Intervals
 from zmqtrain.protocol.rounds import ReleaseRule, Rounds
 
-__all__ = ["FragmentRounds"]
-
 
 class _OfFragment(Protocol):
     @property

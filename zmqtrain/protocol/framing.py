@@ -22,22 +22,6 @@ from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
 from zmqtrain.protocol.fencing import MAX_INCARNATION, UNSTAMPED, Stamp
 from zmqtrain.protocol.messages import MESSAGES, Announcement, Chunk, Message
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "MAX_HEAD_BYTES",
-    "ProtocolVersionError",
-    "Head",
-    "open_head",
-    "read_fields",
-    "encode_message",
-    "decode_message",
-    "decode_head",
-    "pack_value",
-    "unpack_value",
-    "split",
-    "Assembler",
-]
-
 PROTOCOL_VERSION = 4
 MAX_HEAD_BYTES = 1 << 20
 

@@ -9,20 +9,6 @@ from dataclasses import dataclass
 
 from zmqtrain.protocol.words import MAX_SENTENCE, words
 
-__all__ = [
-    "WireProcess",
-    "JoinGroup",
-    "Forming",
-    "Group",
-    "GroupLost",
-    "Leave",
-    "Relay",
-    "Relayed",
-    "Fold",
-    "Folded",
-    "GroupMessage",
-]
-
 WireProcess = tuple[str, str, str, str]
 """One process of a group: its name, its address, its public CURVE key ("": none), and its token, which the connections
 of the others to it must carry."""

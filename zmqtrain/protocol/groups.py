@@ -25,19 +25,6 @@ from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Message, Refused
 from zmqtrain.protocol.words import words
 
-__all__ = [
-    "MAX_GROUPS",
-    "MAX_PROCESSES",
-    "MAX_GROUP_NAME",
-    "MAX_DESCRIPTION",
-    "RELAY_MESSAGES",
-    "RELAY_BYTES",
-    "SILENCE_SECONDS",
-    "LATE_SECONDS",
-    "Groups",
-    "list_names",
-]
-
 MAX_GROUPS, MAX_PROCESSES = 64, 256
 """Groups at one hub, complete or not; processes of one."""
 MAX_GROUP_NAME, MAX_DESCRIPTION = 64, 1024

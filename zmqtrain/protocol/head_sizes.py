@@ -25,8 +25,6 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
 )
 
-__all__ = ["SMALL_HEAD_BYTES", "LONG_HEAD_BYTES", "KEYS_HEAD_BYTES", "TAKEN_BY_HUBS", "HeadSizes"]
-
 SMALL_HEAD_BYTES = 4 << 10
 LONG_HEAD_BYTES = 16 << 10
 KEYS_HEAD_BYTES = 64 << 10

@@ -22,8 +22,6 @@ from zmqtrain.protocol.publishing import release
 from zmqtrain.protocol.rounds import AfterAll
 from zmqtrain.protocol.words import MAX_NAME, MAX_WORDS, words
 
-__all__ = ["MOST_MEMBERS", "check_hello", "refusal_of", "join"]
-
 MOST_MEMBERS = 512
 """Peers at one hub, of any kind: the Roster, which describes all nodes, stays readable (one head)."""
 MAX_LINK = 1e12

@@ -8,24 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "WireKey",
-    "WirePlace",
-    "Enrol",
-    "Enrolled",
-    "Declare",
-    "Placed",
-    "Founded",
-    "Initialise",
-    "Push",
-    "Pull",
-    "Values",
-    "Done",
-    "Awaited",
-    "KeyMessage",
-    "KEY_REQUESTS",
-]
-
 WireKey = tuple[str, tuple[int, ...], str]
 """A key as it travels: its name, shape and dtype."""
 

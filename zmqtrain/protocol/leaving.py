@@ -20,17 +20,6 @@ from zmqtrain.protocol.messages import Refused
 from zmqtrain.protocol.publishing import release, restart
 from zmqtrain.protocol.quarantine import OVER
 
-__all__ = [
-    "FOUNDER_SECONDS",
-    "LAST_WORDS_SECONDS",
-    "OVERDUE_SECONDS",
-    "STOP_SECONDS",
-    "STOPPED",
-    "look_over",
-    "lose",
-    "stop",
-]
-
 LAST_WORDS_SECONDS = 0.1
 """For so long a peer whose connection is gone is heard: it may have said goodbye."""
 

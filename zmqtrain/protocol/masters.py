@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from zmqtrain.core.types import PeerId
 
-__all__ = ["RUN_OVER", "ADDRESS", "Claim", "Masters", "name_missing"]
-
 RUN_OVER = "the run is over"
 """The reason of the first's Goodbye that ends the other masters too; after any other they wait for it."""
 

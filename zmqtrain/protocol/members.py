@@ -31,8 +31,6 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.standby_messages import Holding, Promote
 from zmqtrain.protocol.words import MAX_NAME, words
 
-__all__ = ["MOST_WAITING", "MOST_CHECKPOINTS", "MemberState", "ALLOWED", "Member", "training", "counted", "crew"]
-
 MOST_WAITING = 64
 """So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
 in memory at the hub."""

@@ -14,8 +14,6 @@ from statistics import median
 
 from zmqtrain.core.types import PeerId
 
-__all__ = ["LATENESS_KEPT", "LATENESS_OF_A_ROUND", "INTERVALS_KEPT", "Intervals", "Paces"]
-
 LATENESS_KEPT, LATENESS_OF_A_ROUND = 64, 16
 """How many observations of lateness are kept, and how many of them one round gives at most."""
 INTERVALS_KEPT = 5

@@ -33,8 +33,6 @@ from zmqtrain.protocol.schedules import Timetable
 from zmqtrain.protocol.search import Search
 from zmqtrain.protocol.standby_messages import Promote
 
-__all__ = ["PeerState", "Move", "PEER_TRANSITIONS", "PeerBook"]
-
 
 class PeerState(Enum):
     """Where a node stands with its hub."""

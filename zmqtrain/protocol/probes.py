@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Probe", "Probed", "PROBE_FRAME_BYTES", "PROBE_BYTES", "PROBE_SECONDS", "ProbeBudget", "is_sound"]
-
 PROBE_FRAME_BYTES = 1 << 18
 """The most padding that one message may have: on a link of 1 Gb/s it holds up what comes behind it for 2 ms."""
 

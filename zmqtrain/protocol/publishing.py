@@ -19,18 +19,6 @@ from zmqtrain.protocol.members import MOST_WAITING, Member, MemberState, counted
 from zmqtrain.protocol.messages import Preempt, Publish, Quarantine, Refused
 from zmqtrain.protocol.words import words
 
-__all__ = [
-    "MOST_WAITING_BYTES",
-    "is_double",
-    "fault_of",
-    "is_of_before",
-    "refuse",
-    "offended",
-    "take_back",
-    "restart",
-    "release",
-]
-
 GRACE_SECONDS = 5.0
 """Nodes that came before the first release are awaited for so long after it, though no delta of theirs has come."""
 MAX_SAMPLES = 1 << 40

@@ -23,8 +23,6 @@ from typing import Any
 
 from zmqtrain.core.types import PeerId
 
-__all__ = ["OFFENCES", "OVER", "Quarantines"]
-
 OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
 """The codes with which a delta is refused that no sound node sends."""
 OVER = "over"

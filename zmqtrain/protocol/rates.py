@@ -18,18 +18,6 @@ from enum import Enum
 
 from zmqtrain.core.types import PeerId
 
-__all__ = [
-    "MESSAGES_PER_SECOND",
-    "MESSAGES_AT_ONCE",
-    "LOOP_SECONDS",
-    "LOOP_SHARE",
-    "FAULT_SECONDS",
-    "Hearing",
-    "MessageRates",
-    "LoopBudgets",
-    "cost_of",
-]
-
 MESSAGES_PER_SECOND = 20_000.0
 """What a peer may say for long: thrice what a node says whose steps take 1 ms, each with an exchange."""
 MESSAGES_AT_ONCE = 200_000.0

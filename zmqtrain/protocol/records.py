@@ -18,8 +18,6 @@ from typing import Any
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.fencing import MAX_INCARNATION
 
-__all__ = ["Records"]
-
 LANDED_KEPT = 64
 RECORDS_KEPT = 1024
 RANGES_KEPT = 64

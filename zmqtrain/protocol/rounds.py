@@ -21,20 +21,6 @@ from zmqtrain.core.specs import Number, format_spec, parse_spec
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.paces import Intervals, Paces
 
-__all__ = [
-    "RoundView",
-    "ReleaseRule",
-    "AfterAll",
-    "AfterQuorum",
-    "Immediately",
-    "AfterCount",
-    "AfterTime",
-    "BoundedStaleness",
-    "release_rule_from_spec",
-    "canonical_release",
-    "Rounds",
-]
-
 T = TypeVar("T")
 
 FIRST_GRACE_SECONDS = 0.5

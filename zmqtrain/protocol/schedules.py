@@ -22,8 +22,6 @@ from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.members import Member
 from zmqtrain.protocol.messages import Schedule, WireSchedule
 
-__all__ = ["Timetable", "Plan", "Planner", "Replanning", "schedule_from_plain"]
-
 LEAD_VERSIONS = 4
 """So many versions ahead a schedule begins: who is told now has not applied that yet."""
 HOLD_VERSIONS, HOLD_SECONDS = 16, 5.0

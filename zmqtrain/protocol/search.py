@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.backoff import Backoff
 
-__all__ = ["MOST_LEARNT", "Search"]
-
 MOST_LEARNT = 4
 """Addresses of standbys that a node keeps, the newest."""
 

@@ -35,8 +35,6 @@ from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refus
 from zmqtrain.protocol.peer import HUB, Move, Peer, PeerState
 from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 
-__all__ = ["STANDBY", "NO_OPERATOR", "TAKES_OVER", "VOTE_SECONDS", "Follower", "Patience", "Succession", "Tenure"]
-
 STANDBY = "what listens there is the standby of another broker, and has not taken over: give the address of that"
 NO_OPERATOR = (
     "this standby takes over by itself once its first broker is gone; only an operator can tell it to take over before "

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Replica", "Books", "Holding", "Promote", "StandbyMessage"]
-
 
 @dataclass(frozen=True, slots=True)
 class Replica:

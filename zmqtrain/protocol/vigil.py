@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from zmqtrain.protocol.groups import LATE_SECONDS, SILENCE_SECONDS
 
-__all__ = ["BEAT_SECONDS", "VERDICT_SECONDS", "Accuse", "Declare", "CutOff", "Finding", "Vigil"]
-
 BEAT_SECONDS = 0.2
 """So often a process shows the others, and the hub, that it lives."""
 UNREACHABLE_SECONDS = 0.3

@@ -13,8 +13,6 @@ from math import isfinite, isnan
 
 from zmqtrain.core.types import BARRIER_SHARE, ModelSpec, PeerId, Score, count_values, is_barrier
 
-__all__ = ["VOTE_SECONDS", "SLOW_BYTES_PER_SECOND", "Vote"]
-
 VOTE_SECONDS = 60.0
 """For so long the nodes may score the mean; besides, it must come to each of them, over the hub's one port."""
 SLOW_BYTES_PER_SECOND = 10e6

@@ -5,8 +5,6 @@ Rule: what others wrote is bounded, and none of it moves a terminal's cursor or 
 
 from __future__ import annotations
 
-__all__ = ["MAX_WORDS", "MAX_SENTENCE", "MAX_NAME", "words"]
-
 MAX_WORDS = 200
 """Characters of a sentence that a peer gives."""
 MAX_SENTENCE = 1000

@@ -16,8 +16,6 @@ from typing import Any
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.types import PeerId
 
-__all__ = ["MOST_IN_HAND", "WorkLedger"]
-
 MOST_IN_HAND = 256
 """So many units are dealt to one node at most that it has not done: nodes keep two; nobody takes a run's data."""
 

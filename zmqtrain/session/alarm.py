@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Callable
 from math import inf
 
-__all__ = ["Alarm"]
-
 
 class Alarm:
     """A timer that is set again and again. what: called when its time has come."""

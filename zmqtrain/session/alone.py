@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from zmqtrain.protocol.peer import Peer, PeerState
 
-__all__ = ["AGAIN_SECONDS", "Alone", "Solitude"]
-
 AGAIN_SECONDS = 60.0
 
 

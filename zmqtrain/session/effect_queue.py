@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["EffectQueue"]
-
 Effect = TypeVar("Effect")
 
 

@@ -14,8 +14,6 @@ from zmqtrain.core.types import Array, Buffer, PeerId, Update, Version
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Schedule
 
-__all__ = ["BrokerEvents", "NodeEvents"]
-
 
 class BrokerEvents(Protocol):
     """What happens at a broker; releases come in the order of their versions, from the thread that made them."""

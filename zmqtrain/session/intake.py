@@ -21,8 +21,6 @@ from zmqtrain.session.alarm import Alarm
 from zmqtrain.transport.pacing import Credits
 from zmqtrain.transport.reservation import RateMeter
 
-__all__ = ["GRANT_SECONDS", "Intake"]
-
 GRANT_WINDOW_BYTES = 6 << 20
 """What is on its way toward the hub's port in all: one full chunk and a half, or several small ones, so that the port
 is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends almost alone.

@@ -32,8 +32,6 @@ from zmqtrain.session.sender import Sender
 from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.reservation import LinkShare, Use
 
-__all__ = ["HubLink"]
-
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05

@@ -13,8 +13,6 @@ from zmqtrain.core.types import Buffer
 from zmqtrain.protocol.effects import Deliver, PeerEffect
 from zmqtrain.protocol.messages import Message, Quarantine, Report, WorkUnit
 
-__all__ = ["Listener", "PeerLink"]
-
 
 class Listener(Protocol):
     """Who is told what comes over a link, in the network thread."""

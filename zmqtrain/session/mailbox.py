@@ -16,8 +16,6 @@ from typing import Generic, TypeVar
 
 from zmqtrain.core.errors import ChannelClosed
 
-__all__ = ["Mailbox", "Worker"]
-
 T = TypeVar("T")
 
 NICENESS = 5

@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from zmqtrain.core.errors import ChannelClosed
 from zmqtrain.core.interfaces import Channel
 
-__all__ = ["REFUSED_SECONDS", "Patience", "patient"]
-
 REFUSED_SECONDS = 3.0
 
 

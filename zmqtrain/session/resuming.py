@@ -14,8 +14,6 @@ from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import Buffer
 from zmqtrain.protocol.messages import Chunk, Snapshot
 
-__all__ = ["MOST_SPOILED", "Resuming"]
-
 MOST_SPOILED = 2
 """So many snapshots in a row with another digest than they should have are no accident; nor so many aggregates."""
 

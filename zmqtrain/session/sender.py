@@ -16,8 +16,6 @@ from zmqtrain.core.types import Buffer, Lane
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.reservation import Reservation, TokenBucket, Use
 
-__all__ = ["Sender"]
-
 PayloadChunk = tuple[bytes, Buffer]
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MOST_LINES", "LINE_SECONDS", "SparingLogger"]
-
 MOST_LINES, LINE_SECONDS = 20, 10.0
 """So many lines of one kind in so many seconds: a classroom that leaves at once is named whole."""
 

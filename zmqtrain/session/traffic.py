@@ -29,8 +29,6 @@ from zmqtrain.session.intake import Intake
 from zmqtrain.transport.pacing import Outbox
 from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
 
-__all__ = ["Traffic"]
-
 OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
 OUTBOX_BYTES = 64 << 20

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Ended", "Task", "Scheduler", "VirtualCondition"]
-
 LOOK_SECONDS = 0.5
 
 

@@ -23,8 +23,6 @@ from zmqtrain.sim.hub import CodecThread, CodecTimes, SimHub
 from zmqtrain.sim.link import SimLink
 from zmqtrain.sim.star import Wire
 
-__all__ = ["SimExchange"]
-
 DECODED_KEPT = 64
 
 

@@ -19,17 +19,6 @@ from random import Random
 from zmqtrain.chaos.schedule import BROKER, Fault, FaultKind
 from zmqtrain.core.errors import ConfigError
 
-__all__ = [
-    "RESTART_SECONDS",
-    "SIM_KINDS",
-    "NOISE_KINDS",
-    "Fate",
-    "FrameNoise",
-    "check_faults",
-    "pauses_and_cuts",
-    "flipped",
-]
-
 RESTART_SECONDS = 5.0
 """How long a killed node's process takes to begin again."""
 DUTY_SECONDS = 1.0

@@ -74,8 +74,6 @@ from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.memory import LinkModel
 from zmqtrain.transport.reservation import LinkShare
 
-__all__ = ["port_rate", "CodecThread", "CodecTimes", "Receiver", "SimHub"]
-
 TICK_SECONDS = 0.25
 NANO = 1e-9
 FLOAT_BYTES = 4

@@ -23,8 +23,6 @@ from zmqtrain.sim.faults import flipped
 from zmqtrain.sim.hub import SimHub
 from zmqtrain.sim.star import Wire
 
-__all__ = ["SimLink"]
-
 REPORT_SECONDS = 1.0
 ATTEND_SECONDS = 0.05
 """As often a node looks at its line before it knows the run's heartbeat: who does not takes itself for held up."""

@@ -17,8 +17,6 @@ from zmqtrain.sim.scenario import SimNode
 from zmqtrain.train.corrupt import corrupted
 from zmqtrain.train.program import Program
 
-__all__ = ["NodeProgram", "SharedModel"]
-
 
 class NodeProgram:
     """One node's view of `program`: a `Program`.

@@ -38,8 +38,6 @@ from zmqtrain.sim.faults import SIM_KINDS
 from zmqtrain.sim.scenario import Scenario, SimNode
 from zmqtrain.transport.memory import LinkModel
 
-__all__ = ["read_scenario", "scenario_from_tables"]
-
 NOT_OWN = ("settings", "nodes", "link", "hub_link", "faults")
 MOST_SECONDS, MOST_NODES = 10**9, 10**5
 TABLES = ("run", "link", "hub_link", "node", "fault", "chaos")

@@ -34,8 +34,6 @@ from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import TimedMinibatch, minibatch_from_spec
 from zmqtrain.train.program import Program
 
-__all__ = ["ReplayedNode", "ReplayResult", "replay"]
-
 FOREVER = 1e12
 
 

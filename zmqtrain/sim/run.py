@@ -38,8 +38,6 @@ from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.sync import DelayedSync
 
-__all__ = ["SimResult", "load_scenario_program", "simulate"]
-
 
 @dataclass(frozen=True)
 class SimResult:

@@ -18,8 +18,6 @@ from zmqtrain.train.corrupt import CORRUPTIONS
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.transport.memory import LinkModel
 
-__all__ = ["SimNode", "Scenario", "SPOILT"]
-
 SPOILT = ("corrupt", "initial_scale", "initial")
 """The fields of a `SimNode` that say how its data and its beginning differ from the program's: its record has them."""
 

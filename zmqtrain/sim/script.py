@@ -24,9 +24,6 @@ from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.scenario import SPOILT
 from zmqtrain.sim.script_hub import Diverged, ScriptedHub
 
-__all__ = ["RecordEnds", "NodeScript", "ScriptedExchange"]
-
-
 EVENTS = ("application", "offer", "pace", "schedule")
 
 

@@ -17,8 +17,6 @@ from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.sim.clock import Scheduler, VirtualCondition
 
-__all__ = ["Diverged", "ScriptedHub"]
-
 
 class Diverged(Exception):
     """A replay does other things than its record says: the record is not of this program, or was changed."""

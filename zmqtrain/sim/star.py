@@ -18,8 +18,6 @@ from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.faults import FrameNoise
 from zmqtrain.transport.memory import LinkModel
 
-__all__ = ["Port", "HubPorts", "Wire"]
-
 Delivery = Callable[[], object]
 
 

@@ -1,3 +1,1 @@
 """What is done with contributions: what they weigh, and the outer optimizer that steps with them."""
-
-__all__: list[str] = []

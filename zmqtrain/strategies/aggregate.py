@@ -19,18 +19,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 
-__all__ = [
-    "mean_over_live",
-    "Aggregation",
-    "mean",
-    "weighted",
-    "trimmed",
-    "median",
-    "majority",
-    "clipped",
-    "aggregation_from_spec",
-]
-
 Vector = NDArray[np.float32]
 
 Combine = Callable[[Sequence[Vector], Sequence[float]], Vector]

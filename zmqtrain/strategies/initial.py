@@ -16,13 +16,6 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import LocalProtocolError
 
-__all__ = [
-    "RELATED_COSINE",
-    "relatedness",
-    "are_related",
-    "explain_unrelated",
-]
-
 Leaf = NDArray[Any]
 
 RELATED_COSINE = 0.2

@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.types import PeerId
 
-__all__ = ["speed_up", "gains", "NoiseScale"]
-
 WINDOW = 16
 """A window is closed when it has so many deltas of a fragment for each node in it."""
 MOST_WINDOWS = 8

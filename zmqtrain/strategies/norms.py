@@ -24,8 +24,6 @@ from statistics import median, median_low
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import PeerId, Score
 
-__all__ = ["Judgement", "NormGate", "is_suspicious", "norm_gate_from_text"]
-
 WINDOW, FEWEST = 64, 8
 """How many accepted deltas of a fragment are looked back on, and how many there must be before one is judged alone."""
 DEVIATIONS = 3 * 1.4826

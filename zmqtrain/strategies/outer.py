@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 
-__all__ = ["FAMILIES", "OuterOptimizer", "sgd", "nesterov", "delayed_nesterov", "adam", "outer_from_spec"]
-
 Vector = NDArray[np.float32]
 State = Mapping[str, Vector]
 

@@ -17,19 +17,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 from zmqtrain.core.types import PeerId, Score
 
-__all__ = [
-    "Selection",
-    "everything",
-    "best",
-    "better",
-    "healthy",
-    "by_score",
-    "selection_from_spec",
-    "Preemption",
-    "Laggards",
-    "preemption_from_spec",
-]
-
 _WORST = 1e100  # a loss beyond is as good as infinite; sums and differences of what is below stay finite
 _LARGEST_TEMPERATURE = 1e6
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 
-__all__ = ["StalenessRule", "constant", "polynomial", "compensation", "compensate", "staleness_from_spec"]
-
 Vector = NDArray[np.float32]
 
 _PIECE_VALUES = 65_536  # so many at a time are made float64

@@ -1,3 +1,1 @@
 """What carries gradients when nodes train in lockstep: a communicator, or a parameter server."""
-
-__all__: list[str] = []

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import Array, Turn
 
-__all__ = ["Pending", "Group", "AllreduceExchange"]
-
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 600.0

@@ -25,8 +25,6 @@ from zmqtrain.synchronous.server_exchange import ServerExchange
 from zmqtrain.train.lockstep import Allreduce, Lockstep, Server, lockstep_from_spec
 from zmqtrain.transport.zmq_keys import Credentials
 
-__all__ = ["read_exchange", "check_masters", "unit_wait_seconds", "open_gradients"]
-
 logger = logging.getLogger(__name__)
 
 UNIT_WAIT_SECONDS = 0.05

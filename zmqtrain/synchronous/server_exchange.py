@@ -18,8 +18,6 @@ import numpy as np
 from zmqtrain.core.errors import LocalProtocolError, PeerLost
 from zmqtrain.core.types import Array, ModelSpec, Turn, Version
 
-__all__ = ["Answer", "Client", "ServerExchange"]
-
 WAIT_SECONDS = 600.0
 """How long an answer may take: with "bsp" and "bounded" it waits for the other workers."""
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from zmqtrain.core.types import Tally, number_of
 
-__all__ = ["Account"]
-
 AGES_KEPT = 1024
 SCORES_KEPT, MOST_SCORES = 256, 4096
 """Of the steps that no offer stands for so many scores are kept when one is refused, and at most so many ever: a node

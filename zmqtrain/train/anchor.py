@@ -25,8 +25,6 @@ from zmqtrain.core.types import Array, ModelSpec
 from zmqtrain.train.spread import SpreadLeaves, is_spread
 from zmqtrain.train.step import Rebase, rebase_of
 
-__all__ = ["AnchorOn", "Moves", "DeviceMoves", "SpreadMoves", "HostMoves", "moves_of"]
-
 AnchorOn = Literal["device", "host"]
 """Where a node keeps the anchor: with its parameters, or in the memory of its processor."""
 

@@ -27,8 +27,6 @@ from zmqtrain.train.program import Program, score_of
 from zmqtrain.train.step import TrainState
 from zmqtrain.train.sync import Adoption, DelayedSync
 
-__all__ = ["Step", "own_seed", "train_apart", "pack_moments", "unpack_moments", "begin", "follow"]
-
 logger = logging.getLogger(__name__)
 
 

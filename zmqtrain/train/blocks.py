@@ -19,8 +19,6 @@ from jax import lax
 
 from zmqtrain.core.interfaces import Layout
 
-__all__ = ["ahead", "moved"]
-
 LARGEST_LOOPED = 2**31
 """A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
 

@@ -19,8 +19,6 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import Array, ModelSpec
 from zmqtrain.train.lockstep import BUCKET_BYTES
 
-__all__ = ["Buckets"]
-
 FLOAT_BYTES = 4
 
 

@@ -16,8 +16,6 @@ import optax
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.program import Batch, Params, Program
 
-__all__ = ["CORRUPTIONS", "CorruptedProgram", "corrupted"]
-
 CORRUPTIONS: Mapping[str, str] = {"labels": "label", "bytes": "text"}
 """Each kind of corruption, and the array of a batch that it shuffles."""
 

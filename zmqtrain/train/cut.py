@@ -14,8 +14,6 @@ from math import gcd, prod
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Shard", "Cut", "cut_shards"]
-
 Shard = tuple[tuple[int, int], ...]
 """Per axis of a leaf, the range (start, end) that one device holds."""
 

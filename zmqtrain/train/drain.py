@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-__all__ = ["Drain"]
-
 
 class Drain:
     """What is pending of one master's fragments at the end, to be sent uncompressed.  fragments: that are to land."""

@@ -17,8 +17,6 @@ import numpy as np
 
 from zmqtrain.core.types import number_of
 
-__all__ = ["FirstStep"]
-
 DIGEST_BYTES = 16
 MOST_VALUES = 1 << 18
 """The smallest leaves are read, until they have so many values together."""

@@ -17,8 +17,6 @@ from zmqtrain.train.minibatch import Minibatch
 from zmqtrain.train.program import Program
 from zmqtrain.train.step import MinibatchStep, TrainState, describe_model
 
-__all__ = ["Footprint", "measure_footprint", "card_bytes", "trains_on_processor"]
-
 _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 

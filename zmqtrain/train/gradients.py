@@ -43,8 +43,6 @@ from zmqtrain.train.program import Program
 from zmqtrain.train.step import COMPILED_KEPT, Gradient, MinibatchStep, TrainState, describe_model
 from zmqtrain.train.sync import FLUSH_SECONDS, DelayedSync, SyncStatistics
 
-__all__ = ["GradientLoop"]
-
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0

@@ -18,8 +18,6 @@ import numpy as np
 
 from zmqtrain.core.errors import ConfigError
 
-__all__ = ["MIXTURES", "Induced", "induced_from_spec"]
-
 Mixture = tuple[tuple[float, float, float], ...]
 
 MIXTURES: dict[str, Mixture] = {

@@ -20,17 +20,6 @@ from zmqtrain.core.types import LeafSpec, ModelSpec, describe_mismatch, spec_fro
 from zmqtrain.train.account import Account
 from zmqtrain.train.rhythm import Rhythm
 
-__all__ = [
-    "describe_tree",
-    "pack_tree",
-    "unpack_tree",
-    "pack_trees",
-    "kept_leaves",
-    "KeptLoop",
-    "pack_loop",
-    "unpack_loop",
-]
-
 NUMPY_KINDS = "biuf"
 """The kinds of dtype that are written as they are."""
 

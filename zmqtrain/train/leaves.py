@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.errors import ModelMismatch
 from zmqtrain.core.types import ModelSpec
 
-__all__ = ["host_leaves", "host_state", "placed_like", "is_float", "fill_tree"]
-
 SHOWN = 3
 """So many leaves an error names at most."""
 

@@ -15,8 +15,6 @@ from typing import Any, Literal, get_args
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.quantities import parse_bytes
 
-__all__ = ["BUCKET_BYTES", "Overlap", "Allreduce", "Server", "Lockstep", "lockstep_from_spec"]
-
 BUCKET_BYTES = 8 << 20
 """At 1 Gb/s a bucket is about 0.1 s on the wire, its latencies a few ms, and its way from the device less."""
 

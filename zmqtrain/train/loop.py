@@ -19,8 +19,6 @@ from zmqtrain.train.program import Program, data_of
 from zmqtrain.train.step import MinibatchStep, TrainState
 from zmqtrain.train.sync import DelayedSync, SyncStatistics
 
-__all__ = ["TrainingLoop", "TrainingResult"]
-
 
 @dataclass(frozen=True)
 class TrainingResult:

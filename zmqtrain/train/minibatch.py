@@ -17,8 +17,6 @@ import numpy as np
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 
-__all__ = ["FAMILIES", "FixedMinibatch", "TimedMinibatch", "Minibatch", "minibatch_from_spec", "dynamic_every"]
-
 FAMILIES: dict[str, dict[str, Number]] = {
     "fixed": {"batches": 1},
     "timed": {"seconds": 0.3, "partitions": 8},

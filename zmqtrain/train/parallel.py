@@ -17,8 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.train.program import Batch, Params, Program
 
-__all__ = ["DataParallel", "on_all_devices"]
-
 AXIS = "device"
 
 

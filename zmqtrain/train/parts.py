@@ -9,8 +9,6 @@ import numpy as np
 
 from zmqtrain.core.types import ModelSpec, Part
 
-__all__ = ["whole_leaves"]
-
 
 def whole_leaves(model: ModelSpec, parts: Sequence[Part], anchor: Sequence[Any] = ()) -> list[Any]:
     """Return the leaves, float32 on the host and in their shapes, with these parts in their places.

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import jax
     import optax
 
-__all__ = ["Params", "Batch", "Program", "data_of", "missing_members", "score_of"]
 
 Params = Any
 """A pytree of float32 jax arrays: what is trained, and what the nodes average."""

@@ -11,8 +11,6 @@ from typing import Any
 from zmqtrain.core.interfaces import Exchange
 from zmqtrain.train.minibatch import dynamic_every
 
-__all__ = ["Rhythm"]
-
 
 class Rhythm:
     """The k and d of one node. delay: of what is offered now, in steps."""

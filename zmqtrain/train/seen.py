@@ -14,8 +14,6 @@ import jax
 
 from zmqtrain.core.installed import has_nvidia_driver, how_to_install
 
-__all__ = ["describe_devices", "main", "name_device", "say_device"]
-
 logger = logging.getLogger(__name__)
 
 MOST_CHARACTERS = 64

@@ -35,8 +35,6 @@ from zmqtrain.train.stack import (
     unstacked,
 )
 
-__all__ = ["Home", "SpreadLeaves", "is_spread"]
-
 Leaves = list[jax.Array]
 Segments = Mapping[int, Array]
 

@@ -20,20 +20,6 @@ from numpy.typing import NDArray
 from zmqtrain.core.types import Array
 from zmqtrain.train.cut import Cut, Shard
 
-__all__ = [
-    "EACH_ITS_OWN",
-    "ALL_ALIKE",
-    "Group",
-    "Segment",
-    "mesh_of",
-    "group_of",
-    "shards_of",
-    "stacked",
-    "unstacked",
-    "segment_of",
-    "pieces_of",
-]
-
 AXIS = "device"
 EACH_ITS_OWN: PartitionSpec = PartitionSpec(AXIS)  # type: ignore[no-untyped-call]
 ALL_ALIKE: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]

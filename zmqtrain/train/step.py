@@ -30,17 +30,6 @@ from zmqtrain.train.blocks import ahead, moved
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
 
-__all__ = [
-    "COMPILED_KEPT",
-    "TrainState",
-    "Gradient",
-    "LocalStep",
-    "MinibatchStep",
-    "Rebase",
-    "rebase_of",
-    "describe_model",
-]
-
 COMPILED_KEPT = 16
 """What is compiled is kept for so many programs, and so many layouts, of one process."""
 

@@ -34,8 +34,6 @@ from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
 
-__all__ = ["FLUSH_SECONDS", "SyncStatistics", "Adoption", "DelayedSync"]
-
 Params = TypeVar("Params")
 
 logger = logging.getLogger(__name__)

@@ -2,5 +2,3 @@
 
 Nothing is imported here: `memory` and `pacing` are used where zmq is not wanted.
 """
-
-__all__: list[str] = []

@@ -13,21 +13,6 @@ from collections.abc import Sequence
 
 from zmqtrain.core.errors import AddressInUse, ConfigError, NotHereYet
 
-__all__ = [
-    "MOST_ADDRESSES",
-    "bind_error",
-    "check_reachable",
-    "connectable_host",
-    "is_loopback",
-    "is_own_address",
-    "local_address",
-    "parse_address",
-    "parse_addresses",
-    "public_address",
-    "say_addresses",
-    "say_unreachable",
-]
-
 MOST_ADDRESSES = 4
 """So many may be named for one run: its broker's, its standby's, and those to which they may come."""
 

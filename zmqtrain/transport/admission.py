@@ -17,8 +17,6 @@ from math import inf
 from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.transport.routing import is_former
 
-__all__ = ["DEPARTED_SEATS", "EVERYBODY", "Admission", "Seat", "Seats"]
-
 EVERYBODY = ""
 """The name of all who come in where keys are not asked for."""
 

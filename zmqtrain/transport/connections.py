@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Connection", "ConnectionLimits", "Connections", "Cut"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:

@@ -18,8 +18,6 @@ from zmqtrain.transport.address import is_loopback, is_own_address, parse_addres
 from zmqtrain.transport.key_folder import HUB, default_key_folder
 from zmqtrain.transport.zmq_keys import Credentials, CurveKeys, GivenKeys, GivenServerKey, read_credentials
 
-__all__ = ["EVERY_PC", "Access", "Places", "find_access", "find_hub_pair", "find_key"]
-
 logger = logging.getLogger(__name__)
 
 EVERY_PC = "lab"

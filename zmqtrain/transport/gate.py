@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["Fairness", "Gate"]
-
 
 class Gate:
     """A place where tasks wait until somebody calls `open`."""

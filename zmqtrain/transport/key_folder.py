@@ -23,8 +23,6 @@ from typing import Literal
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.transport.zmq_keys import CurveKeys, fingerprint, load_public_key, write_public_key
 
-__all__ = ["HUB", "KeyEntry", "KeyFolder", "Stamp", "default_key_folder"]
-
 logger = logging.getLogger(__name__)
 
 HUB = "hub"

@@ -12,16 +12,6 @@ from collections.abc import Sequence
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, PeerId
 
-__all__ = [
-    "COPY_BELOW_BYTES",
-    "MAX_MESSAGE_FRAMES",
-    "MAX_PEER_ID_BYTES",
-    "MAX_WIRE_FRAME_BYTES",
-    "check_message",
-    "check_peer_id",
-    "is_peer_id",
-]
-
 MAX_WIRE_FRAME_BYTES = MAX_FRAME_BYTES + (64 << 10)
 """The largest frame that a connection survives: one payload frame, and 64 KiB for whoever counts its head into it."""
 

@@ -21,8 +21,6 @@ from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.transport.gate import Fairness, Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message, check_peer_id
 
-__all__ = ["LinkModel", "MemoryChannel", "MemoryHub", "memory_hub"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:

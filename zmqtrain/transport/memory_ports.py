@@ -18,8 +18,6 @@ from zmqtrain.core.interfaces import Clock, PortListener
 from zmqtrain.core.types import Buffer
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
 
-__all__ = ["TICK_SECONDS", "MemoryPort", "MemoryPorts", "memory_ports"]
-
 TICK_SECONDS = 0.05
 """How often a listener is told that time has passed."""
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from zmqtrain.core.types import Buffer
 
-__all__ = ["NOTICES", "notice", "reason_of"]
-
 NOTICES = frozenset({"name"})
 """The reasons that a node is told, as in `refusals.REASONS`."""
 

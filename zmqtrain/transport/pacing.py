@@ -20,8 +20,6 @@ from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocol
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.transport.reservation import TokenBucket
 
-__all__ = ["Credits", "Outbox"]
-
 _SOME_PEER = PeerId("the peer")
 
 

@@ -12,8 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-__all__ = ["RECENT_SECONDS", "REASONS", "SAY_SECONDS", "Refusals"]
-
 logger = logging.getLogger(__name__)
 
 SAY_SECONDS = 10.0

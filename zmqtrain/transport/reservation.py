@@ -18,8 +18,6 @@ from typing import Generic, TypeVar
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
-__all__ = ["BURST_SECONDS", "BURST_BYTES", "LinkShare", "TokenBucket", "Use", "Reservation", "RateMeter"]
-
 BURST_SECONDS = 0.03
 """What may go at once after a rest, as time at the reserved rate: a late timer costs nothing, and who types in a remote
 shell does not feel it."""

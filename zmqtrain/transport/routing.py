@@ -14,8 +14,6 @@ from functools import lru_cache
 from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.transport.limits import is_peer_id
 
-__all__ = ["first_life", "next_life", "is_former", "routing_id_of", "sender_of"]
-
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
 _SERIES_BYTES, _COUNT_BYTES = 8, 4

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 
-__all__ = ["VirtualClockLoop"]
-
 
 class _JumpingSelector(selectors.DefaultSelector):
     """A selector that does not sleep: it moves the loop's clock."""

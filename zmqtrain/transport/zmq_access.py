@@ -29,8 +29,6 @@ from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.connections import Connection, ConnectionLimits, Connections, Cut
 from zmqtrain.transport.refusals import Refusals
 
-__all__ = ["ZAP_DOMAIN", "Doorway", "ZapHandler", "descriptor_room"]
-
 ZAP_ADDRESS, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"zmqtrain"
 MAX_WAITING_REQUESTS = 1024
 """Who asks while it is not known who may come in waits; of more than so many the oldest is refused."""

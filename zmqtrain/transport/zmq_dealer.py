@@ -31,8 +31,6 @@ from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_
 from zmqtrain.transport.zmq_router import RouterChannel
 from zmqtrain.transport.zmq_watch import ConnectionWatch
 
-__all__ = ["DealerChannel"]
-
 # High-water marks: whole messages, per connection and side; a message of ours is at most one chunk (4 MiB) and a head.
 # Control messages are small; of bulk a node queues what was granted (out, 4), and what its window lets come (in, 16).
 _SEND_MESSAGES = {Lane.CONTROL: 64, Lane.BULK: 4}

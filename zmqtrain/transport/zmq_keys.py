@@ -26,18 +26,6 @@ from zmq.auth.certs import load_certificate
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.quantities import require_kind
 
-__all__ = [
-    "Credentials",
-    "CurveKeys",
-    "GivenKeys",
-    "GivenServerKey",
-    "check_key",
-    "fingerprint",
-    "load_public_key",
-    "read_credentials",
-    "write_public_key",
-]
-
 logger = logging.getLogger(__name__)
 
 KEY_CHARACTERS = 40

@@ -18,8 +18,6 @@ from zmqtrain.core.types import Buffer
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import COPY_BELOW_BYTES, MAX_WIRE_FRAME_BYTES
 
-__all__ = ["Port", "as_buffer", "open_socket", "terminate_context", "libzmq_version"]
-
 # As plain numbers: pyzmq's enumerations cost as much as the calls they are for.
 _EVENTS, _READABLE, _WRITABLE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NO_WAIT, _NO_WAIT_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

@@ -39,8 +39,6 @@ from zmqtrain.transport.zmq_access import ZAP_DOMAIN, Doorway, ZapHandler, descr
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_port import Port, as_buffer, open_socket, terminate_context
 
-__all__ = ["RouterChannel"]
-
 logger = logging.getLogger(__name__)
 
 # High-water marks: whole messages, per connection and side; a message of ours is at most one chunk (4 MiB) and a head.

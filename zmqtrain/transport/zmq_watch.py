@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 import zmq
 
-__all__ = ["ConnectionWatch"]
-
 _SUCCEEDED, _REFUSED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _GONE = int(zmq.EVENT_DISCONNECTED)
 _ENDS = {
