@@ -319,11 +319,8 @@ def _hub_and_arrays() -> tuple[Any, Aggregator]:
 
 
 def _resume(folder: Path) -> None:
-    def failed(error: BaseException) -> None:
-        raise error
-
     hub, aggregator = _hub_and_arrays()
-    keeper = Keeper(folder, failed)
+    keeper = Keeper(folder)
     keeper.resume(hub, aggregator)
     keeper.close(hub.state(), aggregator)
 

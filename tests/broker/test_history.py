@@ -39,7 +39,7 @@ class Lives:
     def begin(self):
         self.hub = Hub(SETTINGS, release_rule_from_spec(SETTINGS.release), "run-1")
         self.aggregator = Aggregator(SETTINGS)
-        self.keeper = Keeper(self.folder, pytest.fail, Every(), keep=1000)
+        self.keeper = Keeper(self.folder, Every(), keep=1000)
         self.keeper.resume(self.hub, self.aggregator)
 
     def release(self, count):

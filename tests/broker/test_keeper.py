@@ -20,7 +20,7 @@ from zmqtrain.broker import keeper as keeper_module
 from zmqtrain.broker.checkpoint import RunFolder
 from zmqtrain.broker.keeper import Keeper
 from zmqtrain.broker.run_folders import RunFolders, new_run
-from zmqtrain.checkpoint import files
+from zmqtrain.checkpoint import background_writer, files
 from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.core.errors import CheckpointError, ZmqTrainError
@@ -39,8 +39,7 @@ class Run:
     def __init__(self, folder, every=None, made_late=False):
         self.hub = Hub(SETTINGS, release_rule_from_spec(SETTINGS.release), "run-1")
         self.aggregator = Aggregator(SETTINGS)
-        self.errors = []
-        self.keeper = Keeper(folder, self.errors.append, every, made_late=made_late)
+        self.keeper = Keeper(folder, every, made_late=made_late)
         self.resumed = self.keeper.resume(self.hub, self.aggregator)
 
     def found(self, moments=()):
@@ -104,7 +103,7 @@ def test_the_founders_optimizer_state_is_in_every_checkpoint_of_version_0_and_in
     run = Run(tmp_path)
     run.found(moments=[b"a state", b"of two frames"])
     run.keeper.save(run.hub.state(), run.aggregator)  # a tick that finds version 0 due: the broker had waited for long
-    run.keeper._writer.join()
+    assert run.keeper.writer.wait()
     for killed in (False, True, True, False):  # before anybody trains, and again
         if killed:
             run.keeper._folder.close()
@@ -123,6 +122,7 @@ def test_the_founders_optimizer_state_is_in_every_checkpoint_of_version_0_and_in
 
 def test_a_checkpoint_for_which_there_is_no_room_is_a_warning_and_is_tried_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
     run = Run(tmp_path, Every(versions=3))
     run.found()
     for _ in range(3):
@@ -132,12 +132,12 @@ def test_a_checkpoint_for_which_there_is_no_room_is_a_warning_and_is_tried_again
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "save", full)
         run.keeper.save(run.hub.state(), run.aggregator)
-        run.keeper._writer.join()
-        assert "The run goes on; it is tried again" in caplog.text and not run.errors
+        assert run.keeper.writer.wait()
+        assert "The run goes on; it is tried again" in caplog.text
     run.release()
     assert run.keeper.is_due(4), "sooner than the next would be"
     run.keeper.save(run.hub.state(), run.aggregator)
-    run.keeper._writer.join()
+    assert run.keeper.writer.wait()
     assert RunFolder(tmp_path).good_versions() == (0, 4)
     run.keeper.close(run.hub.state(), run.aggregator)
 
@@ -149,7 +149,7 @@ def test_the_journal_makes_good_for_a_torn_checkpoint_and_what_is_lost_is_said_w
         run.release()
         if run.keeper.is_due(run.hub.version):
             run.keeper.save(run.hub.state(), run.aggregator)
-            run.keeper._writer.join()
+            assert run.keeper.writer.wait()
     run.keeper._folder.close()  # killed
     newest = tmp_path / "checkpoint-000000000004.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -169,6 +169,7 @@ def test_a_broker_that_is_started_on_a_full_disk_goes_on_from_what_is_there_and_
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
     run = Run(tmp_path, Every(seconds=1e6))
     run.found()
     for _ in range(3):
@@ -181,7 +182,7 @@ def test_a_broker_that_is_started_on_a_full_disk_goes_on_from_what_is_there_and_
         patched.setattr(files, "save_file", refusing(files.save_file))
         again = Run(tmp_path, Every(seconds=1e6))
         assert again.hub.version == again.aggregator.version == 3
-        assert again.keeper.unsaved and again.keeper.waits_for_room
+        assert again.keeper.writer.unsaved and again.keeper.waits_for_room
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
         releasing = threading.Thread(target=again.release)
         releasing.start()
@@ -189,13 +190,13 @@ def test_a_broker_that_is_started_on_a_full_disk_goes_on_from_what_is_there_and_
         assert releasing.is_alive(), "what is not in a journal is not released"
         assert again.keeper.is_due(3), "it is tried again, without a newer version"
         again.keeper.save(again.hub.state(), again.aggregator)
-        assert again.keeper.unsaved
+        assert again.keeper.writer.unsaved
     releasing.join(60)
     assert not again.keeper.waits_for_room and [one.version for one, _, _ in RunFolder(tmp_path).replay(3)] == [4]
     assert again.keeper.is_due(4)
     again.keeper.save(again.hub.state(), again.aggregator)
-    again.keeper._writer.join()
-    assert not again.keeper.unsaved and "written again, from version 4" in caplog.text
+    assert again.keeper.writer.wait()
+    assert not again.keeper.writer.unsaved and "written again, from version 4" in caplog.text
     again.keeper._folder.close()
     third = Run(tmp_path)
     assert third.hub.version == 4
@@ -217,6 +218,7 @@ def refusing(function):
 
 def test_a_checkpoint_that_failed_is_tried_again_without_a_newer_version(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
     run = Run(tmp_path, Every(versions=1))
     run.found()
     run.release()
@@ -224,16 +226,17 @@ def test_a_checkpoint_that_failed_is_tried_again_without_a_newer_version(tmp_pat
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "save", full)
         run.keeper.save(run.hub.state(), run.aggregator)
-        run.keeper._writer.join()
-    assert run.keeper.unsaved and run.keeper.is_due(1)
+        assert run.keeper.writer.wait()
+    assert run.keeper.writer.unsaved and run.keeper.is_due(1)
     run.keeper.save(run.hub.state(), run.aggregator)
-    run.keeper._writer.join()
-    assert RunFolder(tmp_path).good_versions() == (0, 1) and not run.keeper.unsaved and not run.keeper.is_due(1)
+    assert run.keeper.writer.wait()
+    assert RunFolder(tmp_path).good_versions() == (0, 1) and not run.keeper.writer.unsaved and not run.keeper.is_due(1)
     run.keeper.close(run.hub.state(), run.aggregator)
 
 
 def test_a_checkpoint_that_is_due_while_the_last_one_is_written_is_written_after_it(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
     writing, go_on, save = threading.Event(), threading.Event(), RunFolder.save
     run = Run(tmp_path, Every(versions=1))
     run.found()
@@ -251,10 +254,10 @@ def test_a_checkpoint_that_is_due_while_the_last_one_is_written_is_written_after
             run.keeper.save(run.hub.state(), run.aggregator)
             assert writing.wait(60)
         go_on.set()
-        run.keeper._writer.join()
+        assert run.keeper.writer.wait()
     assert run.keeper.is_due(2)
     run.keeper.save(run.hub.state(), run.aggregator)
-    run.keeper._writer.join()
+    assert run.keeper.writer.wait()
     assert RunFolder(tmp_path).good_versions() == (0, 1, 2)
     run.keeper.close(run.hub.state(), run.aggregator)
 

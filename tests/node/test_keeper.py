@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.fixed import fixed_run
+from zmqtrain.checkpoint import background_writer
 from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.files import read_arrays, write_arrays
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError, ConfigError
-from zmqtrain.node import keeper as keeper_module
 from zmqtrain.node.keeper import NodeKeeper, read_saved
 
 
@@ -69,7 +69,7 @@ def test_nothing_is_due_before_the_run_has_parameters(kept):
 
 @pytest.mark.parametrize("trouble", ["full", "busy"])
 def test_what_cannot_be_saved_is_a_warning_and_is_tried_again(kept, trouble, monkeypatch, caplog):
-    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
 
     def full(*_):
         raise CheckpointError("No space left on device")
@@ -86,7 +86,7 @@ def test_what_cannot_be_saved_is_a_warning_and_is_tried_again(kept, trouble, mon
 
 
 def test_what_is_not_of_one_moment_is_not_saved_and_tried_again(kept, monkeypatch, caplog):
-    monkeypatch.setattr(keeper_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
     kept.version = 2
     with monkeypatch.context() as patched:
         patched.setattr(kept.keeper, "_coded", lambda facts: None)

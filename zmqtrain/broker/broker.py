@@ -158,7 +158,7 @@ class Broker:
         every = every_from_text(checkpoint_every, settings.mode == "strict")
         self.folder = checkpoint
         """Where the run is kept; None: nowhere."""
-        self.keeper = Keeper(checkpoint, self._jobs.fail, every, checkpoint_keep, made_late=own_folder)
+        self.keeper = Keeper(checkpoint, every, checkpoint_keep, made_late=own_folder)
         moments: Sequence[Buffer] = ()
         if inheritance is None:
             moments = self.keeper.resume(self.hub, self.aggregator)
@@ -205,7 +205,7 @@ class Broker:
         )
         self._relays = Relays(self.traffic)
         self._reducers = Reducers(self._relays.forward)
-        kept = ParameterKeeper(checkpoint, self._jobs.fail)
+        kept = ParameterKeeper(checkpoint)
         name = f"keys-{secrets.token_hex(4)}"
         self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, every.seconds)
         self._stop = asyncio.Event()
@@ -394,7 +394,7 @@ class Broker:
     def describe(self, roster: Roster) -> Roster:
         """Return a roster of the hub's with what only the living half knows."""
         here: dict[str, Scalar] = {"refused": self.hub.refused, "turned_away": self._turned_away()}
-        here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.unsaved}
+        here |= {"waits_for_room": self.keeper.waits_for_room, "unsaved": self.keeper.writer.unsaved}
         if (noise := self.aggregator.meter.noise) is not None and roster.members:
             here["noise"] = noise
             here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.broker.checkpoint import RunFolder
 from zmqtrain.broker.parts import BEST_FILE, LAST_FILE, export_part
+from zmqtrain.checkpoint.background_writer import CLOSE_SECONDS, BackgroundWriter
 from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.files import describe_difference
 from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, write_model
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
 """Settings that may change when a run is resumed."""
 AGAIN_SECONDS = 1.0
-"""So long after a write for which there was no room it is tried again: of the journal; of a checkpoint ten times it."""
+"""So long after it had no room, the journal is tried again; so long a checkpoint waits for the one being written."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +59,30 @@ class _Best:
 class Keeper:
     """The checkpoints and the journal of a living broker.
 
-    folder: None keeps nothing.  failed: called, in any thread, with an error that nobody thought of.
-    every: how often to save.  keep: how many checkpoints stay.  made_late: a folder that is not there is made when
-    there is something to keep.  waits_for_room: a release waits, as the journal has no
-    room for it.  unsaved: the last checkpoint could not be written, and is tried again.
+    folder: None keeps nothing.  every: how often to save.  keep: how many checkpoints stay.  made_late: a folder that
+    is not there is made when there is something to keep.  waits_for_room: a release waits, as the journal has no room
+    for it.
     """
 
     def __init__(
         self,
         folder: Path | None,
-        failed: Callable[[BaseException], None],
         every: Every | None = None,
         keep: int = 3,
         made_late: bool = False,
     ) -> None:
         self._folder = RunFolder(folder, keep) if folder is not None else None
         self._untaken = made_late and folder is not None and not folder.exists()
-        self._failed, self._every = failed, every or Every()
-        self._writer: threading.Thread | None = None
+        self._every = every or Every()
+        self.writer = BackgroundWriter("checkpoints", "the run")
         self._ending = threading.Event()
         self._saved_version = -1  # of the newest checkpoint that is written
-        self._begun_version, self._begun_at, self._again_at = -1, time.monotonic(), float("inf")
+        self._begun_version, self._begun_at = -1, time.monotonic()
         self._kept_version = -1
         self._no_journal_since: Version | None = None  # there was no room to begin it at this version
         self._moments: tuple[Buffer, ...] = ()
         """The founder's optimizer state: it is in every checkpoint of version 0."""
-        self.waits_for_room = self.unsaved = False
+        self.waits_for_room = False
         self._best: _Best | None = None
         self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
 
@@ -177,7 +176,7 @@ class Keeper:
                 folder.save(hub.version, hub.state(), self._arrays(aggregator))
                 self._saved_version = hub.version
             except CheckpointError as error:
-                self._put_off(error)
+                self.writer.put_off(str(error))
         self._begin_journal(folder, hub.version)
         logger.info(
             "resuming %s at version %d (%d of them from the journal), %d samples",
@@ -240,11 +239,11 @@ class Keeper:
         now = time.monotonic()
         if self._folder is None or version <= self._saved_version or together != self._every.together:
             return False
-        again = now >= self._again_at
+        again = now >= self.writer.retry_at
         newer = version > self._begun_version
         if not (again or (newer and self._every.is_due(version, self._begun_version, now - self._begun_at))):
             return False
-        self._begun_version, self._begun_at, self._again_at = version, now, float("inf")
+        self._begun_version, self._begun_at, self.writer.retry_at = version, now, inf
         return True
 
     def save(
@@ -262,11 +261,10 @@ class Keeper:
         if self._untaken:
             self._folder.lock()
             self._untaken = False
-        if self._writer is not None and self._writer.is_alive():
-            if not self._every.together:
-                self._again_at = time.monotonic() + AGAIN_SECONDS
-                return
-            self._writer.join()
+        if self.writer.busy and not self._every.together:
+            self.writer.retry_at = time.monotonic() + AGAIN_SECONDS
+            return
+        self.writer.wait(None)
         if moments is not None:
             self._moments = tuple(moments)
         folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
@@ -274,16 +272,12 @@ class Keeper:
             folder.begin_journal(version)
             folder.save(version, state, arrays)
             self._written(version)
+            self.writer.written(version)
             return
 
         def write() -> None:
-            try:
-                folder.save(version, state, arrays)
-                self._written(version)
-            except CheckpointError as error:
-                self._put_off(error)
-            except Exception as error:
-                self._failed(error)
+            folder.save(version, state, arrays)
+            self._written(version)
 
         try:
             folder.begin_journal(version)
@@ -291,9 +285,9 @@ class Keeper:
         except CheckpointError as error:
             if not folder.has_journal:
                 self._no_journal_since = version
-            return self._put_off(error)
-        self._writer = threading.Thread(target=write, name="zmqtrain-checkpoint")
-        self._writer.start()
+            return self.writer.put_off(str(error))
+        self.writer.begin()
+        self.writer.start(version, write)
 
     def _begin_journal(self, folder: RunFolder, version: Version) -> None:
         """Begin the journal after this version in place of any other; if there is no room, before the next release."""
@@ -306,29 +300,21 @@ class Keeper:
             logger.warning("%s. Nothing is released until there is room for the journal", error)
 
     def _written(self, version: Version) -> None:
-        """A checkpoint is on the disk. In any thread."""
         self._saved_version, self._begun_version = version, max(version, self._begun_version)
-        if self.unsaved:
-            logger.warning("checkpoints are written again, from version %d", version)
-        self.unsaved = False
-
-    def _put_off(self, error: CheckpointError) -> None:
-        again = 10 * AGAIN_SECONDS
-        logger.warning("no checkpoint: %s. The run goes on; it is tried again in %.0f s", error, again)
-        self.unsaved = True
-        self._again_at = time.monotonic() + again
 
     def close(self, state: dict[str, Any], aggregator: Aggregator | None) -> None:
-        """Write the last checkpoint and the model alone, and wait for both. Raises CheckpointError.
+        """Write the last checkpoint and the model alone, once the write in progress has ended. Raises CheckpointError.
 
         A hub that is ahead of its arrays (its codec thread failed) is not written: the journal holds what counts.
         aggregator: None while the codec thread, which owns the arrays, still works on them: likewise.
         """
         if self._folder is None:
             return
-        if self._writer is not None:
-            self._writer.join()
+        written = self.writer.wait()
         try:
+            if not written:
+                text = f"a checkpoint is still being written to {self._folder.folder} after {CLOSE_SECONDS:g} s"
+                raise CheckpointError(f"{text}: no last one; started again, the broker goes on from the journal")
             if aggregator is None or aggregator.version != state["version"]:
                 text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
                 logger.warning(text, state["version"], self._kept_version)

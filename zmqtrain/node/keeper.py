@@ -8,7 +8,6 @@ Rule 3: in strict mode all save at the same versions, and none is left out: who 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.checkpoint.background_writer import BackgroundWriter
 from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError, FramingError, ModelMismatch
@@ -28,9 +28,6 @@ from zmqtrain.protocol.schedules import Timetable
 
 logger = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 10.0
-"""So long after a checkpoint for which there was no room it is tried again."""
-CLOSE_SECONDS = 60.0
 FORMAT = "zmqtrain node 1"
 MOST_VERSIONS = 1 << 62
 """A checkpoint that says more versions than this was not written by a node."""
@@ -129,9 +126,8 @@ class NodeKeeper:
         self._every, self._version, self._facts, self._coded, self._submit = every, version, facts, coded, submit
         self.saved: SavedNode | None = None
         """What the node goes on from, until the training thread has taken its part."""
-        self._idle = threading.Event()
-        self._idle.set()
-        self._saved_version, self._saved_at, self._again_at = -1, time.monotonic(), float("inf")
+        self._writer = BackgroundWriter("checkpoints of this node", "training")
+        self._saved_version, self._saved_at = -1, time.monotonic()
 
     def take(self) -> tuple[Facts, Mapping[str, Array]] | None:
         """See Keeping."""
@@ -144,52 +140,33 @@ class NodeKeeper:
     def is_due(self) -> bool:
         """See Keeping."""
         version, now = self._version(), time.monotonic()
-        if version < 0 or not (self._idle.is_set() or self._every().together):
+        if version < 0 or (self._writer.busy and not self._every().together):
             return False
-        return now >= self._again_at or self._every().is_due(version, self._saved_version, now - self._saved_at)
+        return now >= self._writer.retry_at or self._every().is_due(version, self._saved_version, now - self._saved_at)
 
     def save(self, state: Facts, arrays: Mapping[str, Array], wait: bool = False) -> None:
         """See Keeping."""
-        self._idle.wait()
-        self._idle.clear()
+        self._writer.begin()
         version = self._version()
         known = {"format": FORMAT, "loop": state, **self._facts()}
 
         def code() -> None:
             try:
                 if (coded := self._coded(known)) is None:
-                    return self._put_off("it begins again from the shared parameters just now")
+                    return self._writer.put_off("it begins again from the shared parameters just now")
                 whole = (version, known | coded[0], {**arrays, **coded[1]})
-                threading.Thread(target=self._write, args=whole, name="zmqtrain-checkpoint").start()
+                self._writer.start(version, lambda: self.folder.save(*whole))
             except BaseException:
-                self._idle.set()  # or who waits for this checkpoint would never hear of the failure
+                self._writer.cancel()  # or the training thread would wait for this checkpoint forever
                 raise
 
-        self._saved_version, self._saved_at, self._again_at = version, time.monotonic(), float("inf")
+        self._saved_version, self._saved_at = version, time.monotonic()
         if not self._submit(code):
-            self._put_off("the codec thread has too much to do")
+            self._writer.put_off("the codec thread has too much to do")
         elif wait:
-            self._idle.wait()
-
-    def _write(self, version: int, facts: Facts, arrays: Arrays) -> None:
-        try:
-            self.folder.save(version, facts, arrays)
-        except CheckpointError as error:
-            self._put_off(str(error))
-        except Exception as error:  # whatever it is, whoever waits for this checkpoint must go on
-            logger.error("the checkpoint of version %d failed", version, exc_info=error)
-            self._put_off(repr(error))
-        else:
-            logger.debug("saved version %d in %s", version, self.folder.folder)
-            self._idle.set()
-
-    def _put_off(self, why: str) -> None:
-        text = "no checkpoint of this node: %s. Training goes on; it is tried again in %.0f s"
-        logger.warning(text, why, AGAIN_SECONDS)
-        self._again_at = time.monotonic() + AGAIN_SECONDS
-        self._idle.set()
+            self._writer.wait(None)
 
     def close(self) -> None:
-        """Wait until all is written, and give the folder back."""
-        self._idle.wait(CLOSE_SECONDS)
+        """Wait for the write in progress, for a minute at most, and give the folder back."""
+        self._writer.wait()
         self.folder.close()

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.checkpoint.background_writer import CLOSE_SECONDS, BackgroundWriter
 from zmqtrain.checkpoint.files import read_arrays, write_arrays
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.parameter_server.directory import Directory
@@ -27,18 +26,11 @@ FILE = "keys.safetensors"
 
 
 class ParameterKeeper:
-    """The file of a key server.
+    """The file of a key server, in the folder of its broker's checkpoints."""
 
-    failed: called, in any thread, with an error that nobody thought of, or of a file that cannot be written while that
-    is waited for; else that is a warning.
-    """
-
-    def __init__(self, folder: Path | None, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._path = folder / FILE if folder is not None else None
-        self._failed = failed
-        self._writer: threading.Thread | None = None
-        self.unwritten = False
-        """Whether what was to be saved last is not in the file; whoever tries again takes it back."""
+        self.writer = BackgroundWriter("keys", "the parameter server")
 
     def resume(self, machine: KeyServer) -> tuple[Directory, Store] | None:
         """Bring a fresh machine to where that of the file was; return its directory and store. None: there is none.
@@ -69,34 +61,22 @@ class ParameterKeeper:
         return directory, store
 
     def save(self, state: dict[str, Any], store: Store, wait: bool = False) -> None:
-        """Copy the store, and write the copy in the background; wait: until it is written.
+        """Copy the store, and write the copy in the background.
 
-        state: of machine and directory, after the same jobs.  While the last one is still being written, this one is
-        `unwritten`.
+        state: of machine and directory, after the same jobs.  While the last copy is still being written, nothing is
+        copied, and the writer is to save again at once.  wait: write it here; raises CheckpointError.
         """
         if self._path is None:
             return
-        if self._writer is not None:
-            if not wait and self._writer.is_alive():
-                self.unwritten = True
-                return
-            self._writer.join()
+        if self.writer.busy and not wait:
+            self.writer.retry_at = 0.0
+            return
+        if not self.writer.wait():
+            raise CheckpointError(f"{self._path} is still being written after {CLOSE_SECONDS:g} s: not the last keys")
         path, arrays = self._path, store.arrays()
         versions = {key: entry.version for key, entry in store.entries.items()}
         text = json.dumps(state | {"versions": versions}, sort_keys=True)
-
-        def write() -> None:
-            try:
-                write_arrays(path, arrays, {"state": text})
-            except CheckpointError as error:
-                if wait:
-                    return self._failed(error)
-                logger.warning("the keys were not written: %s. They are tried again", error)
-                self.unwritten = True
-            except Exception as error:
-                self._failed(error)
-
-        self._writer = threading.Thread(target=write, name="zmqtrain-keys")
-        self._writer.start()
         if wait:
-            self._writer.join()
+            return write_arrays(path, arrays, {"state": text})
+        self.writer.begin()
+        self.writer.start(sum(versions.values()), lambda: write_arrays(path, arrays, {"state": text}))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from zmqtrain.core.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
@@ -140,8 +141,9 @@ class Parameters:
 
     def tick(self, now: float) -> None:
         """Keep what has changed, and tell clients that wait for others whom they wait for, now and then."""
-        if (self._changed or self._keeper.unwritten) and now - self._kept_at >= self._keep_seconds:
-            self._kept_at, self._changed, self._keeper.unwritten = now, False, False
+        changed = self._changed or now >= self._keeper.writer.retry_at
+        if changed and now - self._kept_at >= self._keep_seconds:
+            self._kept_at, self._changed, self._keeper.writer.retry_at = now, False, inf
             self._job(partial(self._keeper.save, self._state(), self.store))
         if now - self._looked_at < AWAITED_SECONDS:
             return
