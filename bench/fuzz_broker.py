@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
-from zmqtrain.broker import arrivals as arrivals_room
 from zmqtrain.broker import broker as broker_room
-from zmqtrain.broker import receiver as receiver_room
-from zmqtrain.broker import telling
+from zmqtrain.broker import broker as receiver_room
+from zmqtrain.broker import deltas as arrivals_room
+from zmqtrain.broker import log as telling
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
@@ -29,8 +29,8 @@ from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import (
     Aggregate,
 )
-from zmqtrain.session import intake as intake_room
-from zmqtrain.session import traffic as traffic_room
+from zmqtrain.session import downlink as intake_room
+from zmqtrain.session import downlink as traffic_room
 from zmqtrain.transport.limits import check_message
 
 from fuzz_inputs import read_session
@@ -72,15 +72,15 @@ class _Jobs:
         self.waiting: list[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = []
 
     def do(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
-        """See Jobs."""
+        """See CodecExecutor."""
         self.waiting.append((work, then, facts))
 
     def do_once(self, name: str, work: Callable[[], Any]) -> None:
-        """See Jobs."""
+        """See CodecExecutor."""
         self.do(work)
 
     def fail(self, error: BaseException | None) -> None:
-        """See Jobs."""
+        """See CodecExecutor."""
         raise AssertionError("the broker's own work failed") from error
 
     def work(self) -> None:
@@ -152,7 +152,7 @@ def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     an exception."""
     timed = (broker_room, receiver_room, arrivals_room, intake_room, traffic_room, parameters_room)
     before = [(room, room.time) for room in timed]
-    jobs, noted = broker_room.Jobs, _Noted()
+    jobs, noted = broker_room.CodecExecutor, _Noted()
     logger = logging.getLogger(telling.__name__)
     propagates, level = logger.propagate, logger.level
 
@@ -163,7 +163,7 @@ def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     try:
         for room, _ in before:
             room.time = clock
-        broker_room.Jobs = make_jobs
+        broker_room.CodecExecutor = make_jobs
         logger.propagate = False
         logger.setLevel(logging.ERROR)
         logger.addHandler(noted)
@@ -171,7 +171,7 @@ def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     finally:
         for room, own in before:
             room.time = own
-        broker_room.Jobs = jobs
+        broker_room.CodecExecutor = jobs
         logger.removeHandler(noted)
         logger.propagate = propagates
         logger.setLevel(level)
@@ -219,7 +219,7 @@ async def _session(data: bytes) -> int:
             if noted.errors:
                 raise noted.errors[0]
         finally:
-            for alarm in (broker.traffic._again, broker.traffic.intake._again):
+            for alarm in (broker.downlink._again, broker.downlink.uploads._again):
                 alarm.set(inf)
     return count
 
@@ -235,8 +235,8 @@ def _check_bounds(broker: Any) -> None:
     assert len(broker._arrivals.whole) <= len(pending) + len(hub.members) + sum(
         len(m.open) for m in hub.members.values()
     )
-    assert broker.traffic.intake._credits.in_flight_bytes >= 0
-    assert broker.traffic._lines.keys() | broker.traffic.intake._lines.keys() <= set(PEERS)
+    assert broker.downlink.uploads._credits.in_flight_bytes >= 0
+    assert broker.downlink._lines.keys() | broker.downlink.uploads._lines.keys() <= set(PEERS)
 
 
 def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
@@ -246,13 +246,13 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
         for peer in PEERS:
             broker._carry_out(hub.gone(peer, "the session is over", clock.now))
         _work(jobs)
-    assert not hub.members and not (broker.traffic._lines or broker.traffic.intake._lines), (
+    assert not hub.members and not (broker.downlink._lines or broker.downlink.uploads._lines), (
         "lines of peers that have gone"
     )
     held: dict[str, Any] = {
-        "grants": broker.traffic.intake._credits._transfers,
-        "bytes in flight": broker.traffic.intake._credits.in_flight_bytes,
-        "limits": broker.traffic._limits,
+        "grants": broker.downlink.uploads._credits._transfers,
+        "bytes in flight": broker.downlink.uploads._credits.in_flight_bytes,
+        "limits": broker.downlink._limits,
         "relays": broker._relays._waiting,
         "groups": hub.groups._complete or hub.groups._forming or hub.groups._in,
         "reductions": broker._reducers._groups,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
-from zmqtrain.broker.keeper import Keeper
+from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.codecs.codec import Codec

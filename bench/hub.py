@@ -220,8 +220,8 @@ def _row(case: Case, nodes: list[dict[str, Any]], brokers: list[dict[str, Any]],
 
 def _be_broker(case: Case, shard: int, addresses: str) -> None:
     """Be one broker; answer `figures` with its statistics and its CPU seconds by thread."""
-    from zmqtrain.broker.registration import MasterPlace
     from zmqtrain.broker.serve import BrokerThread
+    from zmqtrain.broker.standby import MasterPlace
     from zmqtrain.core.settings import RunSettings
 
     told, (first, own) = commands(), json.loads(addresses)

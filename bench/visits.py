@@ -22,8 +22,8 @@ import numpy as np
 import optax
 
 import zmqtrain as zt
-from zmqtrain.broker.registration import MasterPlace
 from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.synchronous.lockstep import open_gradients, read_exchange, unit_wait_seconds
 

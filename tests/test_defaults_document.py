@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import settings_page
-from zmqtrain.broker.keeper import FREE_SETTINGS
+from zmqtrain.broker.checkpoint import FREE_SETTINGS
 from zmqtrain.checkpoint.every import STRICT_VERSIONS, USUAL_SECONDS
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.local import LocalConfig

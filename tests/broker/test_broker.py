@@ -101,7 +101,7 @@ def test_a_broker_that_cannot_save_still_closes_its_channel(tmp_path, monkeypatc
     async def story(peers):
         made.append(peers.broker)
         await peers.join("a#1")
-        await peers.until(lambda: peers.broker.traffic.follows("a#1"))  # what it begins with is saved
+        await peers.until(lambda: peers.broker.downlink.follows("a#1"))  # what it begins with is saved
         monkeypatch.setattr(RunFolder, "save", full)
 
     with pytest.raises(CheckpointError, match="the disk is full"):
@@ -133,12 +133,12 @@ def test_nobody_hears_of_a_run_before_it_is_on_the_disk(tmp_path, monkeypatch):
         save = RunFolder.save
 
         def slow(folder, *facts):
-            assert not peers.broker.hub.live or not peers.broker.traffic.follows("a#1")
+            assert not peers.broker.hub.live or not peers.broker.downlink.follows("a#1")
             return save(folder, *facts)
 
         monkeypatch.setattr(RunFolder, "save", slow)
         await peers.join("a#1")
-        await peers.until(lambda: peers.broker.traffic.follows("a#1"))
+        await peers.until(lambda: peers.broker.downlink.follows("a#1"))
         monkeypatch.setattr(RunFolder, "save", save)
         assert RunFolder(tmp_path).load() is not None
 
@@ -193,7 +193,7 @@ def test_a_founder_that_claims_what_no_memory_holds_is_refused_before_anything_i
         await peers.join("a#1")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zmqtrain.broker.capacity.os.sysconf", lambda name: 1 << 12)
+        patch.setattr("zmqtrain.broker.deltas.os.sysconf", lambda name: 1 << 12)
         lived(story)
 
 
@@ -220,7 +220,7 @@ def test_what_a_peer_said_before_its_connection_was_gone_is_heard_though_it_cann
 def test_whose_connection_is_gone_is_lost_if_it_has_said_nothing(caplog):
     async def story(peers):
         await peers.join("a#1", "b#1")
-        peers.broker.traffic._unreachable("b#1")
+        peers.broker.downlink._unreachable("b#1")
         await peers.until(lambda: "b#1" not in peers.broker.hub.members)
 
     caplog.set_level("INFO", "zmqtrain")

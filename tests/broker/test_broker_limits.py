@@ -12,7 +12,7 @@ import numpy as np
 from tests.broker.wires import MODEL, lived
 from tests.protocol.said import EXAMPLES
 from zmqtrain.averaging.delta import DENSE
-from zmqtrain.broker import receiver
+from zmqtrain.broker import broker as receiver
 from zmqtrain.core.types import Lane
 from zmqtrain.protocol import rates
 from zmqtrain.protocol.framing import encode_message
@@ -119,7 +119,7 @@ def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard(
 async def looked_to_while_asking(peers, times, *asked):
     """Have b#1, which follows, say this so many times while the codec thread is busy; return who is looked to then."""
     await peers.join("a#1", "b#1")
-    await peers.until(lambda: peers.broker.traffic.follows("b#1"))
+    await peers.until(lambda: peers.broker.downlink.follows("b#1"))
     looked, go_on = [], threading.Event()
     peers.broker._jobs.do(go_on.wait)
     look = peers.broker.serving._look
@@ -146,7 +146,7 @@ def test_who_asks_for_parameters_again_and_again_is_looked_to_once():
 def test_who_connects_and_asks_for_parameters_again_and_again_is_looked_to_once_too():
     async def story(peers):
         looked = await looked_to_while_asking(peers, 100, Hello("b#1"), Fetch(-1, model_to_wire(MODEL)))
-        await peers.until(lambda: peers.broker.traffic.follows("b#1"))
+        await peers.until(lambda: peers.broker.downlink.follows("b#1"))
         assert looked == ["b#1"]
 
     lived(story)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.broker.capacity import MODELS_HELD, check_capacity
+from zmqtrain.broker.deltas import MODELS_HELD, check_capacity
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec
 

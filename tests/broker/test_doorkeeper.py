@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from zmqtrain.broker import doorkeeper
-from zmqtrain.broker.doorkeeper import Doorkeeper
+from zmqtrain.broker import serve as doorkeeper
+from zmqtrain.broker.serve import KeyWatcher
 from zmqtrain.core.types import PeerId
 
 
@@ -50,7 +50,7 @@ def test_a_key_that_is_revoked_is_cut_though_something_that_nobody_thought_of_wa
             raise RuntimeError("nobody thought of this")
 
     async def main() -> None:
-        watch = asyncio.create_task(Doorkeeper(door, door, dismiss).run())  # type: ignore[arg-type]
+        watch = asyncio.create_task(KeyWatcher(door, door, dismiss).run())  # type: ignore[arg-type]
         while not door.known:
             await asyncio.sleep(0)
         del door.names["k1"]

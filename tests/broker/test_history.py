@@ -8,9 +8,7 @@ import pytest
 from tests.fixed import fixed_run
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.delta import encode_snapshot
-from zmqtrain.broker.checkpoint import RunFolder
-from zmqtrain.broker.history import read_history
-from zmqtrain.broker.keeper import Keeper
+from zmqtrain.broker.checkpoint import Keeper, RunFolder, read_history
 from zmqtrain.checkpoint.every import Every
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.types import LeafSpec

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from zmqtrain.broker import jobs as jobs_module
-from zmqtrain.broker.jobs import Jobs
+from zmqtrain.broker import codec_executor as jobs_module
+from zmqtrain.broker.codec_executor import CodecExecutor
 from zmqtrain.core.errors import ZmqTrainError
 
 
@@ -16,7 +16,7 @@ from zmqtrain.core.errors import ZmqTrainError
 def test_what_ends_a_broker_is_said_with_its_reason(error, said, caplog):
     async def live():
         broken = asyncio.Event()
-        jobs = Jobs("codec", broken.set)
+        jobs = CodecExecutor("codec", broken.set)
         jobs.start()
 
         def fails():
@@ -39,8 +39,8 @@ def test_a_job_that_goes_on_after_the_last_wait_is_a_failure_and_its_result_is_n
     go_on, done = threading.Event(), threading.Event()
     broken, heard = list[BaseException](), list[object]()
 
-    async def main() -> Jobs:
-        jobs = Jobs("test-jobs", lambda: None)
+    async def main() -> CodecExecutor:
+        jobs = CodecExecutor("test-jobs", lambda: None)
         monkeypatch.setattr(jobs._worker, "_failed", broken.append)
         jobs.start()
         jobs.do(go_on.wait, heard.append)
@@ -57,7 +57,7 @@ def test_a_job_that_goes_on_after_the_last_wait_is_a_failure_and_its_result_is_n
 
 def test_a_codec_thread_that_ends_in_time_is_no_failure() -> None:
     async def main() -> None:
-        jobs = Jobs("test-jobs", lambda: None)
+        jobs = CodecExecutor("test-jobs", lambda: None)
         jobs.start()
         jobs.do(lambda: 1)
         assert await jobs.close() and jobs.failure is None
@@ -68,8 +68,8 @@ def test_a_codec_thread_that_ends_in_time_is_no_failure() -> None:
 def test_a_job_that_comes_while_the_thread_ends_is_dropped_and_is_no_failure() -> None:
     """As where another thread's copy is done just then, and what follows from it is for this one."""
 
-    async def main() -> Jobs:
-        jobs = Jobs("test-jobs", lambda: None)
+    async def main() -> CodecExecutor:
+        jobs = CodecExecutor("test-jobs", lambda: None)
         jobs.start()
         await jobs.close()
         jobs.do(lambda: None)

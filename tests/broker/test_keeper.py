@@ -16,10 +16,8 @@ from tests.fixed import fixed_run
 from zmqtrain.averaging import aggregator as aggregator_module
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.averaging.delta import encode_snapshot
-from zmqtrain.broker import keeper as keeper_module
-from zmqtrain.broker.checkpoint import RunFolder
-from zmqtrain.broker.keeper import Keeper
-from zmqtrain.broker.run_folders import RunFolders, new_run
+from zmqtrain.broker import checkpoint as keeper_module
+from zmqtrain.broker.checkpoint import Keeper, RunFolder, RunFolders, new_run
 from zmqtrain.checkpoint import background_writer, files
 from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.model_files import read_model

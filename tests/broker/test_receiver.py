@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.broker import receiver as receiver_room
-from zmqtrain.broker.receiver import Receiver
+from zmqtrain.broker import broker as receiver_room
+from zmqtrain.broker.broker import Receiver
 from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat
@@ -21,12 +21,12 @@ def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() ->
         raise RuntimeError("nobody thought of this")
 
     hub = SimpleNamespace(screen=lambda *facts: None, judge=lambda *facts: None, receive=receive)
-    traffic = SimpleNamespace(intake=SimpleNamespace(pay=lambda size: None))
+    downlink = SimpleNamespace(uploads=SimpleNamespace(pay=lambda size: None))
     rest: Any = SimpleNamespace()
     receiver = Receiver(
         rest,
         hub,
-        traffic,
+        downlink,
         rest,
         rest,
         rest,

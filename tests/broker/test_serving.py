@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from zmqtrain.averaging.aggregator import Released
-from zmqtrain.broker import serving as serving_module
-from zmqtrain.broker.serving import Serving
-from zmqtrain.broker.turns import AGAIN_SHARE, AT_ONCE, SHARE
+from zmqtrain.broker import snapshots as serving_module
+from zmqtrain.broker.snapshots import AGAIN_SHARE, AT_ONCE, SHARE, SnapshotService
 from zmqtrain.protocol.effects import Reduce, Serve
 
 SIZE, RATE = 50_000_000, 125e6
@@ -49,7 +48,7 @@ class World:
         monkeypatch.setattr(serving_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(serving_module, "encode_snapshot", lambda layout, flats: (memoryview(ROOM)[:layout],))
         monkeypatch.setattr(serving_module, "digest_of", lambda frames: "digest")
-        self.serving = Serving(
+        self.serving = SnapshotService(
             self,  # type: ignore[arg-type]
             Inline(),  # type: ignore[arg-type]
             self.makes,  # type: ignore[arg-type]
@@ -72,7 +71,7 @@ class World:
         self.copies += 1
         return self.version, SIZE, []
 
-    # the traffic
+    # the downlink
 
     def follows(self, peer: str) -> bool:
         return True

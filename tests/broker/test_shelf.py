@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zmqtrain.averaging.aggregator import Released
-from zmqtrain.broker.shelf import KEPT_SECONDS, MOST_KEPT, Shelf
+from zmqtrain.broker.snapshots import KEPT_SECONDS, MOST_KEPT, SnapshotCache
 from zmqtrain.protocol.effects import Reduce, Serve
 
 FRAMES = (b"a" * 60, b"b" * 40)
@@ -21,7 +21,7 @@ def kept_at(shelf, version, now=0.0, digest=None):
 
 
 def test_a_newcomer_is_sent_the_version_that_is_kept_and_what_came_since():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     kept = kept_at(shelf, 3)
     shelf.released(*release(4))
     assert shelf.of(Serve("pc-1", -1)) is kept
@@ -30,7 +30,7 @@ def test_a_newcomer_is_sent_the_version_that_is_kept_and_what_came_since():
 
 
 def test_a_version_that_too_much_came_after_is_only_for_who_has_a_part_of_it():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     kept = kept_at(shelf, 3)
     shelf.released(*release(4, 50))
     assert shelf.of(Serve("new", -1)) is None
@@ -39,7 +39,7 @@ def test_a_version_that_too_much_came_after_is_only_for_who_has_a_part_of_it():
 
 
 def test_who_holds_a_version_from_which_aggregates_lead_on_needs_no_snapshot():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     kept = kept_at(shelf, 3)
     for version in (4, 5, 6):
         shelf.released(*release(version, 30))
@@ -48,7 +48,7 @@ def test_who_holds_a_version_from_which_aggregates_lead_on_needs_no_snapshot():
 
 
 def test_where_aggregates_are_more_than_a_snapshot_it_is_let_go():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     kept_at(shelf, 3)
     for version in range(4, 8):
         shelf.released(*release(version, 30))
@@ -57,7 +57,7 @@ def test_where_aggregates_are_more_than_a_snapshot_it_is_let_go():
 
 
 def test_no_more_versions_are_kept_than_may_be():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     for version in range(10):
         kept_at(shelf, version)
     assert shelf.bytes == MOST_KEPT * 100
@@ -65,7 +65,7 @@ def test_no_more_versions_are_kept_than_may_be():
 
 
 def test_what_is_being_made_is_waited_for_and_never_let_go_for_its_age():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     making = shelf.begin(3, 0.0)
     shelf.released(*release(4, 1000))
     shelf.forget_old(1e9)
@@ -73,7 +73,7 @@ def test_what_is_being_made_is_waited_for_and_never_let_go_for_its_age():
 
 
 def test_what_nobody_began_to_fetch_for_long_is_let_go():
-    shelf = Shelf()
+    shelf = SnapshotCache()
     kept_at(shelf, 3, now=10.0)
     shelf.forget_old(10.0 + KEPT_SECONDS - 1)
     assert shelf.bytes
@@ -82,7 +82,7 @@ def test_what_nobody_began_to_fetch_for_long_is_let_go():
 
 
 def test_optimizer_state_goes_only_to_who_is_meant_to_have_it_and_has_a_digest_of_its_own():
-    kept = kept_at(Shelf(), 0)
+    kept = kept_at(SnapshotCache(), 0)
     assert kept.parts_for(Serve("a", -1, moments=True)) == (FRAMES, (b"m" * 30,), "v0 and moments", 0)
     part = Serve("a", -1, moments=True, digest="v0 and moments", held=2)
     assert kept.parts_for(part)[3] == 2

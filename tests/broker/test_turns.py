@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.broker.turns import (
+from zmqtrain.broker.snapshots import (
     AGAIN_SECONDS,
     AGAIN_SHARE,
     AT_ONCE,

@@ -8,7 +8,7 @@ from math import nan
 import pytest
 from rich.console import Console
 
-from zmqtrain.broker.history import History
+from zmqtrain.broker.checkpoint import History
 from zmqtrain.chaos.player import Deed
 from zmqtrain.chaos.run import Outcome
 from zmqtrain.chaos.schedule import Fault

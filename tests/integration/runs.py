@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.broker.registration import MasterPlace
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.broker.standby import StandbyPlace
+from zmqtrain.broker.standby import MasterPlace, StandbyPlace
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
 from zmqtrain.node.node import Node
@@ -162,7 +161,7 @@ class BrokerProcess:
         program = (
             "import json, sys, logging, resource\n"
             "from pathlib import Path\n"
-            "from zmqtrain.broker.registration import MasterPlace\n"
+            "from zmqtrain.broker.standby import MasterPlace\n"
             "from zmqtrain.broker.serve import serve\n"
             "from zmqtrain.broker.standby import StandbyPlace\n"
             "from zmqtrain.core.settings import RunSettings\n"

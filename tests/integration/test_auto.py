@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import Trainer, batches, broker, loss, parameters
 
-from zmqtrain.broker.loads import Loads
+from zmqtrain.broker.broker import Loads
 from zmqtrain.codecs import fast
 from zmqtrain.core.settings import FIRST as FIRST_SETTINGS
 from zmqtrain.core.settings import RunSettings

@@ -9,8 +9,8 @@ import pytest
 from runs import BrokerProcess, Trainer, broker, parameters
 
 import zmqtrain as zt
-from zmqtrain.broker.registration import MasterPlace
 from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.cli.export import main
 from zmqtrain.cli.exporting import model_of_folder, model_of_run

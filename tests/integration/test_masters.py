@@ -14,9 +14,9 @@ import pytest
 from runs import BrokerProcess, Trainer, batches, broker, loss, parameters
 from safetensors.numpy import load_file
 
-from zmqtrain.broker.parts import merge_parts
-from zmqtrain.broker.registration import MasterPlace
+from zmqtrain.broker.checkpoint import merge_parts
 from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.core.errors import ConfigError, HubUnreachable, JoinRefused
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import NodeRecorder

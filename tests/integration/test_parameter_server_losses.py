@@ -15,8 +15,8 @@ import pytest
 from parameter_servers import WAIT, assert_same, brokers, clients, leaves, model, together, wait_until_it_says
 
 import zmqtrain as zt
-from zmqtrain.broker.registration import MasterPlace
 from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.core.errors import CheckpointError, ConfigError, PeerLost
 from zmqtrain.core.settings import RunSettings
 

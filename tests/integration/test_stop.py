@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from runs import BrokerProcess, Trainer, batches, broker
 
-from zmqtrain.broker.registration import MasterPlace
-from zmqtrain.broker.standby import StandbyPlace
+from zmqtrain.broker.standby import MasterPlace, StandbyPlace
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, RunStopped
 from zmqtrain.core.settings import RunSettings

@@ -12,7 +12,7 @@ import pytest
 from tests.fixed import fixed_run
 from zmqtrain.averaging.delta import DENSE, DeltaCoder, decode_snapshot, encode_snapshot
 from zmqtrain.averaging.digest import digest_of
-from zmqtrain.broker import shelf
+from zmqtrain.broker import snapshots as shelf
 from zmqtrain.broker.broker import Broker
 from zmqtrain.codecs import payload
 from zmqtrain.codecs.codec import SLAB_VALUES

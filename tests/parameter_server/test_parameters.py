@@ -236,7 +236,7 @@ def test_a_client_that_never_takes_what_it_asks_for_holds_no_more_than_its_share
         frames = await clients.found_large("a#1")
         clients.say("b#1", *[Pull(number, "w") for number in range(50)])
         await clients.told("b#1", Values)
-        outbox = clients.broker.traffic._line("b#1").outbox
+        outbox = clients.broker.downlink._line("b#1").outbox
         clients.say("b#1", Pull(100, "nothing"))
         await clients.told("b#1", Refused)
         assert outbox.held_bytes <= outbox.limit_bytes == 64 << 20

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import nan
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
-from zmqtrain.broker.replicas import Replicas
+from zmqtrain.broker.standby import Replicas
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Reduce, Replicate, Send
 from zmqtrain.protocol.fencing import LIFE, Stamp

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
-from zmqtrain.broker.replicas import Replicas
+from zmqtrain.broker.standby import Replicas
 from zmqtrain.protocol.effects import (
     Broadcast,
     Connect,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zmqtrain.broker.onlooker import Onlooker
+from zmqtrain.broker.standby import NullListener
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Send, Withdraw
 from zmqtrain.protocol.messages import Heartbeat, Message
@@ -12,7 +12,7 @@ from zmqtrain.protocol.peer import Peer
 from zmqtrain.session.link import HubLink
 
 
-class Answering(Onlooker):
+class Answering(NullListener):
     """A listener that has something said for each offer that is withdrawn."""
 
     def __init__(self) -> None:

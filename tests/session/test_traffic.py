@@ -18,9 +18,9 @@ from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.framing import decode_message, split
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Heartbeat, Message, Publish, Snapshot
-from zmqtrain.session import intake as intake_module
-from zmqtrain.session import traffic as traffic_module
-from zmqtrain.session.traffic import Traffic
+from zmqtrain.session import downlink as intake_module
+from zmqtrain.session import downlink as traffic_module
+from zmqtrain.session.downlink import Downlink
 from zmqtrain.transport.reservation import BURST_BYTES
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
 
@@ -39,7 +39,7 @@ class Peers:
     address = "tcp://127.0.0.1:1"
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.traffic = seconds, Traffic(self, lambda: 0, self.lost, self.unreachable)
+        self.seconds, self.downlink = seconds, Downlink(self, lambda: 0, self.lost, self.unreachable)
         self.sent: list[tuple[float, PeerId, Message, int]] = []
         self.came: list[tuple[float, PeerId, int]] = []
         self.waiting: dict[tuple[PeerId, int], list[tuple[bytes, Buffer]]] = {}
@@ -68,7 +68,7 @@ class Peers:
         self._moved.set()
         if lane is Lane.BULK:
             transfer = message.transfer  # type: ignore[union-attr]
-            loop.call_later(self.seconds, self.traffic.acknowledged, peer, Credit(transfer, 1))
+            loop.call_later(self.seconds, self.downlink.acknowledged, peer, Credit(transfer, 1))
         elif isinstance(message, Credit):
             for _ in range(message.chunks):
                 head, frame = self.waiting[peer, message.transfer].pop(0)
@@ -78,7 +78,7 @@ class Peers:
         chunk = decode_message(head)
         assert isinstance(chunk, Chunk)
         self.came.append((asyncio.get_running_loop().time(), peer, len(frame)))
-        self.traffic.intake.take_chunk(peer, chunk, frame)
+        self.downlink.uploads.take_chunk(peer, chunk, frame)
         self._moved.set()
 
     async def until(self, condition: Callable[[], bool]) -> float:
@@ -95,12 +95,12 @@ class Peers:
         raise NotImplementedError
 
     def snapshot(self, peer: PeerId, frames: int) -> None:
-        assert self.traffic.send_snapshot(peer, 0, [FRAME] * frames)
+        assert self.downlink.send_snapshot(peer, 0, [FRAME] * frames)
 
     def publish(self, peer: PeerId, frames: int) -> None:
         publish = Publish(1, 0, 0, 0, "float32", (len(FRAME),) * frames, 1, 1, nan)
         self.waiting[peer, 1] = list(split(1, [FRAME] * frames))
-        self.traffic.intake.expect(peer, publish)
+        self.downlink.uploads.expect(peer, publish)
 
     def sent_to(self, peer: PeerId | None = None) -> int:
         return sum(size for _, who, _, size in self.sent if peer in (None, who))
@@ -137,7 +137,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 def test_what_the_hub_sends_keeps_to_its_share_and_nearly_fills_it(run: Run) -> None:
     async def main() -> None:
         peers = Peers(seconds=0.01)
-        peers.traffic.limit(RATE)
+        peers.downlink.limit(RATE)
         for peer in (A, B):
             peers.snapshot(peer, 14)
         now = await peers.until(lambda: len(peers.chunks_to()) == 28)
@@ -153,7 +153,7 @@ def test_what_the_hub_sends_keeps_to_its_share_and_nearly_fills_it(run: Run) -> 
 def test_a_node_is_sent_and_granted_no_more_than_its_own_share_and_the_others_lose_nothing(run: Run) -> None:
     async def main() -> None:
         peers = Peers(seconds=0.01)
-        peers.traffic.limit_peer(A, RATE / 10)
+        peers.downlink.limit_peer(A, RATE / 10)
         for peer in (A, B):
             peers.snapshot(peer, 14)
             peers.publish(peer, 14)
@@ -169,7 +169,7 @@ def test_a_node_is_sent_and_granted_no_more_than_its_own_share_and_the_others_lo
 def test_what_is_granted_keeps_to_the_hubs_share(run: Run) -> None:
     async def main() -> None:
         peers = Peers(seconds=0.01)
-        peers.traffic.limit(RATE)
+        peers.downlink.limit(RATE)
         for peer in (A, B):
             peers.publish(peer, 14)
         now = await peers.until(lambda: peers.arrived() == 28 * len(FRAME))
@@ -182,15 +182,15 @@ def test_what_is_granted_keeps_to_the_hubs_share(run: Run) -> None:
 def test_control_is_sent_at_once_and_an_aggregate_goes_before_a_snapshot(run: Run) -> None:
     async def main() -> None:
         peers = Peers(seconds=0.001)
-        peers.traffic.limit(RATE)
+        peers.downlink.limit(RATE)
         peers.snapshot(A, 1)
-        peers.traffic.follow(A, True)
+        peers.downlink.follow(A, True)
         peers.snapshot(B, 10)
         await peers.until(lambda: B in peers.chunks_to())  # the burst is used up
         before = len(peers.sent)
         released = Released(1, "float32", (0,), ((bytes(100_000),),))
-        peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False), lambda peer: True)
-        peers.traffic.send(C, Heartbeat())
+        peers.downlink.send_aggregate(released, Reduce(1, (0,), (), 1, False), lambda peer: True)
+        peers.downlink.send(C, Heartbeat())
         at_once = [(who, type(message)) for _, who, message, _ in peers.sent[before:]]
         assert (C, Heartbeat) in at_once and (A, Chunk) not in at_once
         await peers.until(lambda: len(peers.chunks_to(before)) == 2)
@@ -202,15 +202,15 @@ def test_control_is_sent_at_once_and_an_aggregate_goes_before_a_snapshot(run: Ru
 def test_without_a_limit_all_that_the_windows_let_through_goes_at_once_and_the_link_is_measured(run: Run) -> None:
     async def main() -> None:
         peers = Peers(seconds=0.01)
-        assert peers.traffic.measured(A) == 0.0
+        assert peers.downlink.measured(A) == 0.0
         peers.snapshot(A, 5)
         peers.publish(B, 5)
         assert isinstance(peers.sent[0][2], Snapshot)
         whole = 5 * len(FRAME)
         await peers.until(lambda: peers.arrived(B) == whole <= peers.sent_to(A))
         fastest = len(FRAME) / 0.01
-        assert peers.traffic.measured(A) == pytest.approx(fastest, rel=0.01)
-        assert peers.traffic.measured(B) == pytest.approx(fastest, rel=0.01)
+        assert peers.downlink.measured(A) == pytest.approx(fastest, rel=0.01)
+        assert peers.downlink.measured(B) == pytest.approx(fastest, rel=0.01)
 
     run(main())
 
@@ -225,10 +225,10 @@ def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_
         nonlocal now
         peers, patience = Peers(seconds=1000.0), 2.0 + len(FRAME) / 1e6
         peers.publish(A, 1)
-        assert not list(peers.traffic.intake.idle_holders())
+        assert not list(peers.downlink.uploads.idle_holders())
         now += 60.0  # this hub was stopped: what came meanwhile is not heard yet
         waited = LATE_SECONDS
-        while not (named := list(peers.traffic.intake.idle_holders())):
+        while not (named := list(peers.downlink.uploads.idle_holders())):
             now += 0.05
             waited += 0.05
         assert named == [A] and waited == pytest.approx(patience, abs=0.1)
@@ -243,15 +243,15 @@ def test_what_a_lane_has_no_room_for_goes_whole_and_in_order_once_it_has_and_hol
         peers.snapshot(A, 2)
         peers.snapshot(B, 1)
         await peers.until(lambda: peers.chunks_to() == [B])
-        peers.traffic.look_again()
+        peers.downlink.look_again()
         assert peers.turned_away == [A, A]
         peers.full.clear()
-        peers.traffic.look_again()
+        peers.downlink.look_again()
         peers.full = {A}  # in the midst of a transfer, too
         assert [type(message) for _, who, message, _ in peers.sent if who == A] == [Snapshot]
         await peers.until(lambda: peers.turned_away == [A, A, A])
         peers.full.clear()
-        peers.traffic.look_again()
+        peers.downlink.look_again()
         await peers.until(lambda: peers.chunks_to() == [B, A, A])
         chunks = [message for _, who, message, _ in peers.sent if who == A][1:]
         assert [chunk.index for chunk in chunks if isinstance(chunk, Chunk)] == [0, 1]
@@ -264,9 +264,9 @@ def test_nothing_goes_to_who_was_forgotten_while_its_lane_had_no_room(run: Run) 
         peers = Peers(seconds=0.01)
         peers.full = {A}
         peers.snapshot(A, 1)
-        peers.traffic.forget(A)
+        peers.downlink.forget(A)
         peers.full.clear()
-        peers.traffic.look_again()
+        peers.downlink.look_again()
         assert peers.sent == []
 
     run(main())
@@ -279,7 +279,7 @@ def test_who_waits_for_a_lane_that_never_comes_is_missed(run: Run) -> None:
         peers.snapshot(A, 1)
         assert not peers.missed
         peers.full, peers.gone = set(), {A}
-        peers.traffic.look_again()
+        peers.downlink.look_again()
         assert peers.missed == [A]
 
     run(main())
@@ -289,10 +289,10 @@ def test_what_is_passed_on_waits_for_room_and_who_is_not_there_for_it_is_missed(
     async def main() -> None:
         peers, frames = Peers(seconds=0.01), next(iter(split(1, [b"x"])))
         peers.full, peers.gone = {A}, {B}
-        assert not peers.traffic.forward(A, frames) and not peers.missed
-        assert peers.traffic.forward(B, frames) and peers.missed == [B]
+        assert not peers.downlink.forward(A, frames) and not peers.missed
+        assert peers.downlink.forward(B, frames) and peers.missed == [B]
         peers.full.clear()
-        assert peers.traffic.forward(A, frames) and peers.chunks_to() == [A]
+        assert peers.downlink.forward(A, frames) and peers.chunks_to() == [A]
 
     run(main())
 
@@ -304,9 +304,9 @@ def test_a_node_is_told_of_its_own_publishes_in_a_release_and_only_the_standby_o
         reduce, released = Reduce(1, (0,), contributions, 2, False), Released(1, "float32", (0,), ((b"1234",),))
         for peer in (A, B, C):
             peers.snapshot(peer, 1)
-            peers.traffic.follow(peer, True)
-        peers.traffic.send_aggregate(released, reduce, lambda peer: peer == C, whole=True)
-        peers.traffic.send_aggregate(released, reduce, lambda peer: peer != C)
+            peers.downlink.follow(peer, True)
+        peers.downlink.send_aggregate(released, reduce, lambda peer: peer == C, whole=True)
+        peers.downlink.send_aggregate(released, reduce, lambda peer: peer != C)
         await peers.until(lambda: len([one for one in peers.sent if isinstance(one[2], Aggregate)]) == 3)
         told = {who: message.landed for _, who, message, _ in peers.sent if isinstance(message, Aggregate)}
         assert told == {A: ((A, 7),), B: ((B, 7),), C: ((A, 7), (B, 7))}
@@ -318,11 +318,11 @@ def test_a_release_that_does_not_fit_behind_what_waits_is_counted_as_dropped(run
     async def main() -> None:
         peers = Peers(seconds=0.001)
         peers.snapshot(A, 1)
-        peers.traffic.follow(A, True)
-        peers.traffic._line(A).outbox.limit_bytes = 1
+        peers.downlink.follow(A, True)
+        peers.downlink._line(A).outbox.limit_bytes = 1
         released = Released(1, "float32", (0,), ((b"1234",),))
-        peers.traffic.send_aggregate(released, Reduce(1, (0,), (), 1, False), lambda peer: True)
-        assert peers.traffic.dropped == 1
+        peers.downlink.send_aggregate(released, Reduce(1, (0,), (), 1, False), lambda peer: True)
+        assert peers.downlink.dropped == 1
         await peers.until(lambda: bool(peers.chunks_to()))
 
     run(main())

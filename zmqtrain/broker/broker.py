@@ -1,16 +1,12 @@
-"""Be the hub alive: a Hub on a socket, with a clock, a codec thread and a checkpoint folder.
-
-Rule 1: one asyncio loop owns the socket (`Receiver` takes what comes, `Traffic` sends) and the machine; one codec
-thread owns the arrays (`Versions`, `Arrivals`); jobs and their results pass between them in order.  Rule 2: what a peer
-does wrong costs that peer its membership, and nobody else anything.  Rule 3: here its rooms are made, and each effect
-of the hub is given to the one that does it.  Rule 4: no jax here, nor in anything that is imported here.
-"""
+"""The hub alive: a Hub on a channel, with a clock, a codec thread and a checkpoint folder."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,30 +15,25 @@ from pathlib import Path
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.delta import encode_snapshot
 from zmqtrain.averaging.moments import MOMENT_MODELS
-from zmqtrain.broker.arrivals import Arrivals
-from zmqtrain.broker.jobs import Jobs
-from zmqtrain.broker.keeper import Keeper
-from zmqtrain.broker.loads import Loads
-from zmqtrain.broker.receiver import Receiver
-from zmqtrain.broker.registration import Registration
-from zmqtrain.broker.replicas import OpenLine, Replicas
-from zmqtrain.broker.run_folders import new_run
-from zmqtrain.broker.serving import Serving
-from zmqtrain.broker.standby import Inheritance
-from zmqtrain.broker.telling import Telling
-from zmqtrain.broker.versions import Versions
+from zmqtrain.broker.checkpoint import Keeper, new_run
+from zmqtrain.broker.codec_executor import CodecExecutor
+from zmqtrain.broker.deltas import PendingUploads, ReleasePipeline
+from zmqtrain.broker.log import BrokerLog
+from zmqtrain.broker.snapshots import SnapshotService
+from zmqtrain.broker.standby import OpenLine, Registration, Replicas, TakeoverState
 from zmqtrain.checkpoint.every import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.collectives.reducer import Reducers
 from zmqtrain.collectives.relays import Relays
-from zmqtrain.core.errors import ConfigError, FramingError, RemoteProtocolError, ZmqTrainError
+from zmqtrain.core.errors import ChannelClosed, ConfigError, FramingError, RemoteProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import VERSION, Buffer, PeerId
+from zmqtrain.core.types import VERSION, Buffer, Lane, PeerId
 from zmqtrain.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.parameter_server.parameters import Parameters
-from zmqtrain.planning.auto import LoadPlanner
+from zmqtrain.planning.auto import ASSUMED_BITS, LoadPlanner, typical_rate
 from zmqtrain.planning.rules import canonical
+from zmqtrain.planning.schedule import payload_rate
 from zmqtrain.protocol.effects import (
     Answer,
     Broadcast,
@@ -57,18 +48,267 @@ from zmqtrain.protocol.effects import (
     Rebase,
     SendTo,
 )
-from zmqtrain.protocol.fencing import latest_incarnation
+from zmqtrain.protocol.fencing import Verdict, latest_incarnation
 from zmqtrain.protocol.founding import takes_moments
+from zmqtrain.protocol.framing import ProtocolVersionError, open_head, read_fields
+from zmqtrain.protocol.group_messages import Fold, Relay, Relayed
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.keys import Initialise, Push
 from zmqtrain.protocol.masters import RUN_OVER
-from zmqtrain.protocol.messages import Goodbye, Message, Probed, Quarantine, Refused, Roster, Scalar, Schedule
+from zmqtrain.protocol.messages import (
+    Chunk,
+    Credit,
+    Goodbye,
+    Hello,
+    Message,
+    Probe,
+    Probed,
+    Quarantine,
+    Refused,
+    Report,
+    Roster,
+    Scalar,
+    Schedule,
+    Stop,
+)
+from zmqtrain.protocol.rates import (
+    FAULT_SECONDS,
+    LOOP_SHARE,
+    MESSAGES_PER_SECOND,
+    Hearing,
+    LoopBudgets,
+    MessageRates,
+    cost_of,
+)
 from zmqtrain.protocol.rounds import release_rule_from_spec
+from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.effect_queue import EffectQueue
 from zmqtrain.session.events import BrokerEvents
-from zmqtrain.session.traffic import Traffic
 from zmqtrain.strategies.noise import gains
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.reservation import LinkShare
+
+RATE_NEWS = 1.05
+"""A link is said to be faster than it was said to be when it was seen so many times as fast."""
+CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
+"""What a contribution costs here is measured over so many, once the first ones are over, for which code is compiled."""
+
+
+class Loads:
+    """The loads of one broker. share: what training may use of this machine's port."""
+
+    def __init__(self, hub: Hub, downlink: Downlink, jobs: CodecExecutor, share: LinkShare) -> None:
+        self._hub, self._downlink, self._jobs, self._share = hub, downlink, jobs, share
+        self._contributions_before = hub.contributions
+        self._measured_from: tuple[int, float] | None = None
+        self._limited: float | None = share.limit()
+        downlink.limit(self._limited)
+
+    def look(self) -> None:
+        """Tell the hub how fast its nodes' links were seen, and keep to shares of what was not told."""
+        for peer, member in self._hub.members.items():
+            measured = self._downlink.measured(peer)
+            if measured > RATE_NEWS * member.measured:
+                self._hub.measured(peer, measured)
+                self.limit(peer)
+        if (limit := self._share.limit(typical_rate(self._hub.members.values()))) != self._limited:
+            self._limited = limit
+            self._downlink.limit(limit)
+
+    def limit(self, peer: PeerId) -> None:
+        """Keep to what this peer gives of its link."""
+        if (member := self._hub.members.get(peer)) is not None:
+            self._downlink.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
+
+    def port_rate(self) -> float:
+        """Return what this machine's port is taken to carry, in bytes per second: its rate, or a typical one of the
+        nodes that have contributed."""
+        known = typical_rate(member for member in self._hub.members.values() if member.contributions)
+        return self._share.usable(known or payload_rate(ASSUMED_BITS))
+
+    def contribution_seconds(self) -> float:
+        """The CPU of the codec thread for one contribution, all its work; 0 as long as too few were seen."""
+        count, seconds = self._hub.contributions, self._jobs.seconds
+        if self._measured_from is None and count >= self._contributions_before + CONTRIBUTIONS_WARM:
+            self._measured_from = (count, seconds)
+        before, seconds_before = self._measured_from or (count, seconds)
+        here = count - before
+        return (seconds - seconds_before) / here if here >= CONTRIBUTIONS_MEASURED else 0.0
+
+
+OTHER_KEYS = (
+    "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
+    "it with a copy of the keys folder of the first (--keys)"
+)
+NO_OPERATOR = (
+    "only an operator can end the run. Say `zmqtrain stop` on the hub's own PC, or, where the hub has keys, with its "
+    "own pair (--keys hub.key_secret, from its keys folder); a node ends itself with Ctrl-C"
+)
+
+
+class _Collecting:
+    """CPU seconds that the garbage collector has taken in the thread that made this."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+        self._thread = threading.get_ident()
+
+    def note(self, phase: str, facts: object) -> None:
+        """See gc.callbacks."""
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._began = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._began
+
+
+class Receiver:
+    """The way of what peers say to one broker.
+
+    carry_out: does what the hub wishes.  send_away: tells a peer, with an error and a code, that it cannot stay.
+    has_our_keys: whether a peer came in with this hub's own pair.  key_name: of the key it came in with, "" where none
+    are asked for.  is_operator: whether a peer may end the run.  The rest: of the broker.
+    rates, budgets: of each peer's messages, and of the time that they take.  bytes_received: payload and heads.
+    behind: the frames behind the head that is being taken.
+    """
+
+    def __init__(
+        self,
+        channel: HubChannel,
+        hub: Hub,
+        downlink: Downlink,
+        arrivals: PendingUploads,
+        parameters: Parameters,
+        relays: Relays,
+        loads: Loads,
+        telling: BrokerLog,
+        carry_out: Callable[[Sequence[HubEffect]], None],
+        send_away: Callable[[PeerId, Exception, str], None],
+        has_our_keys: Callable[[PeerId], bool],
+        key_name: Callable[[PeerId], str],
+        is_operator: Callable[[PeerId], bool],
+    ) -> None:
+        self._channel, self._hub, self._downlink, self._arrivals = channel, hub, downlink, arrivals
+        self._parameters, self._relays, self._loads, self._telling = parameters, relays, loads, telling
+        self._carry_out, self._send_away, self._has_our_keys = carry_out, send_away, has_our_keys
+        self._key_name, self._is_operator = key_name, is_operator
+        self.rates, self.budgets = MessageRates(), LoopBudgets()
+        self._collecting = _Collecting()
+        self.bytes_received = 0
+        self.behind: Sequence[Buffer] = ()
+
+    async def receive_forever(self) -> None:
+        """Take what comes until the channel is closed."""
+        gc.callbacks.append(self._collecting.note)
+        try:
+            await self._receive()
+        finally:
+            gc.callbacks.remove(self._collecting.note)
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                peer, lane, frames = await self._channel.receive()
+            except ChannelClosed:
+                return
+            self.bytes_received += sum(len(frame) for frame in frames)
+            if not self._is_heard(peer, lane):
+                continue
+            began, fault = self._own_time(), 0.0
+            try:
+                self._take(peer, lane, frames)
+            except ProtocolVersionError as error:
+                self._downlink.send(peer, Refused("protocol", str(error)))
+            except (FramingError, RemoteProtocolError) as error:
+                fault = FAULT_SECONDS
+                self._send_away(peer, error, "protocol")
+            except Exception as error:  # a message that we did not think of costs its sender, not the run
+                fault = FAULT_SECONDS
+                self._telling.unthought_of(peer)
+                self._send_away(peer, error, "protocol")
+            self._count_time(peer, cost_of(self._own_time() - began, len(frames[0])) + fault)
+
+    def _own_time(self) -> float:
+        """The CPU seconds of this thread, but for those of Python's garbage collector, which are no peer's fault."""
+        return time.thread_time() - self._collecting.seconds
+
+    def _is_heard(self, peer: PeerId, lane: Lane) -> bool:
+        """Return whether a message is read; a peer that says too many is shown out, and may come back."""
+        now = time.monotonic()
+        if not self.budgets.is_heard(peer, now):
+            self._channel.dismiss(peer)  # again, on a new connection
+            return False
+        hearing = Hearing.HEARD if lane is Lane.BULK else self.rates.take(peer, now)
+        if hearing is Hearing.TOO_MANY:
+            self._show_out(peer, f"it says more than {MESSAGES_PER_SECOND:.0f} messages a second, for long")
+        return hearing is Hearing.HEARD
+
+    def _count_time(self, peer: PeerId, seconds: float) -> None:
+        """Count the time that a message of this peer took; a peer that takes too much is shown out likewise."""
+        if self.budgets.take(peer, seconds, time.monotonic()):
+            self._show_out(peer, f"its messages take more than {LOOP_SHARE:.0%} of the broker's time, for long")
+
+    def _show_out(self, peer: PeerId, text: str) -> None:
+        """Send a peer away and end its connections; what is queued there is not heard."""
+        self._send_away(peer, ZmqTrainError(text), "unknown")
+        self._channel.dismiss(peer)
+
+    def _take(self, peer: PeerId, lane: Lane, frames: list[Buffer]) -> None:
+        now, head = time.monotonic(), open_head(frames[0])
+        stamp = head.stamp
+        if (instead := self._hub.screen(peer, stamp, head.kind, len(frames[0]))) is not None:
+            return self._carry_out(instead)
+        message = read_fields(head)
+        if (instead := self._hub.judge(peer, stamp, message, now, lane is Lane.CONTROL)) is not None:
+            return self._carry_out(instead)
+        if isinstance(message, Chunk):
+            self._take_chunk(peer, message, frames, now)
+        elif isinstance(message, Credit):
+            self._hub.saw(peer, now)
+            self._downlink.uploads.pay(len(frames[0]))
+            self._downlink.acknowledged(peer, message)
+            self._parameters.go_on(peer)
+        elif isinstance(message, Hello) and message.role in ("master", "standby") and not self._has_our_keys(peer):
+            self._send_away(peer, ZmqTrainError(OTHER_KEYS), "keys")
+        elif isinstance(message, Stop) and not self._is_operator(peer):
+            self._send_away(peer, ZmqTrainError(NO_OPERATOR), "keys")
+        else:
+            self.behind = frames[1:]
+            if isinstance(message, Probe | Relay | Fold) and sum(len(frame) for frame in self.behind) != message.size:
+                raise FramingError(f"a {type(message).__name__} of {message.size} bytes has others behind it")
+            self._downlink.uploads.pay(sum(len(frame) for frame in frames))
+            nodes = self._hub.nodes if isinstance(message, Stop) else 0
+            try:
+                self._carry_out(self._hub.receive(peer, message, now))
+            finally:
+                self.behind = ()
+            if isinstance(message, Stop) and self._hub.stopped_at == now:
+                self._telling.stopping(peer, nodes)
+            if isinstance(message, Relayed):
+                self._relays.pump(peer)
+            if isinstance(message, Hello):
+                self._loads.limit(peer)
+                if (member := self._hub.members.get(peer)) is not None:
+                    member.voter = f"key {name}" if (name := self._key_name(peer)) else ""
+                self._hub.records.own(peer, self._key_name(peer))
+            if isinstance(message, Report):
+                self._telling.reported(peer, message)
+            if isinstance(message, Report) and self._hub.believes(peer, message):
+                self._telling.evaluated(message)
+
+    def _take_chunk(self, peer: PeerId, chunk: Chunk, frames: list[Buffer], now: float) -> None:
+        if len(frames) != 2:
+            raise FramingError("a chunk is a head and one frame")
+        self._hub.saw(peer, now)
+        if self._downlink.uploads.has_chunk(peer, chunk):
+            return self._hub.fence.count(Verdict.DOUBLE)
+        if (whole := self._downlink.uploads.take_chunk(peer, chunk, frames[1])) is not None:
+            if isinstance(whole[0], Initialise | Push):
+                self._parameters.whole(peer, whole[0], whole[1])
+            else:
+                self._arrivals.arrived(peer, *whole)
+
 
 TICK_SECONDS = 0.05
 OUTBOX_MODELS = 3
@@ -121,7 +361,7 @@ class Broker:
         share: LinkShare | None = None,
         registration: Registration | None = None,
         open_line: OpenLine | None = None,
-        inheritance: Inheritance | None = None,
+        inheritance: TakeoverState | None = None,
         has_our_keys: Callable[[PeerId], bool] = lambda peer: True,
         key_name: Callable[[PeerId], str] = lambda peer: "",
         turned_away: Callable[[], int] = lambda: 0,
@@ -145,16 +385,16 @@ class Broker:
                 self.settings,
                 self.share,
                 lambda: self._loads.contribution_seconds(),
-                lambda: self.traffic.port_measured,
+                lambda: self.downlink.port_measured,
             ),
             shard,
             registration.place.first if registration is not None else "",
         )
         self.hub.latest_incarnation = latest_incarnation(time.time_ns())
-        self._telling = Telling(self.hub, events)
+        self._telling = BrokerLog(self.hub, events)
         self._carry_out = EffectQueue[HubEffect](self._carry_out_one).carry_out
         self.aggregator = Aggregator(self.settings, shard) if inheritance is None else inheritance.aggregator
-        self._jobs = Jobs("zmqtrain-aggregate", self.stop)
+        self._jobs = CodecExecutor("zmqtrain-aggregate", self.stop)
         every = every_from_text(checkpoint_every, settings.mode == "strict")
         self.folder = checkpoint
         """Where the run is kept; None: nowhere."""
@@ -172,13 +412,15 @@ class Broker:
                 f"{run} has begun, and shard {shard} of its parameters is not here: start it with its checkpoint, or "
                 "all masters without"
             )
-        self.traffic = Traffic(channel, self._queue_bytes, self._lost, self._unreachable, self.hub.stamp)
-        self._loads = Loads(self.hub, self.traffic, self._jobs, self.share)
-        self._arrivals = Arrivals(self.hub, self.traffic, self._jobs, self.aggregator, self._telling, self._carry_out)
+        self.downlink = Downlink(channel, self._queue_bytes, self._lost, self._unreachable, self.hub.stamp)
+        self._loads = Loads(self.hub, self.downlink, self._jobs, self.share)
+        self._arrivals = PendingUploads(
+            self.hub, self.downlink, self._jobs, self.aggregator, self._telling, self._carry_out
+        )
         self._replicas = Replicas(self.hub, self._send_to_come_again, self._carry_out, open_line)
-        self._copies = Jobs("zmqtrain-snapshots", self.stop)
-        self.serving = Serving(
-            self.traffic,
+        self._copies = CodecExecutor("zmqtrain-snapshots", self.stop)
+        self.serving = SnapshotService(
+            self.downlink,
             self._jobs,
             self._copies,
             self.aggregator,
@@ -190,29 +432,29 @@ class Broker:
             self._model_bytes,
             self._loads.port_rate,
         )
-        self.versions = Versions(
+        self.versions = ReleasePipeline(
             self.hub,
             self.aggregator,
             self._jobs,
             self.keeper,
             self._arrivals,
-            self.traffic,
+            self.downlink,
             self.serving,
             self._replicas,
             self._telling,
             self._carry_out,
             moments,
         )
-        self._relays = Relays(self.traffic)
+        self._relays = Relays(self.downlink)
         self._reducers = Reducers(self._relays.forward)
         kept = ParameterKeeper(checkpoint)
         name = f"keys-{secrets.token_hex(4)}"
-        self.parameters = Parameters(self.traffic, self._jobs.do, name, kept, every.seconds)
+        self.parameters = Parameters(self.downlink, self._jobs.do, name, kept, every.seconds)
         self._stop = asyncio.Event()
         self.receiver = Receiver(
             channel,
             self.hub,
-            self.traffic,
+            self.downlink,
             self._arrivals,
             self.parameters,
             self._relays,
@@ -267,7 +509,7 @@ class Broker:
             receiving.cancel()
             reason = RUN_OVER if self.hub.ledger.finished and not self.hub.nodes else "the broker was stopped"
             for peer in list(self.hub.members):
-                self.traffic.send(peer, Goodbye(reason))
+                self.downlink.send(peer, Goodbye(reason))
             await asyncio.gather(receiving, return_exceptions=True)
             self.versions.look_at_scores()
             self.keeper.end()
@@ -282,7 +524,7 @@ class Broker:
             finally:
                 await self.channel.close()
                 if ended:
-                    self._telling.ended(self.aggregator, self.receiver.bytes_received, self.traffic.bytes_sent)
+                    self._telling.ended(self.aggregator, self.receiver.bytes_received, self.downlink.bytes_sent)
         if (failure := self._jobs.failure or self._copies.failure) is not None:
             raise failure
 
@@ -294,10 +536,10 @@ class Broker:
         self._carry_out(self.hub.tick(now))
         self._replicas.tick(now)
         self._relays.pump_all()
-        self.traffic.look_again()
+        self.downlink.look_again()
         self.parameters.tick(now)
         self.serving.tick(now)
-        for peer in list(self.traffic.intake.idle_holders()):
+        for peer in list(self.downlink.uploads.idle_holders()):
             # a stall is no crime
             self._send_to_come_again(peer, "granted chunks, and none came for longer than they take on a slow link")
 
@@ -325,17 +567,17 @@ class Broker:
             self.hub.nodes,
             self.hub.contributions,
             self.hub.refused,
-            self.traffic.bytes_sent,
+            self.downlink.bytes_sent,
             self.receiver.bytes_received,
             self._jobs.seconds,
             self.serving.served,
-            self.traffic.dropped,
+            self.downlink.dropped,
         )
 
     def _expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
         """Tell a peer that it cannot stay, and forget it; told "unknown", a node says Hello again."""
         text = self._telling.sent_away(peer, error)
-        self.traffic.send(peer, Refused(reason, text))
+        self.downlink.send(peer, Refused(reason, text))
         self._carry_out(self.hub.gone(peer, f"sent away: {text}", time.monotonic()))
 
     def dismiss(self, peer: PeerId, why: str) -> None:
@@ -353,7 +595,7 @@ class Broker:
                 if isinstance(message, Quarantine) and message.seconds > 0:
                     self._telling.quarantined(peer, message)
                     self._arrivals.forget_norms(peer, probation=True)  # it begins again
-                self.traffic.send(peer, self._describe(message), stamp)
+                self.downlink.send(peer, self._describe(message), stamp)
             case Broadcast(message):
                 message = self._describe(message)
                 if isinstance(message, Roster) and self.watch is not None:
@@ -361,13 +603,13 @@ class Broker:
                 if isinstance(message, Schedule):
                     self._telling.scheduled(message)
                 for peer in list(self.hub.members):
-                    self.traffic.send(peer, message)
+                    self.downlink.send(peer, message)
             case Expect(peer, announcement):
                 self._arrivals.expect(peer, announcement)
             case Hear(version):
                 self._replicas.holds(version, time.monotonic())
             case Answer(peer, probe):
-                self.traffic.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
+                self.downlink.answer(peer, Probed(probe.number, time.time(), f"zmqtrain {VERSION}"), probe.answer)
             case Forward(peer, message):
                 self._relays.forward(peer, message, self.receiver.behind)
             case Consult(peer, request):
@@ -415,7 +657,7 @@ class Broker:
 
     def _disconnect(self, peer: PeerId, reason: str, text: str) -> None:
         self._telling.left(peer, reason, text)
-        self.traffic.forget(peer)
+        self.downlink.forget(peer)
         self._relays.forget(peer)
         self.serving.forget(peer)
         self.parameters.lost(peer)

@@ -1,20 +1,44 @@
-"""Say what is in a broker's checkpoints and in its journal of what was released since.
-
-Rule 1: a release is in the journal before any node hears of it, so that a restarted broker never knows less than a
-node.  Rule 2: a journal's records are msgpack; nothing is ever unpickled.
-"""
+"""A broker's folder: checkpoints, journal, model files, run folders and the history read from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, nan, prod
+from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
-from zmqtrain.averaging.aggregator import Released
-from zmqtrain.checkpoint.folder import CheckpointFolder
-from zmqtrain.core.errors import CheckpointError
+from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.checkpoint.background_writer import CLOSE_SECONDS, BackgroundWriter
+from zmqtrain.checkpoint.every import Every
+from zmqtrain.checkpoint.files import describe_difference, write_arrays
+from zmqtrain.checkpoint.folder import CheckpointFolder, is_locked
+from zmqtrain.checkpoint.model_files import (
+    ModelFacts,
+    facts_from_metadata,
+    facts_from_state,
+    facts_to_metadata,
+    write_model,
+)
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.errors import CheckpointError, ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import Buffer, ModelSpec, Version
+from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.messages import model_from_wire
+
+logger = logging.getLogger(__name__)
 
 JournalRecord = tuple[Released, tuple[tuple[str, int], ...], int]
 """A release, the publishes that landed in it as (peer, sequence), and the samples they stand for."""
@@ -66,3 +90,611 @@ def _read_release(body: bytes) -> JournalRecord | None:
     except Exception:  # msgpack raises several kinds, ValueError and its own among them
         return None
     return (Released(number, codec, fragments, frames), landed, samples) if sound else None
+
+
+MODEL_FILE = "model.safetensors"
+"""The name of the file that has the shared parameters alone."""
+BEST_FILE, LAST_FILE = "model-best.safetensors", "model-last.safetensors"
+"""Of the best that were evaluated and the last ones, those that are not in `MODEL_FILE`."""
+MOST_MASTERS = 9999
+"""As `--shard I/M` takes."""
+_FORMAT = "zmqtrain part 1"
+
+
+def part_file(shard: int | str, masters: int | str) -> str:
+    """Return the name of the file that has one shard's share of the parameters; with "*" a pattern of such names."""
+    return f"model-{shard}-of-{masters}.safetensors"
+
+
+def export_part(folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout: Layout, facts: ModelFacts) -> Path:
+    """Write the shared parameters to the folder, whole or a shard's; return the file's path. Raises CheckpointError.
+
+    arrays: as `Aggregator.arrays` returns them.
+    """
+    shard, masters = layout.shard
+    if masters == 1:
+        write_model(folder / MODEL_FILE, model_arrays(arrays), facts)
+        return folder / MODEL_FILE
+    path = folder / part_file(shard, masters)
+    leaves = [
+        [leaf.path, list(leaf.shape), layout.part(index).start, layout.part(index).stop]
+        for index, leaf in enumerate(layout.spec)
+    ]
+    part = {"run": facts.run, "version": facts.version, "shard": shard, "masters": masters, "leaves": leaves}
+    write_arrays(path, model_arrays(arrays), facts_to_metadata(facts) | {"format": _FORMAT, "part": json.dumps(part)})
+    return path
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: Path
+    run: str
+    shard: int
+    masters: int
+    version: Version
+    leaves: list[tuple[str, tuple[int, ...], int, int]]
+    arrays: dict[str, NDArray[np.float32]]
+    facts: ModelFacts
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(path, shape) for path, shape, _, _ in self.leaves]
+
+
+def _read(path: Path) -> _Part:
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise CheckpointError(
+                    f"{path} is no part of a model: zmqtrain merge takes the files model-I-of-M.safetensors"
+                )
+            facts: dict[str, Any] = json.loads(metadata["part"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        leaves = [
+            (str(name), tuple(int(size) for size in shape), int(start), int(stop))
+            for name, shape, start, stop in facts["leaves"]
+        ]
+        shard, masters, version = (int(facts[name]) for name in ("shard", "masters", "version"))
+        if not 0 <= shard < masters <= MOST_MASTERS or version < 0:
+            raise ValueError(f"it says shard {shard} of {masters} masters, version {version}")
+        for name, shape, start, stop in leaves:
+            array = arrays.get(name, np.zeros(0, np.float32))
+            if min(shape, default=0) < 0 or not 0 <= start <= stop <= prod(shape):
+                raise ValueError(
+                    f"it says that it holds the values {start} to {stop} of {name}, which is {list(shape)}"
+                )
+            if array.size != stop - start or array.dtype != np.float32:
+                raise ValueError(f"it does not hold the values {start} to {stop} of {name} in float32")
+        return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays, facts_from_metadata(metadata))
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever its bytes make of the reader, it is no part
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500] or type(error).__name__}") from error
+
+
+def _find(place: Path) -> Path:
+    """Return the part's file: `place` itself, or the one in that folder."""
+    if place.is_file():
+        return place
+    found = sorted(place.glob("model-*-of-*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise CheckpointError(f"there are several parts in {place} ({names}): name the files, not the folder")
+    raise CheckpointError(
+        f"there is no part of a model in {place}: a master writes it to its --checkpoint folder when it ends (with the "
+        "run, or at Ctrl-C); start that master again on the folder, and end it"
+    )
+
+
+def merge_parts(places: Sequence[Path], out: Path) -> int:
+    """Write the model that these parts are together to `out`; return how many values it has.
+
+    places: per master its file, or the folder that this is in, in any order; or the folder of `zmqtrain local`, which
+    has theirs.  Says of which version each part is: masters release on their own, but one that stood still is old.
+    Raises CheckpointError if one is missing, there twice, of another run or model, or cannot be read.
+    """
+    parts = [_read(_find(inside)) for place in places for inside in sorted(place.glob("shard-*")) or [place]]
+    if not parts:
+        raise CheckpointError("no parts are given: name the --checkpoint folder of every master")
+    first = parts[0]
+    seen: dict[int, Path] = {}
+    for part in parts:
+        for what, ours, theirs in (
+            ("run", first.run, part.run),
+            ("number of masters", first.masters, part.masters),
+            ("model", first.shapes, part.shapes),
+        ):
+            if ours != theirs:
+                values = "" if what == "model" else f": {ours} and {theirs}"
+                raise CheckpointError(f"{first.path} and {part.path} are not of the same {what}{values}")
+        if part.shard in seen:
+            raise CheckpointError(f"{seen[part.shard]} and {part.path} are both of shard {part.shard}")
+        seen[part.shard] = part.path
+    if missing := [str(shard) for shard in range(first.masters) if shard not in seen]:
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        raise CheckpointError(
+            f"of the {first.masters} shards of {first.run} these are missing: {shown}; name the "
+            "--checkpoint folders of their masters too"
+        )
+    parts.sort(key=lambda part: part.shard)
+    versions = ", ".join(f"{part.version} (shard {part.shard})" for part in parts)
+    logger.info("the parts are of the versions %s", versions)
+    model = _join(parts)
+    write_model(out, model, replace(first.facts, version=min(part.version for part in parts)))
+    return sum(array.size for array in model.values())
+
+
+def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
+    """Return the whole leaves of a model of which each of several masters has a part: by shard, flat or whole."""
+    joined = {}
+    for leaf in model:
+        values = np.concatenate([part[leaf.path].reshape(-1) for part in parts])
+        if values.size != leaf.values:
+            raise CheckpointError(f"of the leaf {leaf} the masters have {values.size} values")
+        joined[leaf.path] = values.reshape(leaf.shape)
+    return joined
+
+
+def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:
+    model = {}
+    for index, (name, shape) in enumerate(parts[0].shapes):
+        held, filled = [], 0
+        for part in parts:
+            _, _, start, stop = part.leaves[index]
+            if stop > start:
+                if start != filled:
+                    raise CheckpointError(f"the values of {name} from {filled} on are not what {part.path} holds next")
+                held.append(part.arrays[name].reshape(-1))
+                filled = stop
+        if filled != prod(shape):  # before room is made for them
+            raise CheckpointError(f"the values of {name} from {filled} on are in none of the parts")
+        model[name] = np.concatenate([*held, np.zeros(0, np.float32)]).reshape(shape)
+    return model
+
+
+FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
+"""Settings that may change when a run is resumed."""
+AGAIN_SECONDS = 1.0
+"""So long after it had no room, the journal is tried again; so long a checkpoint waits for the one being written."""
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The version that scored best on held-out data. arrays: what was published then, by leaf path."""
+
+    version: Version
+    scores: Mapping[str, float]
+    samples: int
+    arrays: dict[str, NDArray[Any]]
+
+    @property
+    def loss(self) -> float:
+        """Lower is better."""
+        return self.scores["loss"]
+
+
+class Keeper:
+    """The checkpoints and the journal of a living broker.
+
+    folder: None keeps nothing.  every: how often to save.  keep: how many checkpoints stay.  made_late: a folder that
+    is not there is made when there is something to keep.  waits_for_room: a release waits, as the journal has no room
+    for it.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        every: Every | None = None,
+        keep: int = 3,
+        made_late: bool = False,
+    ) -> None:
+        self._folder = RunFolder(folder, keep) if folder is not None else None
+        self._untaken = made_late and folder is not None and not folder.exists()
+        self._every = every or Every()
+        self.writer = BackgroundWriter("checkpoints", "the run")
+        self._ending = threading.Event()
+        self._saved_version = -1  # of the newest checkpoint that is written
+        self._begun_version, self._begun_at = -1, time.monotonic()
+        self._kept_version = -1
+        self._no_journal_since: Version | None = None  # there was no room to begin it at this version
+        self._moments: tuple[Buffer, ...] = ()
+        """The founder's optimizer state: it is in every checkpoint of version 0."""
+        self.waits_for_room = False
+        self._best: _Best | None = None
+        self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
+
+    def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
+        """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
+
+        Returns the optimizer's state of the founder, if nobody has trained on its parameters yet. In strict mode the
+        hub then waits for all nodes, to go back with them to a version that all have kept.
+        Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read, or
+        another process has it.
+        """
+        if self._folder is None or self._untaken:
+            return ()
+        self._folder.lock()
+        try:
+            return self._resume(self._folder, hub, aggregator)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def inherit(self, hub: Hub, aggregator: Aggregator) -> None:
+        """Take the folder for a run that was taken over: what is in it, of whatever run, makes way for that.
+
+        The checkpoint is written in the background, the journal at once. Raises CheckpointError.
+        """
+        if self._folder is None:
+            return
+        self._folder.lock()
+        self._untaken = False
+        try:
+            self._folder.forget_after(-1)
+        except BaseException:
+            self._folder.close()
+            raise
+        if aggregator.version >= 0:
+            self.save(hub.state(), aggregator)
+
+    def release_folder(self) -> None:
+        """Give the folder back: this broker does not begin."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _resume(self, folder: RunFolder, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
+        if (loaded := folder.load()) is None:
+            return ()
+        state, arrays = loaded
+        if not isinstance(state.get("settings"), dict) or "run" not in state or type(state.get("version")) is not int:
+            whose = "a node's" if str(state.get("format", "")).startswith("zmqtrain node") else "no broker's"
+            raise CheckpointError(
+                f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of "
+                "their own; name another one for this broker"
+            )
+        if state.get("shard", 0) != hub.shard:
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} is of shard {state.get('shard', 0)}, this broker has shard "
+                f"{hub.shard}: every master needs a --checkpoint folder of its own"
+            )
+        if hub.shard and state["run"] != hub.run:
+            if state["version"] <= 0 and not any(folder.replay(0)):
+                logger.warning("%s was founded, and never begun: its checkpoint is of no use any more", state["run"])
+                return ()
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} is of {state['run']}, the first master runs {hub.run}: start "
+                "that with its own checkpoint of this run, or give another --checkpoint folder"
+            )
+        # in strict mode the data lie in as many lanes as nodes began the run
+        free = [name for name in FREE_SETTINGS if not (hub.settings.mode == "strict" and name == "start_nodes")]
+        difference = describe_difference(state["settings"], hub.settings.to_dict(), free)
+        if difference:
+            raise ConfigError(
+                f"the checkpoint in {folder.folder} was written under other settings: {difference}. "
+                "Give the same settings to resume that run, or another --checkpoint folder to begin a new one"
+            )
+        hub.restore(state)
+        aggregator.plan(hub.model)
+        aggregator.restore(hub.version, arrays)
+        saved = hub.version
+        for released, landed, samples in folder.replay(saved):
+            aggregator.replay(released)
+            hub.replay(released.version, landed, samples)
+        if folder.skipped > hub.version:
+            text = "%s has lost what was released after version %d: the checkpoint of version %d is torn, and the "
+            logger.warning(text + "journal before it ends there", hub.run, hub.version, folder.skipped)
+        self._moments = _moments(arrays) if hub.version == 0 else ()
+        self._saved_version = saved
+        self._begun_version = self._kept_version = hub.version
+        if self._every.together:  # what the journal holds is not exact: it is no version to go back to
+            hub.await_all(folder.good_versions())
+        else:
+            try:
+                folder.save(hub.version, hub.state(), self._arrays(aggregator))
+                self._saved_version = hub.version
+            except CheckpointError as error:
+                self.writer.put_off(str(error))
+        self._begin_journal(folder, hub.version)
+        logger.info(
+            "resuming %s at version %d (%d of them from the journal), %d samples",
+            hub.run,
+            hub.version,
+            hub.version - saved,
+            hub.samples,
+        )
+        return self._moments
+
+    def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
+        """Go back to a checkpoint, and forget what came after it; return the hub's state there, and what `resume` does.
+
+        Raises CheckpointError.
+        """
+        assert self._folder is not None, "without a folder there is nowhere to go back to"
+        state, arrays = self._folder.load_version(version)
+        self._folder.forget_after(version)
+        aggregator.restore(version, arrays)
+        self._begin_journal(self._folder, version)
+        self._saved_version = self._begun_version = self._kept_version = version
+        self._moments = _moments(arrays) if version == 0 else ()
+        return state, self._moments
+
+    def released(self, released: Released, reduce: Reduce) -> None:
+        """Write a release to the journal; call it before anybody hears of the release.
+
+        Waits while there is no room for it. Raises CheckpointError if `end` is called meanwhile.
+        """
+        if self._folder is None:
+            return
+        while True:
+            try:
+                if self._no_journal_since is not None:
+                    self._folder.begin_journal(self._no_journal_since)
+                    self._no_journal_since = None
+                self._folder.release((released, reduce.landed, reduce.samples))
+                break
+            except CheckpointError as error:
+                if not self.waits_for_room:
+                    text = "%s. Nothing is released until there is room for it; the nodes train on alone meanwhile"
+                    logger.error(text, error)
+                self.waits_for_room = True
+                if self._ending.wait(AGAIN_SECONDS):
+                    raise
+        self._kept_version, self._moments = released.version, ()
+        if self.waits_for_room:
+            self.waits_for_room = False
+            logger.warning("the journal has room again: releases go on, from version %d", released.version)
+
+    def end(self) -> None:
+        """Wait for no room any more: the broker ends. From any thread."""
+        self._ending.set()
+
+    def is_due(self, version: int, together: bool = False) -> bool:
+        """Return whether it is time to save this version: in the broker's loop. It is then taken to be begun.
+
+        together: this is the moment of its release, at which it is saved where all save at the same versions.
+        """
+        now = time.monotonic()
+        if self._folder is None or version <= self._saved_version or together != self._every.together:
+            return False
+        again = now >= self.writer.retry_at
+        newer = version > self._begun_version
+        if not (again or (newer and self._every.is_due(version, self._begun_version, now - self._begun_at))):
+            return False
+        self._begun_version, self._begun_at, self.writer.retry_at = version, now, inf
+        return True
+
+    def save(
+        self, state: dict[str, Any], aggregator: Aggregator, wait: bool = False, moments: Sequence[Buffer] | None = None
+    ) -> None:
+        """Copy the run as it stands, begin a new journal, and write the copy in the background.
+
+        state: of the hub, at the aggregator's version.  wait: until it is written; else it is put off while the last
+        one is still being written (where all save at the same versions, that is waited for), and what cannot be written
+        is a warning, and is tried again.  moments: the founder's optimizer state, kept with its parameters from now on.
+        Raises CheckpointError if it waits, and it cannot be written.
+        """
+        if self._folder is None:
+            return
+        if self._untaken:
+            self._folder.lock()
+            self._untaken = False
+        if self.writer.busy and not self._every.together:
+            self.writer.retry_at = time.monotonic() + AGAIN_SECONDS
+            return
+        self.writer.wait(None)
+        if moments is not None:
+            self._moments = tuple(moments)
+        folder, version, arrays = self._folder, aggregator.version, self._arrays(aggregator)
+        if wait:
+            folder.begin_journal(version)
+            folder.save(version, state, arrays)
+            self._written(version)
+            self.writer.written(version)
+            return
+
+        def write() -> None:
+            folder.save(version, state, arrays)
+            self._written(version)
+
+        try:
+            folder.begin_journal(version)
+            self._no_journal_since = None
+        except CheckpointError as error:
+            if not folder.has_journal:
+                self._no_journal_since = version
+            return self.writer.put_off(str(error))
+        self.writer.begin()
+        self.writer.start(version, write)
+
+    def _begin_journal(self, folder: RunFolder, version: Version) -> None:
+        """Begin the journal after this version in place of any other; if there is no room, before the next release."""
+        folder.end_journal()
+        self._no_journal_since = None
+        try:
+            folder.begin_journal(version)
+        except CheckpointError as error:
+            self._no_journal_since, self.waits_for_room = version, True
+            logger.warning("%s. Nothing is released until there is room for the journal", error)
+
+    def _written(self, version: Version) -> None:
+        self._saved_version, self._begun_version = version, max(version, self._begun_version)
+
+    def close(self, state: dict[str, Any], aggregator: Aggregator | None) -> None:
+        """Write the last checkpoint and the model alone, once the write in progress has ended. Raises CheckpointError.
+
+        A hub that is ahead of its arrays (its codec thread failed) is not written: the journal holds what counts.
+        aggregator: None while the codec thread, which owns the arrays, still works on them: likewise.
+        """
+        if self._folder is None:
+            return
+        written = self.writer.wait()
+        try:
+            if not written:
+                text = f"a checkpoint is still being written to {self._folder.folder} after {CLOSE_SECONDS:g} s"
+                raise CheckpointError(f"{text}: no last one; started again, the broker goes on from the journal")
+            if aggregator is None or aggregator.version != state["version"]:
+                text = "no last checkpoint: version %d failed; started again, the broker goes on from version %d"
+                logger.warning(text, state["version"], self._kept_version)
+            elif aggregator.version >= 0:
+                arrays = self._arrays(aggregator)
+                path = self._folder.save(aggregator.version, state, arrays)
+                layout, version = aggregator.layout, aggregator.version
+                facts = facts_from_state(state)
+                model = export_part(self._folder.folder, arrays, layout, facts)
+                logger.info("saved %s, and the model alone as %s", path, model)
+                self._choose(model, version, facts)
+        finally:
+            self._folder.close()
+
+    # ------------------------------------------------------------------ the best of the versions that were evaluated
+
+    def is_best(self, version: Version, loss: float) -> bool:
+        """Return whether a version that scores so is the best so far, and is to be kept; in the broker's loop."""
+        self._last_loss = (version, loss)
+        return self._folder is not None and (self._best is None or loss < self._best.loss)
+
+    def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> None:
+        """Keep what was published at this version, if it is still known: in memory, until the broker ends.
+
+        scores: that it has, with a "loss".  samples: that the run had trained on.
+        """
+        if (flats := aggregator.published_at(version)) is not None:
+            leaves = zip(aggregator.layout.spec, aggregator.layout.join(flats), strict=True)
+            self._best = _Best(version, dict(scores), samples, {leaf.path: values for leaf, values in leaves})
+
+    def forget_best(self) -> None:
+        """The run is founded anew: what was the best is another's."""
+        self._best, self._last_loss = None, (-1, nan)
+
+    def _choose(self, model: Path, version: Version, facts: ModelFacts) -> None:
+        """Have the model's file hold the better of the last version and the best one, and another file the other.
+
+        facts: of the last version.
+        """
+        assert self._folder is not None
+        folder, best = self._folder.folder, self._best
+        for stale in (BEST_FILE, LAST_FILE):
+            (folder / stale).unlink(missing_ok=True)
+        if best is None or best.version == version:
+            return
+        evaluated, loss = self._last_loss
+        facts = replace(
+            facts, version=best.version, evaluation_version=best.version, samples=best.samples, evaluation=best.scores
+        )
+        if evaluated == version and best.loss < loss:
+            model.replace(folder / LAST_FILE)
+            write_model(model, best.arrays, facts)
+            text = (
+                "%s holds version %d (loss %.6g), the best that was evaluated; the last one, %d (loss %.6g), is in %s"
+            )
+            logger.warning(text, model.name, best.version, best.loss, version, loss, LAST_FILE)
+            return
+        write_model(folder / BEST_FILE, best.arrays, facts)
+        how = f"loss {loss:.6g}" if evaluated == version else "not evaluated"
+        text = "%s holds the last version, %d (%s); the best one before it, %d (loss %.6g), is in %s"
+        logger.info(text, model.name, version, how, best.version, best.loss, BEST_FILE)
+
+    def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
+        arrays = aggregator.arrays()
+        if aggregator.version == 0:  # who comes after a restart in strict mode begins with them
+            frames = enumerate(self._moments)
+            arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in frames}
+        return arrays
+
+
+def _moments(arrays: Mapping[str, NDArray[Any]]) -> tuple[Buffer, ...]:
+    count = sum(name.startswith("moments/") for name in arrays)
+    return tuple(arrays[f"moments/{number}"].tobytes() for number in range(count))
+
+
+@dataclass(frozen=True)
+class History:
+    """A broker's book. run: its id.  first, last: the versions between which it tells everything.
+
+    landed: by version, in their order, (peer, sequence) of what landed and the samples that it stands for.
+    compared: the versions of the checkpoints that were compared with the sum.  faults: what is wrong, a sentence each.
+    """
+
+    run: str
+    first: int
+    last: int
+    landed: dict[int, tuple[tuple[tuple[str, int], ...], int]]
+    compared: tuple[int, ...]
+    faults: tuple[str, ...]
+
+
+def read_history(folder: Path) -> History:
+    """Read the book of the broker whose --checkpoint folder this is. Raises CheckpointError if there is none."""
+    kept = RunFolder(folder)
+    versions = kept.good_versions()
+    if not versions:
+        raise CheckpointError(f"there is no checkpoint in {folder}: nothing tells what landed")
+    state, arrays = kept.load_version(versions[0])
+    settings = RunSettings.from_dict(state["settings"])
+    aggregator = Aggregator(settings, int(state.get("shard", 0)))
+    aggregator.plan(model_from_wire(tuple((path, tuple(shape), dtype) for path, shape, dtype in state["model"])))
+    aggregator.restore(versions[0], arrays)
+    landed: dict[int, tuple[tuple[tuple[str, int], ...], int]] = {}
+    compared, faults = [versions[0]], []
+    for released, of_release, samples in kept.replay(versions[0]):
+        aggregator.replay(released)
+        landed[released.version] = (tuple((peer, sequence) for peer, sequence in of_release), samples)
+        if released.version in versions[1:]:
+            compared.append(released.version)
+            faults += _difference(kept.load_version(released.version)[1], aggregator, released.version)
+    last = max(landed, default=versions[0])
+    faults += [
+        f"the checkpoint of version {version} is not reached: the journal ends at version {last}"
+        for version in versions
+        if version > last
+    ]
+    return History(str(state["run"]), versions[0], last, landed, tuple(compared), tuple(faults))
+
+
+def _difference(arrays: dict[str, NDArray[Any]], aggregator: Aggregator, version: int) -> list[str]:
+    """Return the leaves in which a checkpoint does not hold the sum of what was released."""
+    sums = {name: array for name, array in aggregator.arrays().items() if name.startswith("published/")}
+    return [
+        f"version {version}: {name} is not the sum of what was released, bit for bit"
+        for name, array in sums.items()
+        if name not in arrays or np.asarray(arrays[name]).tobytes() != array.tobytes()
+    ]
+
+
+RUNS = Path("zmqtrain-runs")
+"""In the folder in which the broker was started."""
+
+
+def new_run() -> str:
+    """Return the id of a new run."""
+    return f"run-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """The folders of runs that were given none. root: where they are."""
+
+    root: Path = RUNS
+
+    def cut_short(self) -> Path | None:
+        """Return the newest folder of a run whose broker was killed, and that no broker has now; None if there is none.
+
+        A broker that ends in order writes the model after its last checkpoint.
+        """
+        found = []
+        for folder in self.root.glob("run-*") if self.root.is_dir() else ():
+            checkpoints = sorted(folder.glob("checkpoint-*.safetensors"))
+            if checkpoints and not (folder / MODEL_FILE).exists() and not is_locked(folder):
+                found.append((checkpoints[-1].stat().st_mtime, folder))
+        return max(found)[1] if found else None
+
+    def folder(self, run: str, shard: int = 0, masters: int = 1, term: int = 0) -> Path:
+        """Return the folder of a run; that of one master's shard of it, or of a standby that took over, is its own.
+
+        term: how many standbys have taken over.
+        """
+        path = self.root / (f"{run}-term-{term}" if term else run)
+        return path if masters == 1 else path / f"shard-{shard}"

@@ -1,12 +1,9 @@
-"""Give a broker the place where it lives: the main thread of `zmqtrain-broker`, or a thread beside others.
-
-Rule 1: whoever starts a broker needs no event loop of its own: these two doors are where asyncio begins and ends.
-Rule 2: what keeps a broker from starting (address, checkpoint, settings) is raised to whoever started it.
-"""
+"""A broker in this thread (`serve`) or in a thread of its own (`BrokerThread`), and its key folder."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 import time
@@ -15,11 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 from zmqtrain.broker.broker import Broker, BrokerStatistics
-from zmqtrain.broker.doorkeeper import Doorkeeper
-from zmqtrain.broker.registration import MasterPlace, Registration
-from zmqtrain.broker.run_folders import RunFolders, new_run
-from zmqtrain.broker.standby import Standby, StandbyPlace
+from zmqtrain.broker.checkpoint import RunFolders, new_run
+from zmqtrain.broker.standby import MasterPlace, Registration, Standby, StandbyPlace
 from zmqtrain.checkpoint.model_files import Beginning
+from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
@@ -28,11 +24,70 @@ from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.transport.address import public_address
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.key_folder import HUB, KeyFolder
+from zmqtrain.transport.key_folder import HUB, KeyFolder, Stamp
 from zmqtrain.transport.reservation import LinkShare
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.transport.zmq_router import RouterChannel
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+FAREWELL_SECONDS = 0.5
+"""Between what a revoked peer is told and the end of its connection, so that it can read it."""
+
+
+class KeyWatcher:
+    """Looks at a folder of keys for a channel, in its loop.  dismiss: tells a peer, by name and why, to go."""
+
+    def __init__(self, channel: RouterChannel, folder: KeyFolder, dismiss: Callable[[PeerId, str], None]) -> None:
+        self._channel, self._folder, self._dismiss = channel, folder, dismiss
+        self._stamp: Stamp | None = None
+        self._trouble = ""
+        self._gone: dict[str, str] = {}  # keys that were revoked and not cut yet, with their names
+
+    async def run(self) -> None:
+        """Look for ever, whatever goes wrong: what a look has not done is done by the next."""
+        while True:
+            try:
+                await self.look()
+            except Exception as error:
+                if repr(error) != self._trouble:
+                    self._trouble = repr(error)
+                    logger.exception("the keys could not be looked at; it is tried again every %.0f s", LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Look once, and do what follows from it."""
+        try:
+            stamp = await asyncio.to_thread(self._folder.stamp)
+            if stamp == self._stamp and not self._gone:
+                return
+            names = await asyncio.to_thread(self._folder.authorised)
+        except (OSError, ConfigError) as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.warning("the folder of keys cannot be read (%s): who was authorised stays so", error)
+            return
+        first = self._stamp is None
+        gone = self._channel.admit(names)
+        if not first or gone:
+            count = len(names) - 1
+            logger.info("%d key%s authorised now", count, " is" if count == 1 else "s are")
+        self._gone |= gone
+        self._stamp = stamp
+        for key, name in self._gone.items():
+            text = f"its key, {name}, was revoked"
+            for peer in self._channel.peers_with(key):
+                self._dismiss(peer, f"{text}; ask who runs the hub for another (zmqtrain keys new)")
+            logger.warning("the key of %s was revoked", name)
+        if self._gone:
+            await asyncio.sleep(FAREWELL_SECONDS)
+            for key in list(self._gone):
+                self._channel.cut(key)
+                del self._gone[key]
+        self._trouble = ""
+
 
 START_SECONDS = 60.0
 STOP_SECONDS = 90.0
@@ -90,7 +145,7 @@ def serve(
         if settings is not None:
             canonical(settings)  # refused before anybody can connect
         channel = RouterChannel.bind(address, keys=pair, admission=None if folder is None else Admission())
-        door = None if folder is None else asyncio.create_task(Doorkeeper(channel, folder, dismiss).run())
+        door = None if folder is None else asyncio.create_task(KeyWatcher(channel, folder, dismiss).run())
         try:
             return await live(channel)
         finally:

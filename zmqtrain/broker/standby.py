@@ -1,48 +1,284 @@
-"""Be a standby alive: follow the first broker, and give what it held to a `Broker` once this one is the hub.
-
-Rule 1: two lines: one to the first (a `HubLink`), and the port at which nodes will look for this broker; both are there
-from the start.  Rule 2: what comes is applied as it comes, so that a takeover takes no longer than the decision.
-Rule 3: whoever turns to this port before that is told that it is a standby, and counted as one who misses the first.
-"""
+"""Lines between brokers: a standby, its hub's side, and a master's registration with the first."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from safetensors.numpy import load, save
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
-from zmqtrain.broker.onlooker import Onlooker
-from zmqtrain.broker.replicas import OpenLine, unpack_replica
-from zmqtrain.core.errors import ChannelClosed, ConfigError, FramingError, HubUnreachable, PeerLost, ZmqTrainError
-from zmqtrain.core.interfaces import HubChannel
+from zmqtrain.core.errors import (
+    ChannelClosed,
+    ConfigError,
+    FramingError,
+    HubUnreachable,
+    PeerLost,
+    SteppedDown,
+    ZmqTrainError,
+)
+from zmqtrain.core.interfaces import Channel, HubChannel
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, Lane, PeerId
-from zmqtrain.protocol.effects import Deliver
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId, Version
+from zmqtrain.protocol.effects import Deliver, HubEffect
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
 from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Hello, Message, Snapshot
-from zmqtrain.protocol.peer import PeerState
+from zmqtrain.protocol.masters import Claim
+from zmqtrain.protocol.messages import Aggregate, Hello, Message, Quarantine, Report, Snapshot, WorkUnit
+from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import TAKES_OVER, Follower, Succession, Tenure
+from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, Succession, Tenure
 from zmqtrain.protocol.standby_messages import Promote, Replica
 from zmqtrain.protocol.words import words
 from zmqtrain.session.link import HubLink
 from zmqtrain.session.mailbox import Worker
-from zmqtrain.session.patience import Patience
-from zmqtrain.session.sparing import SparingLogger
+from zmqtrain.session.patience import Patience as ConnectPatience
+from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
+from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.05
+
+class NullListener:
+    """A `Listener` that only keeps why its line cannot go on. failure: None while it can."""
+
+    def __init__(self) -> None:
+        self.failure: ZmqTrainError | None = None
+
+    def on_changed(self) -> None:
+        """See Listener."""
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """See Listener."""
+        self.failure = self.failure or error
+
+    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
+        """See Listener."""
+
+    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
+        """See Listener: nothing was offered."""
+
+    def on_quarantined(self, quarantine: Quarantine) -> None:
+        """See Listener: who looks on sends no deltas."""
+
+    def on_founding(self) -> None:
+        """See Listener: who looks on is not asked."""
+
+    def on_work(self, answer: WorkUnit) -> None:
+        """See Listener: no unit was asked for."""
+
+    def on_stopped(self) -> None:
+        """See Listener: only nodes are told."""
+
+    def make_report(self) -> Report:
+        """See Listener."""
+        raise AssertionError("who looks on reports nothing")
+
+
+PAUSED_SECONDS = 2.0
+"""The nodes let a hub go on without its standby within this, if they are here."""
+CLOSE_BEHIND = 2
+"""A standby that is so many versions behind is brought in step: the nodes wait for it from then on."""
+
+OpenLine = Callable[[str, PeerId], Channel]
+"""Makes a channel to the broker at an address, under an id; called in the loop of whoever reads it."""
+
+
+def _cut(data: bytes) -> list[Buffer]:
+    view = memoryview(data)
+    return [view[start : start + MAX_FRAME_BYTES] for start in range(0, len(view), MAX_FRAME_BYTES)]
+
+
+def pack_replica(state: dict[str, Any], aggregator: Aggregator) -> tuple[list[Buffer], int]:
+    """Return the frames of a copy of a hub, and how many of them are its state. It is all of it in memory once more."""
+    head = _cut(json.dumps(state).encode())
+    arrays = _cut(save(aggregator.arrays())) if aggregator.version >= 0 else []
+    return [*head, *arrays], len(head)
+
+
+def unpack_replica(frames: Sequence[Buffer], state: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state and the arrays that `pack_replica` packed. Raises ValueError or SafetensorError."""
+    arrays = b"".join(frames[state:])
+    try:
+        plain = json.loads(b"".join(frames[:state]))
+    except RecursionError as error:
+        raise ValueError("its state is nested too deeply") from error
+    return plain, load(arrays) if arrays else {}
+
+
+class _Waiting(NamedTuple):
+    """What lets nodes hear of a version, and waits. since: when it was due; size: as in `Replicas.announce`."""
+
+    version: Version
+    since: float
+    action: Callable[[], None]
+    size: int
+
+
+class Replicas:
+    """The standby of one hub, and what waits for it.
+
+    send_away: tells a standby, with a reason, that it must begin anew.  carry_out: does what the hub wishes.
+    open_line: None never asks whether a standby that was lost has taken over.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        send_away: Callable[[PeerId, str], None],
+        carry_out: Callable[[Sequence[HubEffect]], None],
+        open_line: OpenLine | None = None,
+    ) -> None:
+        self._hub, self.send_away, self._carry_out, self._open_line = hub, send_away, carry_out, open_line
+        self._waiting: deque[_Waiting] = deque()
+        self._patience, self._flushed_at = Patience(), 0.0
+        self._announced: Version = hub.version
+        self._held: Version = -1
+        self._closing_since: float | None = None
+        self._in_step_at = 0.0
+        self._rival: _Rival | None = None
+        self._paused = False
+
+    def announce(self, version: Version, action: Callable[[], None], now: float, size: int = 0) -> None:
+        """Do what lets nodes hear of a version, as soon as they may. size: the bytes that the standby is sent of it."""
+        self._waiting.append(_Waiting(version, now, action, size))
+        self._flush(now)
+
+    def copied(self) -> None:
+        """A copy is on its way to the standby: what it held before counts no more."""
+        self._held = -2
+
+    def go_back(self, version: Version) -> None:
+        """The run goes on from this version: what the standby held beyond it is another course of it."""
+        self._held, self._announced, self._closing_since = -2, version, None
+
+    def holds(self, version: Version, now: float) -> None:
+        """The standby holds this version."""
+        self._held = max(self._held, version)
+        if (standby := self._hub.standby) is not None:
+            self._hub.tenure.returned(standby.address)
+        may_be = standby is not None and self._patience.may_be_in_step(now)
+        if may_be and not self._hub.tenure.follows and standby is not None:
+            if version >= self._announced:
+                if self._closing_since is not None:
+                    self._patience.waited(now - self._closing_since, 0, now)
+                self._closing_since, self._in_step_at = None, now
+                self._patience.in_step(now)
+                logger.info("the standby at %s is in step, at version %d", standby.address, version)
+                self._carry_out(self._hub.in_step(now))
+            elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
+                self._closing_since = now
+        self._flush(now)
+
+    def tick(self, now: float) -> None:
+        """See to what waits, and for whom."""
+        standby = self._hub.standby
+        if standby is None:
+            self._closing_since = None
+        elif (since := self._waits_since()) is not None and self._patience.is_used_up(now - since, self._size(), now):
+            pause = self._patience.out_of_step(now)
+            self._closing_since = None
+            text = (
+                f"the nodes have waited too long for it, now {now - since:.1f} s for one version: the run goes on "
+                f"without it, and it is in step again in {pause:.0f} s at the earliest"
+            )
+            self.send_away(standby.peer, text)
+        elif self._held >= 0 and not self._hub.tenure.follows:  # it may be in step again since it said so
+            self.holds(self._held, now)
+        self._flush(now)
+        self._ask_rival()
+        paused = self._hub.standby is None and bool(self._waiting) and now - self._waiting[0].since > PAUSED_SECONDS
+        if paused and not self._paused:
+            logger.warning(
+                "the standby at %s is gone and may have taken over: too few of the nodes that it knows are here, or "
+                "this broker itself was started again. Nodes hear of nothing new here until it is back. If its PC does "
+                "not come back, and nothing is served there, start another: zmqtrain-broker --standby",
+                self._hub.tenure.standby,
+            )
+        self._paused = paused
+
+    def close(self) -> None:
+        """End the line to a standby that was lost."""
+        if self._rival is not None:
+            self._rival.close()
+            self._rival = None
+
+    def _waits_since(self) -> float | None:
+        """Return since when nodes wait for the standby that is here; None: they do not."""
+        if self._closing_since is not None:
+            return self._closing_since
+        if not (self._waiting and self._hub.tenure.follows):
+            return None  # what waits does so for nodes, not for a standby that is being copied
+        return max(self._waiting[0].since, self._in_step_at, self._flushed_at)
+
+    def _size(self) -> int:
+        return self._waiting[0].size if self._waiting else 0
+
+    def _may(self, version: Version) -> bool:
+        if self._hub.tenure.follows:
+            return version <= self._held
+        return self._closing_since is None and self._hub.may_announce
+
+    def _flush(self, now: float) -> None:
+        while self._waiting and self._may(self._waiting[0].version):
+            if self._hub.tenure.follows and (since := self._waits_since()) is not None:
+                self._patience.waited(now - since, self._size(), now)
+            one, self._flushed_at = self._waiting.popleft(), now
+            self._announced = max(self._announced, one.version)
+            one.action()
+
+    def _ask_rival(self) -> None:
+        """Look whether a standby that is not here has taken over. Raises SteppedDown."""
+        tenure = self._hub.tenure
+        if tenure.ended:
+            raise self._stepped_down(self._hub.term + 1)
+        address = "" if self._hub.standby is not None else tenure.standby
+        if self._rival is not None and self._rival.address != address:
+            self.close()
+        if self._rival is None and address and self._open_line is not None:
+            self._rival = _Rival(self._open_line, address, self._hub.run, self._hub.term)
+        if self._rival is not None and (term := self._rival.peer.term) > self._hub.term:
+            raise self._stepped_down(term)
+
+    def _stepped_down(self, term: int) -> SteppedDown:
+        address = self._hub.tenure.standby
+        return SteppedDown(
+            f"the standby at {address} has taken over {self._hub.run} (term {term}; this broker has term "
+            f"{self._hub.term}): it is served there, and no longer here. To have this one as the standby of that: "
+            f"start it again with --standby {address}"
+        )
+
+
+class _Rival:
+    """The line of a first to where its lost standby was: one that has taken over welcomes it with a higher term."""
+
+    def __init__(self, open_line: OpenLine, address: str, run: str, term: int) -> None:
+        self.address = address
+        peer = PeerId(f"first#{secrets.token_hex(4)}")
+        self.peer = Peer(peer, "the first broker", observer=True)
+        self.peer.run, self.peer.term = run, term
+        self._link = HubLink(
+            lambda: open_line(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
+        )
+        self._link.start()
+
+    def close(self) -> None:
+        self._link.close("")
+
+
+FOLLOW_POLL_SECONDS = 0.05
 SAY_AGAIN_SECONDS = 60.0
 MOST_RELEASES = 4096
 NOT_OF_THE_HUB = ("crew", "owners", "in_step", "number", "tenure_number")
@@ -65,7 +301,7 @@ class StandbyPlace:
 
 
 @dataclass(frozen=True)
-class Inheritance:
+class TakeoverState:
     """What a broker takes over: a hub's state, with its new term, and the arrays that go with it."""
 
     state: dict[str, Any]
@@ -73,7 +309,7 @@ class Inheritance:
     aggregator: Aggregator
 
 
-class Standby(Onlooker):
+class Standby(NullListener):
     """A standby on `channel`, which nodes reach at `address`. open_line: how it reaches the first.
 
     is_operator: whether a peer may tell it to take over.
@@ -96,7 +332,7 @@ class Standby(Onlooker):
         self._hub: Hub | None = None
         self._aggregator: Aggregator | None = None
         self._stopped = False
-        self._log = SparingLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._said, self._said_at = "", 0.0
         self._worker = Worker("zmqtrain-replica", MOST_RELEASES, self._broken)
         self._link = HubLink(
@@ -109,7 +345,7 @@ class Standby(Onlooker):
 
     # ------------------------------------------------------------------ living
 
-    async def run(self, ready: Callable[[Standby], None] = lambda standby: None) -> Inheritance | None:
+    async def run(self, ready: Callable[[Standby], None] = lambda standby: None) -> TakeoverState | None:
         """Follow until this standby is to be the hub: what it takes over. None: the run is over, or it was stopped.
 
         ready: called once the first has answered.  Raises HubUnreachable, JoinRefused, and what went wrong here.
@@ -127,7 +363,7 @@ class Standby(Onlooker):
                     receiving.result()
                 if self._is_due(time.monotonic()):
                     return await self._take_over()
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(FOLLOW_POLL_SECONDS)
             return None
         finally:
             receiving.cancel()
@@ -144,7 +380,7 @@ class Standby(Onlooker):
         self._stopped = True
 
     async def _wait_for_first(self) -> None:
-        patience = Patience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
+        patience = ConnectPatience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
         while self.follower.settings is None and not self._stopped:
             if self.failure is not None:
                 raise self.failure
@@ -159,7 +395,7 @@ class Standby(Onlooker):
                     "keys answers only who has its keys folder (--keys)",
                     self.place.first,
                 )
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(FOLLOW_POLL_SECONDS)
 
     def _is_due(self, now: float) -> bool:
         due = self._succession.is_due(now)
@@ -174,7 +410,7 @@ class Standby(Onlooker):
                 logger.warning(text + "all the same: zmqtrain promote %s)", self.place.first, why, self.address)
         return due
 
-    async def _take_over(self) -> Inheritance:
+    async def _take_over(self) -> TakeoverState:
         follower = self.follower
         if not await asyncio.to_thread(self._close, TAKES_OVER):  # all that has come is applied
             raise ZmqTrainError(
@@ -205,7 +441,7 @@ class Standby(Onlooker):
             else f"the broker at {self.place.first} is gone, and its nodes say so",
         )
         assert follower.settings is not None
-        return Inheritance(state, follower.settings, self._aggregator)
+        return TakeoverState(state, follower.settings, self._aggregator)
 
     def _close(self, reason: str = "") -> bool:
         self._link.close(reason)
@@ -281,3 +517,134 @@ class Standby(Onlooker):
             first += count
         self._aggregator.replay(Released(aggregate.version, aggregate.codec, aggregate.fragments, tuple(parts)))
         self._hub.replay(aggregate.version, aggregate.landed, aggregate.samples)
+
+
+POLL_SECONDS = 0.02
+REMIND_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterPlace:
+    """Where a master other than the first belongs. shard: 1 to masters - 1.  first: the address of the first.
+
+    address: at which nodes reach this one; "": what leads to the first from here.  keys: the pair that all masters
+    have.  wait_seconds: how long to wait for the first's answer.
+    """
+
+    shard: int
+    masters: int
+    first: str
+    address: str = ""
+    keys: CurveKeys | None = field(default=None, repr=False)
+    wait_seconds: float = 30.0
+
+
+class Registration(NullListener):
+    """A master's line to the first, in a thread of its own (a `Listener`).
+
+    address: at which nodes reach this master.
+    """
+
+    def __init__(self, place: MasterPlace, address: str) -> None:
+        super().__init__()
+        self.place, self.address = place, address
+        self.name = f"master {place.shard}/{place.masters}"
+        peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
+        self.peer = Peer(peer, self.name, claim=Claim(place.shard, address))
+        self._link = HubLink(
+            lambda: DealerChannel.connect(
+                place.first,
+                peer=peer,
+                keys=place.keys,
+                server_key=None if place.keys is None else place.keys.public,
+            ),
+            self.peer,
+            place.first,
+            self,
+            meanwhile="Its shard is served on",
+        )
+        self._reminded_at = self._not_over_at = time.monotonic()
+        self._link.start()
+
+    async def welcomed(self) -> None:
+        """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
+        patience = ConnectPatience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
+        while self.peer.settings is None:
+            if self.failure is not None:
+                raise self.failure
+            if patience.is_over(time.monotonic()):
+                if self._link.refused:
+                    text = say_unreachable([self.place.first], time.monotonic() - patience.began, self._link.obstacle)
+                    text += ". All masters have a copy of the first one's folder of keys (--keys)"
+                    raise HubUnreachable(text, self.place.first, self._link.refused)
+                raise HubUnreachable(
+                    f"the first master does not answer at {self.place.first} (waited {self.place.wait_seconds:g} s). "
+                    f"Start it: zmqtrain-broker --shard 0/{self.place.masters} with the settings of the run; check the "
+                    "address, the port and the firewall",
+                    self.place.first,
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        if self.settings.masters != self.place.masters:
+            raise ConfigError(
+                f"the first master, at {self.place.first}, divides the model among {self.settings.masters} masters: "
+                f"--shard {self.place.shard}/{self.settings.masters}, not /{self.place.masters}"
+            )
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, once welcomed."""
+        assert self.peer.settings is not None
+        return self.peer.settings
+
+    @property
+    def run(self) -> str:
+        """The run's id, once welcomed."""
+        return self.peer.run
+
+    @property
+    def founded(self) -> bool:
+        """Whether the run has parameters, as the first says: then every master had its shard of them before."""
+        return self.peer.founded
+
+    @property
+    def over(self) -> bool:
+        """Whether the first has said that the run is over."""
+        return self.peer.over
+
+    def ends(self, nodes: int) -> bool:
+        """Whether this master is to end: the first says that the run is over, and its nodes have left, or had time to.
+
+        nodes: how many are here.  Says now and then what it waits for.  Raises why this master cannot go on.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._remind()
+        now = time.monotonic()
+        if not self.over:
+            self._not_over_at = now
+        return self.over and (not nodes or now - self._not_over_at > self.settings.lost_seconds)
+
+    def _remind(self) -> None:
+        """Say now and then, while the first is not there, that this master waits for it."""
+        now = time.monotonic()
+        if self.peer.state is not PeerState.CONNECTING:
+            self._reminded_at = now
+        elif now - self._reminded_at >= REMIND_SECONDS:
+            self._reminded_at = now
+            logger.warning(
+                "%s waits for the first master at %s: new nodes cannot join, and the run cannot end, without it",
+                self.name,
+                self.place.first,
+            )
+
+    def close(self) -> None:
+        """Say goodbye to the first, and end the thread."""
+        self._link.close("")
+
+    # ------------------------------------------------------------------ Listener (network thread)
+
+    def on_changed(self) -> None:
+        """See Listener."""
+        if self.peer.state is PeerState.WELCOMED and self._link.trouble[0]:
+            logger.info("%s is registered again with the first master, at %s", self.name, self.place.first)
+            self._link.trouble = ("", "")

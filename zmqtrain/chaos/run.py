@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zmqtrain.broker.history import History, read_history
+from zmqtrain.broker.checkpoint import History, read_history
 from zmqtrain.chaos.player import Deed, Player, Wire
 from zmqtrain.chaos.schedule import BROKER
 from zmqtrain.chaos.services import Service

@@ -19,11 +19,9 @@ from pathlib import Path
 
 from zmqtrain import __version__
 from zmqtrain.broker.broker import Broker
-from zmqtrain.broker.parts import MODEL_FILE, part_file
-from zmqtrain.broker.registration import MasterPlace
-from zmqtrain.broker.run_folders import RUNS, RunFolders
+from zmqtrain.broker.checkpoint import MODEL_FILE, RUNS, RunFolders, part_file
 from zmqtrain.broker.serve import serve
-from zmqtrain.broker.standby import Standby, StandbyPlace
+from zmqtrain.broker.standby import MasterPlace, Standby, StandbyPlace
 from zmqtrain.checkpoint.model_files import read_beginning
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.display import Display, log_to_stderr, plural

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from zmqtrain.averaging.aggregator import Aggregator
 from zmqtrain.averaging.delta import decode_snapshot
 from zmqtrain.averaging.moments import split_snapshot
-from zmqtrain.broker.checkpoint import RunFolder, model_arrays
-from zmqtrain.broker.parts import MODEL_FILE, join_parts, part_file
+from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolder, join_parts, model_arrays, part_file
 from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, read_model
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CheckpointError, ZmqTrainError

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from zmqtrain.broker.registration import MasterPlace
-from zmqtrain.broker.run_folders import RunFolders, new_run
+from zmqtrain.broker.checkpoint import RunFolders, new_run
 from zmqtrain.broker.serve import BrokerThread
+from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
 from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from zmqtrain.broker.parts import merge_parts
+from zmqtrain.broker.checkpoint import merge_parts
 from zmqtrain.cli.display import log_to_stderr
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.fields import Verbose

@@ -25,7 +25,7 @@ from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.effects import Combine
 from zmqtrain.protocol.group_messages import Fold, Folded
 from zmqtrain.protocol.words import words
-from zmqtrain.session.sparing import SparingLogger
+from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _Chunk:
 class _Reducer:
     """The reductions of one group."""
 
-    def __init__(self, size: int, log: SparingLogger) -> None:
+    def __init__(self, size: int, log: RateLimitedLogger) -> None:
         self.size, self._log = size, log
         self._open: dict[int, deque[_Chunk]] = {}
         self._ended: set[int] = set()  # keys whose chunks differed
@@ -155,7 +155,7 @@ class Reducers:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._groups: dict[int, _Reducer] = {}
-        self._log = SparingLogger(logger)
+        self._log = RateLimitedLogger(logger)
 
     def combine(self, combine: Combine, frames: Sequence[Buffer]) -> None:
         """Take a chunk of one rank, and send to all what is reduced now.

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Message
-from zmqtrain.session.traffic import Traffic
+from zmqtrain.session.downlink import Downlink
 
 
 class Relays:
     """What waits at the hub to be passed on; used by the broker's loop alone."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, downlink: Downlink) -> None:
+        self._downlink = downlink
         self._waiting: dict[PeerId, deque[tuple[list[Buffer], Callable[[], object] | None]]] = {}
 
     def forward(
@@ -33,7 +33,7 @@ class Relays:
     def pump(self, peer: PeerId) -> None:
         """Send what there is room for."""
         waiting = self._waiting.get(peer)
-        while waiting and self._traffic.forward(peer, waiting[0][0]):
+        while waiting and self._downlink.forward(peer, waiting[0][0]):
             _, sent = waiting.popleft()
             if sent is not None:
                 sent()

@@ -1,4 +1,4 @@
-"""Be a broker's key server alive: its machine, its directory and its store, on the broker's traffic and codec thread.
+"""Be a broker's key server alive: its machine, its directory and its store, on the broker's downlink and codec thread.
 
 Rule 1: the machine is moved by the broker's loop, the store by its codec thread alone; jobs keep the order of effects.
 Rule 2: payloads travel as all others do: announced, granted, acknowledged; what a peer has no room for yet waits here,
@@ -29,8 +29,8 @@ from zmqtrain.parameter_server.rules import Rules
 from zmqtrain.parameter_server.store import Store
 from zmqtrain.protocol import keys
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
+from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.effect_queue import EffectQueue
-from zmqtrain.session.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +48,17 @@ Job = Callable[..., None]
 class Parameters:
     """The key server of one broker.
 
-    traffic: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
+    downlink: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
     the loop, both in order; a CodecError is a result.  name: unlike any other master's.  keeper: of what is kept, every
     `keep_seconds`.  Raises CheckpointError.
     """
 
-    def __init__(self, traffic: Traffic, job: Job, name: str, keeper: ParameterKeeper, keep_seconds: float) -> None:
+    def __init__(self, downlink: Downlink, job: Job, name: str, keeper: ParameterKeeper, keep_seconds: float) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.machine = KeyServer(name, int(MEMORY_SHARE * memory))
         kept = keeper.resume(self.machine)
         self.directory, self.store = kept or (Directory(1), Store(optimizer_from_spec(self.machine.rules.optimizer)))
-        self._traffic, self._submit, self._keeper, self._keep_seconds = traffic, job, keeper, keep_seconds
+        self._downlink, self._submit, self._keeper, self._keep_seconds = downlink, job, keeper, keep_seconds
         self._jobs: deque[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = deque()
         self._submitted = 0
         self._kept_at, self._changed = time.monotonic(), False
@@ -97,21 +97,21 @@ class Parameters:
         try:
             effects = self.machine.enrol(peer, rules, enrol.reads)
         except ConfigError as error:
-            self._traffic.send(peer, Refused("rules", str(error)))
+            self._downlink.send(peer, Refused("rules", str(error)))
             return
         self._carry_out(effects)
         said = self.machine.rules
-        self._traffic.send(peer, keys.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
+        self._downlink.send(peer, keys.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
 
     def _declare(self, peer: PeerId, number: int, declared: tuple[keys.WireKey, ...]) -> None:
         if self.machine.rules.master or not self.machine.serves(peer):
             text = "keys are declared at the first master, by who has enrolled there"
-            self._traffic.send(peer, Refused("enrol", text, number))
+            self._downlink.send(peer, Refused("enrol", text, number))
             return
         try:
             placed = self.directory.declare(peer, number, model_from_wire(declared))
         except ConfigError as error:
-            self._traffic.send(peer, Refused("key", str(error), number))
+            self._downlink.send(peer, Refused("key", str(error), number))
         else:
             self._carry_out(placed)
 
@@ -155,7 +155,7 @@ class Parameters:
         for peer in {*awaited, *self._awaited}:
             said = awaited.get(peer, keys.Awaited((), 0))
             if self.machine.serves(peer) and self._awaited.get(peer) != said:
-                self._traffic.send(peer, said)
+                self._downlink.send(peer, said)
         self._awaited = awaited
 
     def describe(self, roster: Roster) -> Roster:
@@ -189,7 +189,7 @@ class Parameters:
     def go_on(self, peer: PeerId) -> None:
         """Let come and go what has waited for room, after a client has sent or taken something."""
         incoming, outgoing = self._incoming.get(peer), self._outgoing.get(peer)
-        while incoming and self.machine.serves(peer) and self._traffic.intake.has_room(peer, sum(incoming[0].sizes)):
+        while incoming and self.machine.serves(peer) and self._downlink.uploads.has_room(peer, sum(incoming[0].sizes)):
             self._expect(peer, incoming.popleft())
         asked = 0
         while outgoing and self.machine.serves(peer):
@@ -197,7 +197,7 @@ class Parameters:
                 outgoing.popleft()
                 continue
             asked += key.size
-            if not self._traffic.has_room_to(peer, asked):
+            if not self._downlink.has_room_to(peer, asked):
                 break
             self._answer(outgoing.popleft())
 
@@ -217,14 +217,14 @@ class Parameters:
             case Answer():
                 self._answer(effect)
             case Confirm(worker, request):
-                self._traffic.send(worker, keys.Done(request))
+                self._downlink.send(worker, keys.Done(request))
             case Refuse(worker, request, reason, text):
                 logger.debug("refused what %s asked: %s", worker, text)
-                self._traffic.send(worker, Refused(reason, text, request))
+                self._downlink.send(worker, Refused(reason, text, request))
             case Begin(optimizer, anew):
                 self._begin(optimizer, anew)
             case Placed(worker, request, found, given):
-                self._traffic.send(worker, keys.Placed(request, _to_wire(found), _to_wire(given)))
+                self._downlink.send(worker, keys.Placed(request, _to_wire(found), _to_wire(given)))
 
     def _begin(self, optimizer: str, anew: bool) -> None:
         rules = self.machine.rules
@@ -237,7 +237,7 @@ class Parameters:
 
     def _expect(self, peer: PeerId, payload: Payload) -> None:
         try:
-            self._traffic.intake.expect(peer, payload)
+            self._downlink.uploads.expect(peer, payload)
         except FramingError as error:
             self._announced.pop((peer, payload.transfer), None)
             self._carry_out(self.machine.broken(peer, payload.transfer, "size", str(error)))
@@ -267,8 +267,8 @@ class Parameters:
         peer = answer.worker
         if not self.machine.serves(peer):
             return
-        if self._traffic.has_room_to(peer, sum(len(frame) for frame in frames)):
-            self._traffic.send_values(peer, answer.request, version, frames)
+        if self._downlink.has_room_to(peer, sum(len(frame) for frame in frames)):
+            self._downlink.send_values(peer, answer.request, version, frames)
         else:  # it is read again when there is room: no fewer gradients are in it then
             self._outgoing.setdefault(peer, deque()).append(answer)
 

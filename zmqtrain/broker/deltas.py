@@ -1,13 +1,8 @@
-"""Make the versions of a broker's run: found it, close its rounds, save it, go back in it, copy it to the standby.
-
-Rule 1: the arrays are the codec thread's; each thing that is done stands here in both its halves: the job, and what the
-loop does with what comes out.  Rule 2: nobody hears of a version that a broker which is started again, or the standby,
-would not know: it is in the journal first, then with the standby, then with the nodes.
-Rule 3: a job that fails for a reason of our own ends the broker (`Jobs`).
-"""
+"""Deltas and versions of a broker's run: checking uploads, adding them, releasing, going back."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,15 +11,14 @@ from typing import Any
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.averaging.gate import error_of, reason_of
-from zmqtrain.averaging.moments import split_snapshot
-from zmqtrain.broker.arrivals import Arrivals
-from zmqtrain.broker.jobs import Jobs
-from zmqtrain.broker.keeper import Keeper
-from zmqtrain.broker.replicas import Replicas, pack_replica
-from zmqtrain.broker.serving import Serving
-from zmqtrain.broker.telling import Telling
-from zmqtrain.core.errors import CodecError
-from zmqtrain.core.types import Buffer, PeerId
+from zmqtrain.averaging.moments import check_sizes, split_snapshot
+from zmqtrain.broker.checkpoint import Keeper
+from zmqtrain.broker.codec_executor import CodecExecutor
+from zmqtrain.broker.log import BrokerLog
+from zmqtrain.broker.snapshots import SnapshotService
+from zmqtrain.broker.standby import Replicas, pack_replica
+from zmqtrain.core.errors import CodecError, ConfigError, FramingError
+from zmqtrain.core.types import Buffer, ModelSpec, PeerId, count_values
 from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
@@ -38,16 +32,18 @@ from zmqtrain.protocol.effects import (
     Serve,
     TakeBack,
 )
+from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Snapshot
-from zmqtrain.session.traffic import Traffic
+from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
+from zmqtrain.session.downlink import Downlink
+from zmqtrain.strategies.norms import Judgement
 
 VersionEffect = Found | Average | Propose | Lend | Accumulate | Reduce | TakeBack | Rewind | Serve | Replicate
 
 Frames = Sequence[Buffer]
 
 
-class Versions:
+class ReleasePipeline:
     """The versions of one run.
 
     moments: the founder's optimizer state, until training has begun; of a run that is resumed, as it was kept.
@@ -58,19 +54,19 @@ class Versions:
         self,
         hub: Hub,
         aggregator: Aggregator,
-        jobs: Jobs,
+        jobs: CodecExecutor,
         keeper: Keeper,
-        arrivals: Arrivals,
-        traffic: Traffic,
-        serving: Serving,
+        arrivals: PendingUploads,
+        downlink: Downlink,
+        serving: SnapshotService,
         replicas: Replicas,
-        telling: Telling,
+        telling: BrokerLog,
         carry_out: Callable[[Sequence[HubEffect]], None],
         moments: Frames,
     ) -> None:
         self.moments = moments
         self._hub, self._aggregator, self._jobs, self._keeper = hub, aggregator, jobs, keeper
-        self._arrivals, self._traffic, self._serving, self._replicas = arrivals, traffic, serving, replicas
+        self._arrivals, self._downlink, self._serving, self._replicas = arrivals, downlink, serving, replicas
         self._telling, self._carry_out = telling, carry_out
         self._mean: Frames | None = None  # that the run may begin with
         self._looked_at_score = hub.score_version
@@ -201,7 +197,7 @@ class Versions:
         self.moments = ()
         standby = self._hub.standby
         first = standby.peer if standby is not None else ""
-        self._traffic.send_aggregate(released, reduce, lambda peer: peer == first, whole=True)
+        self._downlink.send_aggregate(released, reduce, lambda peer: peer == first, whole=True)
         to_nodes = partial(self._serving.released, released, reduce, lambda peer: peer != first)
         size = sum(len(frame) for frames in released.frames for frame in frames)
         self._replicas.announce(released.version, to_nodes, time.monotonic(), size)
@@ -237,5 +233,132 @@ class Versions:
     def _send_replica(self, packed: tuple[list[Buffer], int], standby: PeerId, version: int) -> None:
         if standby in self._hub.members:
             self._replicas.copied()
-            if not self._traffic.send_replica(standby, version, *packed):
+            if not self._downlink.send_replica(standby, version, *packed):
                 self._replicas.send_away(standby, "it does not read what it is sent")
+
+
+class PendingUploads:
+    """What has come to one broker and is not used yet. carry_out: does what the hub wishes."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        downlink: Downlink,
+        jobs: CodecExecutor,
+        aggregator: Aggregator,
+        telling: BrokerLog,
+        carry_out: Callable[[Sequence[HubEffect]], None],
+    ) -> None:
+        self._hub, self._downlink, self._jobs, self._aggregator = hub, downlink, jobs, aggregator
+        self._telling, self._carry_out = telling, carry_out
+        self.whole: dict[tuple[PeerId, int], Frames] = {}
+        """By peer and sequence (of its parameters -1): accepted, and not yet added."""
+        self._forgotten: dict[PeerId, bool] = {}  # by the gate, soon; whether for a quarantine
+
+    def expect(self, peer: PeerId, announcement: Announcement) -> None:
+        """Let a peer send what it has announced, or have the hub refuse it."""
+        now = time.monotonic()
+        try:
+            if isinstance(announcement, Snapshot):
+                if self._hub.settings.masters == 1:  # of several each has a share
+                    check_capacity(self._hub.model)
+                self._aggregator.plan(self._hub.model)
+                check_sizes(announcement, self._aggregator.snapshot_bound(), takes_moments(self._hub.settings))
+            else:
+                assert isinstance(announcement, Publish)
+                self._aggregator.check_sizes(announcement)
+            self._downlink.uploads.expect(peer, announcement)
+        except FramingError as error:
+            self._carry_out(self._hub.broken(peer, announcement.transfer, "size", str(error), now))
+        except ConfigError as error:
+            self._carry_out(self._hub.broken(peer, announcement.transfer, "model", str(error), now))
+
+    def arrived(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        """All of a transfer is here: have it checked, and the hub told of what comes out."""
+        voter = self._hub.voter_of(peer)
+        self._jobs.do(lambda: self._check(peer, announcement, frames, voter), self._checked, peer, announcement, frames)
+
+    def take(self, peer: PeerId, announcement: Announcement) -> Frames:
+        """Return what is used now, and hold it no more."""
+        return self.whole.pop(_key(peer, announcement))
+
+    def clear(self) -> None:
+        """Hold nothing any more: the run begins anew."""
+        self.whole.clear()
+
+    def forget(self, peer: PeerId) -> None:
+        """Take note that a peer has gone: a publish that was accepted counts all the same, but of one in lockstep."""
+        self.whole.pop((peer, -1), None)
+        if self._hub.exchange and peer not in self._hub.members:
+            self.whole = {key: frames for key, frames in self.whole.items() if key[0] != peer}
+
+    # ------------------------------------------------------------------ the norm gate
+
+    def forget_norms(self, peer: PeerId, probation: bool = False) -> None:
+        """Have the gate take a node for a new one; however often nodes come and go, one job does it for all.
+
+        probation: because it is quarantined.
+        """
+        self._forgotten[peer] = probation or self._forgotten.get(peer, False)
+        self._jobs.do_once("forget", self._forget_all_norms)
+
+    def rebase(self, peers: Sequence[PeerId]) -> None:
+        """Have the gate take the size of these nodes' deltas for usual."""
+        self._jobs.do(lambda: self._aggregator.gate.rebase(peers))
+
+    def _forget_all_norms(self) -> None:
+        while self._forgotten:
+            self._aggregator.gate.forget(*self._forgotten.popitem())
+
+    # ------------------------------------------------------------------ the codec thread
+
+    def _check(self, peer: PeerId, announcement: Announcement, frames: Frames, voter: str) -> Judgement | None:
+        if isinstance(announcement, Publish):
+            self._aggregator.check(announcement, frames)
+            return self._aggregator.judge(peer, announcement, frames, voter)
+        assert isinstance(announcement, Snapshot)
+        self._aggregator.check_snapshot(announcement, frames)
+        return None
+
+    def _checked(
+        self, result: Judgement | CodecError | None, peer: PeerId, announcement: Announcement, frames: Frames
+    ) -> None:
+        now = time.monotonic()
+        member = self._hub.members.get(peer)
+        if member is None or member.open.get(announcement.transfer) is not announcement:
+            return  # its node has left, or came back (and uses the number again): what it sent before does not count
+        error = result
+        if isinstance(announcement, Publish) and isinstance(result, Judgement):
+            self._jobs.do(partial(self._aggregator.count, announcement, result))
+            error = error_of(result)
+        if isinstance(error, CodecError):
+            self._telling.refused(peer, error)
+            self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(error), str(error), now))
+        else:
+            self.whole[_key(peer, announcement)] = frames
+            self._carry_out(self._hub.received(peer, announcement.transfer, now))
+
+
+def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
+    """What tells the publishes of a peer apart while they wait: it may use a transfer's number again, no sequence."""
+    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
+
+
+MODELS_HELD = 5
+"""What a hub holds of a model at least, in float32: the parameters, what is published, a round's sum, an outer
+optimizer's state, and a snapshot on its way."""
+
+
+def check_capacity(model: ModelSpec, memory_bytes: int | None = None) -> None:
+    """Raise ConfigError if a hub of this model needs more memory than there is.
+
+    memory_bytes: None for this machine's.
+    """
+    if memory_bytes is None:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    values = count_values(model)
+    if 4 * MODELS_HELD * values > memory_bytes:
+        raise ConfigError(
+            f"a model of {values:,} values needs {4 * MODELS_HELD * values / 2**30:.0f} GiB at its hub, which has "
+            f"{memory_bytes / 2**30:.0f}: divide it among masters, each on a machine of its own"
+        )

@@ -1,17 +1,17 @@
-"""Move bytes from the hub to its peers: what goes now, and what waits for whom; the other way is its `Intake`.
+"""The hub's bytes to and from its peers: outboxes, windows, grants and the shares of its port.
 
-Rule 1: knows transfers and windows; what is sent, and to whom, is for others to decide.  Rule 2: nobody waits here:
-what a window, a socket or a reserved share has no room for stays in an outbox.  Rule 3: a peer that cannot be sent to
-is told of through `lost` or `unreachable`, and stays until `forget`.  Rule 4: both ways keep to the share of the hub's
-port and of each node's; what only a share keeps back is looked at again when its time has come.
+Two classes, used by the broker's loop alone: `Downlink` sends, `UploadFlowControl` grants what peers may send and puts
+their transfers together.  Neither waits: bytes without room in a window, a socket or a share stay in an outbox.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from zmqtrain.averaging.aggregator import Released
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
@@ -19,15 +19,155 @@ from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.types import Buffer, Lane, PeerId, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
-from zmqtrain.protocol.framing import encode_message, split
-from zmqtrain.protocol.keys import Values
-from zmqtrain.protocol.messages import Aggregate, Credit, Message, Probed, Snapshot
+from zmqtrain.protocol.framing import Assembler, encode_message, split
+from zmqtrain.protocol.groups import LATE_SECONDS
+from zmqtrain.protocol.keys import Initialise, Push, Values
+from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Probed, Publish, Snapshot
 from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.protocol.standby_messages import Replica
-from zmqtrain.session.alarm import Alarm
-from zmqtrain.session.intake import Intake
-from zmqtrain.transport.pacing import Outbox
+from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
+
+
+class Timer:
+    """A timer that is set again and again. what: called when its time has come."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        self._what = what
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float) -> None:
+        """Call in so many seconds, whatever was set before; inf: not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._what) if seconds < inf else None
+
+
+GRANT_WINDOW_BYTES = 6 << 20
+"""What is on its way toward the hub's port in all: one full chunk and a half, or several small ones, so that the port
+is not idle while a grant travels (with 1 MiB in all it was, a quarter of the time), and who sends, sends almost alone.
+"""
+GRANT_SECONDS, SLOWEST_BYTES_PER_SECOND = 2.0, 1e6
+"""A node that is granted chunks and sends none for so long, and the time they take at that rate, is sent away: what it
+holds of the window is others'."""
+
+
+@dataclass
+class _UploadLine:
+    """What is held of one peer's transfers. arrived_at: of its last chunk, or grant; rate: how fast its link was
+    seen."""
+
+    assembler: Assembler
+    arrived_at: float = 0.0
+    rate: RateMeter = field(default_factory=RateMeter)
+
+
+class UploadFlowControl:
+    """What is on its way from the peers of one hub; used by the broker's loop alone.
+
+    most_bytes: says how much a peer may have on its way, asked when its first transfer is expected.
+    send: gives a peer its credit; it may be lost by that.
+    """
+
+    def __init__(self, most_bytes: Callable[[], int], send: Callable[[PeerId, Credit], None]) -> None:
+        self._most_bytes, self._send = most_bytes, send
+        self._credits = Credits(GRANT_WINDOW_BYTES)
+        self._lines: dict[PeerId, _UploadLine] = {}
+        self._looked = 0.0  # for idle holders
+        self._again = Timer(self._grant)
+
+    # ------------------------------------------------------------------ shares
+
+    def limit(self, rate: float | None) -> None:
+        """Let all peers send no more than `rate` bytes per second in all; None: as much as comes."""
+        self._credits.bucket.set_rate(rate)
+
+    def limit_peer(self, peer: PeerId, rate: float | None) -> None:
+        """Let one peer send no more than `rate` bytes per second, until `forget`; None: as much as comes."""
+        self._credits.limit(peer, rate)
+
+    def pay(self, size: int) -> None:
+        """Take note that `size` bytes have come that nobody was granted: heads."""
+        self._credits.bucket.pay(size, time.monotonic())
+
+    def measured(self, peer: PeerId) -> float:
+        """Return how fast the peer's link was seen this way, in bytes per second; 0: not enough has come yet."""
+        return self._lines[peer].rate.rate if peer in self._lines else 0.0
+
+    # ------------------------------------------------------------------ transfers
+
+    def has_room(self, peer: PeerId, size: int) -> bool:
+        """Return whether a peer may have `size` bytes more on its way; however many they are, they may alone."""
+        assembler = self._line(peer).assembler
+        if not assembler.expected_bytes:
+            assembler.limit_bytes = max(assembler.limit_bytes, size)
+        return assembler.expected_bytes + size <= assembler.limit_bytes
+
+    def expect(self, peer: PeerId, announcement: Publish | Snapshot | Initialise | Push) -> None:
+        """Let a peer send what it has announced, chunk by chunk as the window of all peers has room; deltas first.
+
+        Raises FramingError for sizes that cannot be, RemoteProtocolError for a transfer that is under way.
+        """
+        self._line(peer).assembler.expect(announcement)
+        priority = 0 if isinstance(announcement, Publish | Push) else 1
+        self._credits.ask(peer, announcement.transfer, announcement.sizes, priority)
+        self._grant()
+
+    def has_chunk(self, peer: PeerId, chunk: Chunk) -> bool:
+        """Return whether this chunk has come before, and its transfer is not whole yet."""
+        return peer in self._lines and self._lines[peer].assembler.has(chunk)
+
+    def take_chunk(self, peer: PeerId, chunk: Chunk, frame: Buffer) -> tuple[Announcement, list[Buffer]] | None:
+        """Take a chunk; return its whole transfer, announcement and frames, once all of it is here.
+
+        Raises RemoteProtocolError for a chunk that was not granted, FramingError for one that cannot be.
+        """
+        line = self._lines.get(peer)
+        if line is None or chunk.transfer not in line.assembler:
+            return None  # of a transfer that was given up
+        self._credits.arrived(peer, chunk.transfer)
+        now = line.arrived_at = time.monotonic()
+        line.rate.over(len(frame), now, idle=peer not in self._credits.holders)
+        whole = line.assembler.add(chunk, frame)
+        self._grant()
+        return whole
+
+    def idle_holders(self) -> Iterator[PeerId]:
+        """Give the peers that were granted chunks and have sent none for longer than they take on a slow link.
+
+        Asked all the time: that in which nobody was here to ask does not count, as what came then waits to be heard.
+        """
+        now = time.monotonic()
+        late, self._looked = max(0.0, now - self._looked - LATE_SECONDS), now
+        for peer, granted in self._credits.holders.items():
+            if (line := self._lines.get(peer)) is None:
+                continue
+            line.arrived_at = min(now, line.arrived_at + late)
+            if now - line.arrived_at > GRANT_SECONDS + granted / SLOWEST_BYTES_PER_SECOND:
+                yield peer
+
+    def forget(self, peer: PeerId) -> None:
+        """Give up all that is on its way from a peer, and let the others have its part of the window."""
+        self._credits.forget(peer)
+        self._lines.pop(peer, None)
+        self._grant()
+
+    def _grant(self) -> None:
+        holding, now = self._credits.holders, time.monotonic()
+        for peer, transfer, chunks in self._credits.grants(now):
+            if peer not in self._lines:  # lost while its credit was sent
+                continue
+            if peer not in holding:
+                self._lines[peer].arrived_at = now
+            self._lines[peer].rate.begun(now)
+            self._send(peer, Credit(transfer, chunks))
+        self._again.set(self._credits.retry_seconds)
+
+    def _line(self, peer: PeerId) -> _UploadLine:
+        if peer not in self._lines:
+            self._lines[peer] = _UploadLine(Assembler(self._most_bytes()))
+        return self._lines[peer]
+
 
 OUTBOX_WINDOW_BYTES = 4 << 20
 """What is on its way toward one peer and not yet taken: it covers a receiver's stalls."""
@@ -40,7 +180,7 @@ PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
 
 
 @dataclass
-class _Line:
+class _DownlinkPeer:
     """What is held for one peer. bucket: of its own port, on the way down; rate: how fast its link was seen so; full: a
     chunk was put back, as its lane had no room."""
 
@@ -51,7 +191,7 @@ class _Line:
     rate: RateMeter = field(default_factory=RateMeter)
 
 
-class Traffic:
+class Downlink:
     """The bytes that go and come on `channel`; used by the broker's loop alone. intake: those that come.
 
     queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
@@ -72,12 +212,12 @@ class Traffic:
         self._stamp = stamp
         self._channel, self._queue_bytes, self._lost, self._unreachable = channel, queue_bytes, lost, unreachable
         self.bytes_sent = self.dropped = 0
-        self.intake = Intake(self._most_bytes, self.send)
+        self.uploads = UploadFlowControl(self._most_bytes, self.send)
         self._sending: Reservation[PeerId] = Reservation()
-        self._lines: dict[PeerId, _Line] = {}
+        self._lines: dict[PeerId, _DownlinkPeer] = {}
         self._limits: dict[PeerId, float | None] = {}
         self._port = RateMeter()
-        self._again = Alarm(self._send_on)
+        self._again = Timer(self._send_on)
         self._transfer = 0
 
     # ------------------------------------------------------------------ shares
@@ -85,12 +225,12 @@ class Traffic:
     def limit(self, rate: float | None) -> None:
         """Send, and let be sent, no more than `rate` bytes per second each way through the hub's port; None: any."""
         self._sending.bucket.set_rate(rate)
-        self.intake.limit(rate)
+        self.uploads.limit(rate)
 
     def limit_peer(self, peer: PeerId, rate: float | None) -> None:
         """Keep to `rate` bytes per second each way with this peer, until `forget`; None: as much as there is."""
         self._limits[peer] = rate
-        self.intake.limit_peer(peer, rate)
+        self.uploads.limit_peer(peer, rate)
         if peer in self._lines:
             self._lines[peer].bucket.set_rate(rate)
 
@@ -102,7 +242,7 @@ class Traffic:
     def measured(self, peer: PeerId) -> float:
         """Return how fast the peer's link was seen, in bytes per second, the better way; 0: not enough has gone yet."""
         line = self._lines.get(peer)
-        return max(self.intake.measured(peer), 0.0 if line is None else line.rate.rate)
+        return max(self.uploads.measured(peer), 0.0 if line is None else line.rate.rate)
 
     # ------------------------------------------------------------------ toward the peers
 
@@ -297,7 +437,7 @@ class Traffic:
             if self._send_chunk(peer, self._lines[peer]):
                 self._line_up(peer)
 
-    def _send_chunk(self, peer: PeerId, line: _Line) -> bool:
+    def _send_chunk(self, peer: PeerId, line: _DownlinkPeer) -> bool:
         """Send the peer's next chunk; False if it cannot be: then it waits for no turn."""
         chunk, now = line.outbox.next_chunk(), time.monotonic()
         assert chunk is not None, "only who has a chunk waits for a turn"
@@ -336,12 +476,12 @@ class Traffic:
         self._sending.leave(peer)
         self._lines.pop(peer, None)
         self._limits.pop(peer, None)
-        self.intake.forget(peer)
+        self.uploads.forget(peer)
 
-    def _line(self, peer: PeerId) -> _Line:
+    def _line(self, peer: PeerId) -> _DownlinkPeer:
         if peer not in self._lines:
             outbox = Outbox(OUTBOX_WINDOW_BYTES, self._most_bytes())
-            self._lines[peer] = _Line(outbox, TokenBucket(self._limits.get(peer)))
+            self._lines[peer] = _DownlinkPeer(outbox, TokenBucket(self._limits.get(peer)))
         return self._lines[peer]
 
     def _most_bytes(self) -> int:

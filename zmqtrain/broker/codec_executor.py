@@ -1,8 +1,4 @@
-"""Be a broker's codec thread, and the way of its results back to the broker's loop.
-
-Rule 1: jobs are done in the order in which they were given, and their results come back in that order.
-Rule 2: a CodecError is a result: somebody sent what is not sound.  Anything else is our own fault, and the end.
-"""
+"""The broker's codec thread: jobs in order, and their results in order in the broker's loop."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ MOST_JOBS = 1 << 17
 CLOSE_SECONDS = 60.0
 
 
-class Jobs:
+class CodecExecutor:
     """The codec thread of a broker. broken: called in the loop, once a job has failed and nothing can go on.
 
     failure: why, if so.  seconds: CPU of all jobs so far.

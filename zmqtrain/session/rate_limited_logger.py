@@ -1,8 +1,4 @@
-"""Log what others bring about, and never so much of it that a disk fills or a reader drowns.
-
-Rule 1: of each kind of line so many are said in so many seconds; of the others how many there were, with the next line
-of that kind.  Rule 2: a kind is the text before its facts are put in: what peers write makes no new kinds.
-"""
+"""A logger for lines that peers cause: so many of one kind in so many seconds, then a count."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class _Kind:
     unsaid: int = 0
 
 
-class SparingLogger:
+class RateLimitedLogger:
     """A logger for what peers bring about. clock: in seconds."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

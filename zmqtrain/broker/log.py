@@ -1,7 +1,4 @@
-"""Tell people what happens at a broker: its log, and who listens to its events.
-
-Rule: what peers bring about is logged so many times, and then counted; what they wrote is bounded.
-"""
+"""The broker's log and events."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from zmqtrain.protocol.messages import Quarantine, Report, Schedule
 from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.protocol.words import words
 from zmqtrain.session.events import BrokerEvents
-from zmqtrain.session.sparing import SparingLogger
+from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +22,12 @@ LOGGED_CHARACTERS = 500
 """Of why a peer is sent away: it may quote what that wrote."""
 
 
-class Telling:
+class BrokerLog:
     """What is told of one hub. events: None for nobody."""
 
     def __init__(self, hub: Hub, events: BrokerEvents | None) -> None:
         self._hub, self._events = hub, events
-        self._log = SparingLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._of_other_data: dict[PeerId, None] = {}
         self._called: dict[PeerId, str] = {}  # how those were called that were named last
         self._of_same_data: dict[PeerId, None] = {}

@@ -1,0 +1,445 @@
+"""Snapshots for nodes that fetch: a cache, the order of the fetches, and the service that sends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from zmqtrain.averaging.aggregator import Aggregator, Released, Vector
+from zmqtrain.averaging.delta import encode_snapshot
+from zmqtrain.averaging.digest import digest_of
+from zmqtrain.broker.codec_executor import CodecExecutor
+from zmqtrain.codecs.fragment import Layout
+from zmqtrain.core.errors import CodecError
+from zmqtrain.core.types import Buffer, PeerId, Version
+from zmqtrain.protocol.effects import Reduce, Serve
+from zmqtrain.session.downlink import Downlink
+
+MOST_KEPT = 2
+KEPT_SECONDS = 60.0
+"""How long a version is kept after somebody began to fetch it, or went on to."""
+LARGEST_LAG = 0.25
+"""A newcomer is sent a version that is kept if the aggregates since have at most so many times its bytes."""
+
+
+@dataclass(eq=False)
+class CachedSnapshot:
+    """One version. frames: () while they are being made; moments: of the founder's optimizer, behind them.
+
+    digests: of the frames, and of frames and moments.  since: what has been released after it.  waiting: who is sent
+    it as soon as it is made.
+    """
+
+    version: Version
+    used_at: float
+    frames: Sequence[Buffer] = ()
+    moments: Sequence[Buffer] = ()
+    digests: tuple[str, str] = ("", "")
+    since: list[tuple[Released, Reduce]] = field(default_factory=list)
+    waiting: list[Serve] = field(default_factory=list)
+    size: int = 0
+    since_size: int = 0
+
+    def make(self, frames: Sequence[Buffer], moments: Sequence[Buffer], digests: tuple[str, str]) -> None:
+        """Take the frames, once they are made."""
+        self.frames, self.moments, self.digests = frames, moments, digests
+        self.size = sum(len(frame) for frame in frames)
+
+    def leads_on_from(self, version: Version) -> bool:
+        """Return whether who holds this version needs nothing but aggregates that are kept here."""
+        return self.version <= version <= (self.since[-1][0].version if self.since else self.version)
+
+    def parts_for(self, serve: Serve) -> tuple[Sequence[Buffer], Sequence[Buffer], str, int]:
+        """Return the frames and moments that this node is sent, their digest, and how many of the first it has."""
+        if self.leads_on_from(serve.known_version):
+            return (), (), "", 0
+        moments = self.moments if serve.moments else ()
+        digest = self.digests[bool(moments)]
+        resumes = serve.digest == digest and 0 < serve.held < len(self.frames) + len(moments)
+        return self.frames, moments, digest, serve.held if resumes else 0
+
+
+class SnapshotCache:
+    """The versions that are kept, oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: list[CachedSnapshot] = []
+
+    @property
+    def bytes(self) -> int:
+        """What is kept: snapshots and the aggregates since."""
+        return sum(kept.size + kept.since_size for kept in self._kept)
+
+    @property
+    def being_made(self) -> list[CachedSnapshot]:
+        """The versions whose frames are not there yet."""
+        return [kept for kept in self._kept if not kept.frames]
+
+    def of(self, serve: Serve) -> CachedSnapshot | None:
+        """Return the version that this node should be sent: one that leads on from what it holds, the one that it has a
+        part of, or one that is new enough."""
+        for kept in self._kept:
+            if kept.leads_on_from(serve.known_version) or (serve.digest and serve.digest in kept.digests):
+                return kept
+        newest = self._kept[-1] if self._kept else None
+        if newest is None or (newest.frames and newest.since_size > LARGEST_LAG * newest.size):
+            return None
+        return newest
+
+    def begin(self, version: Version, now: float) -> CachedSnapshot:
+        """Keep this version from now on; what is released from now on follows it."""
+        while len(self._kept) >= MOST_KEPT:
+            del self._kept[0]
+        self._kept.append(CachedSnapshot(version, now))
+        return self._kept[-1]
+
+    def released(self, released: Released, reduce: Reduce) -> None:
+        """Take note of an aggregate."""
+        size = sum(len(frame) for frames in released.frames for frame in frames)
+        for kept in list(self._kept):
+            kept.since.append((released, reduce))
+            kept.since_size += size
+            if kept.frames and kept.since_size > kept.size:  # whole again it is less
+                self._kept.remove(kept)
+
+    def forget_old(self, now: float) -> None:
+        """Let go what nobody has begun to fetch for long."""
+        self._kept = [kept for kept in self._kept if not kept.frames or now - kept.used_at < KEPT_SECONDS]
+
+    def clear(self) -> None:
+        """Let go of all: the run begins anew."""
+        for kept in self._kept:
+            kept.waiting.clear()
+        self._kept.clear()
+
+
+AT_ONCE, AT_ONCE_BYTES = 2, 8 << 20
+SHARE, AGAIN_SHARE = 0.5, 0.125
+AGAIN_SECONDS = 60.0
+FREE, FREE_BYTES = 4, 32 << 20
+"""So many snapshots, or bytes if they are more, go before `SHARE` holds."""
+AGAIN_FREE, AGAIN_FREE_BYTES = 2, 4 << 20
+"""And before `AGAIN_SHARE` holds."""
+PATIENCE_SECONDS, PATIENCE_TIMES = 2.0, 4.0
+"""A place is kept for so long, and for so many times as long as the parameters take at the port's rate."""
+PEERS_KEPT = 1024
+
+
+@dataclass
+class _Place:
+    """Of one peer whose turn has come. used: it has been sent what it asked for, at `since`."""
+
+    since: float
+    used: bool = False
+
+
+@dataclass
+class _Owed:
+    """Bytes that were sent ahead of a rate. at: when it was so many."""
+
+    bytes: float = 0.0
+    at: float = 0.0
+
+    def left(self, rate: float, now: float) -> float:
+        """Let time pass at this rate; return what is owed then."""
+        self.bytes, self.at = max(0.0, self.bytes - rate * max(0.0, now - self.at)), max(now, self.at)
+        return self.bytes
+
+
+class Turns:
+    """The peers that wait for parameters, and those whose turn it is."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[PeerId, None] = {}  # in the order in which they came
+        self._places: dict[PeerId, _Place] = {}
+        self._served: dict[PeerId, float] = {}  # when its last turn came, the oldest first
+        self._all, self._again = _Owed(), _Owed()
+
+    @property
+    def places(self) -> list[PeerId]:
+        """The peers whose turn it is, whether or not they have been sent anything yet."""
+        return list(self._places)
+
+    def wait(self, peer: PeerId) -> bool:
+        """Let a peer wait for its turn; False if it waits already, or its turn has come and was not used yet."""
+        if peer in self._waiting or self.is_due(peer):
+            return False
+        self._waiting[peer] = None
+        return True
+
+    def next(self, size: int, rate: float, now: float) -> PeerId | None:
+        """Give the next turn, if there may be one now; return whose it is.
+
+        size: of the parameters, in bytes.  rate: what the port carries, in bytes per second.
+        """
+        if len(self._places) >= max(AT_ONCE, AT_ONCE_BYTES // max(1, size)):
+            return None
+        waiting = [peer for peer in self._waiting if peer not in self._places]
+        peer = min(waiting, key=lambda peer: self._last(peer, now), default=None)  # the first of those that are equal
+        if peer is None or not _has_room(self._all, SHARE * rate, size, max(FREE * size, FREE_BYTES), now):
+            return None
+        most = max(AGAIN_FREE * size, AGAIN_FREE_BYTES)
+        if self._last(peer, now) and not _has_room(self._again, AGAIN_SHARE * rate, size, most, now):
+            return None
+        del self._waiting[peer]
+        self._places[peer] = _Place(now)
+        return peer
+
+    def is_due(self, peer: PeerId) -> bool:
+        """Return whether the peer's turn has come, and was not used yet."""
+        return peer in self._places and not self._places[peer].used
+
+    def used(self, peer: PeerId, size: int, now: float) -> None:
+        """Take note that a peer whose turn it is has been sent so many bytes."""
+        if (place := self._places.get(peer)) is not None:
+            place.used, place.since = True, now
+        self._all.bytes += size
+        if self._last(peer, now):
+            self._again.bytes += size
+        self._served.pop(peer, None)
+        self._served[peer] = now
+        while len(self._served) > PEERS_KEPT:
+            del self._served[next(iter(self._served))]
+
+    def took(self, peer: PeerId) -> None:
+        """Take note that a peer has all that it was sent: its place is the next one's."""
+        if peer in self._places and self._places[peer].used:
+            del self._places[peer]
+
+    def look(self, size: int, rate: float, now: float) -> None:
+        """Let time pass: a peer that does not take what it was sent gives up its place."""
+        patience = PATIENCE_SECONDS + PATIENCE_TIMES * size / rate
+        for peer, place in list(self._places.items()):
+            if place.used and now - place.since > patience:
+                del self._places[peer]
+
+    def withdraw(self, peer: PeerId) -> None:
+        """Take note that a peer needs nothing; what it is being sent keeps its place."""
+        self._waiting.pop(peer, None)
+        if self.is_due(peer):
+            del self._places[peer]
+
+    def forget(self, peer: PeerId) -> None:
+        """Take note that a peer has gone; when it was served is remembered."""
+        self._waiting.pop(peer, None)
+        self._places.pop(peer, None)
+
+    def _last(self, peer: PeerId, now: float) -> float:
+        """Return when the peer was last served; 0 if that was never, or long ago."""
+        at = self._served.get(peer, 0.0)
+        return at if at and now - at < AGAIN_SECONDS else 0.0
+
+
+def _has_room(owed: _Owed, rate: float, size: int, most: float, now: float) -> bool:
+    return owed.left(rate, now) + size <= most
+
+
+Frames = Sequence[Buffer]
+
+
+class SnapshotService:
+    """The snapshots of one broker.
+
+    jobs, copies: the codec thread, and the one that makes frames.  here: whether a peer is a member now.  joined: told
+    who is brought to which version for the first time.  announce: does what lets nodes hear of a version as soon as
+    they may, in the order in which it is asked.  deaf: told of a peer for which too much waits.  landed: which of a
+    peer's publishes are in the parameters, and since which version.  size: of the parameters, in bytes; rate: what the
+    hub's port carries, in bytes per second.
+    served: snapshots sent, whole or in part.
+    """
+
+    def __init__(
+        self,
+        downlink: Downlink,
+        jobs: CodecExecutor,
+        copies: CodecExecutor,
+        aggregator: Aggregator,
+        here: Callable[[PeerId], bool],
+        joined: Callable[[PeerId, Version], None],
+        deaf: Callable[[PeerId], None],
+        announce: Callable[[Version, Callable[[], None]], None],
+        landed: Callable[[PeerId], tuple[tuple[int, Version], ...]],
+        size: Callable[[], int],
+        rate: Callable[[], float],
+    ) -> None:
+        self._downlink, self._jobs, self._copies, self._aggregator = downlink, jobs, copies, aggregator
+        self._here, self._joined, self._deaf, self._announce = here, joined, deaf, announce
+        self._landed, self._size, self._rate = landed, size, rate
+        self.shelf = SnapshotCache()
+        self.served = 0
+        self._turns = Turns()
+        self._asked: dict[
+            PeerId, tuple[Serve, Frames]
+        ] = {}  # until its turn, and until the codec thread has come so far
+        self._looked_to: set[PeerId] = set()  # for whom it has been asked, also if they have gone meanwhile
+        self._waiting: list[Serve] = []  # until the codec thread has copied what is published
+        self._copying = False
+        self._foundings = 0
+
+    def serve(self, serve: Serve, moments: Frames) -> None:
+        """Bring a peer, in its turn, to the parameters as they are then, after all that the codec thread was given.
+
+        Who asks again before it was looked to is looked to once, on whatever connection.
+        """
+        self._asked[serve.peer] = serve, moments
+        if self._turns.wait(serve.peer):
+            self._look_to(serve.peer)
+            self._go_on()
+
+    def tick(self, now: float) -> None:
+        """Let time pass: places are free again, and versions that nobody fetches are let go."""
+        for peer in self._turns.places:
+            if not self._downlink.holds_snapshot(peer):
+                self._turns.took(peer)
+        self._turns.look(self._size(), self._rate(), now)
+        self._go_on()
+        self.shelf.forget_old(now)
+
+    def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
+        """Send these peers another's parameters: they start again from them."""
+        whole = [*frames, *moments]
+        self._copies.do(lambda: digest_of(whole), self._lend, peers, frames, moments)
+
+    def released(self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool]) -> None:
+        """Send an aggregate to all who follow, as far as they are meant, and keep it for those who will."""
+        self.shelf.released(released, reduce)
+        self._downlink.send_aggregate(released, reduce, to)
+
+    def begin_anew(self, moments: Frames) -> None:
+        """Take note that the run is founded, maybe again: no version that is kept is one of it.
+
+        moments: of the founder's optimizer, for those for whom a version was being made.
+        """
+        self._foundings += 1
+        waiting = [serve for kept in self.shelf.being_made for serve in kept.waiting]
+        self.shelf.clear()
+        for serve in waiting:
+            _wait(self._waiting, serve)
+        if self._waiting and not self._copying:
+            self._copy(moments)
+
+    def forget(self, peer: PeerId) -> None:
+        """Take note that a peer has gone: it waits for nothing."""
+        self._asked.pop(peer, None)
+        self._turns.forget(peer)
+        for waiting in (self._waiting, *(kept.waiting for kept in self.shelf.being_made)):
+            waiting[:] = [serve for serve in waiting if serve.peer != peer]
+
+    # ------------------------------------------------------------------ the way of one
+
+    def _go_on(self) -> None:
+        """Look to those whose turn it is now."""
+        while (peer := self._turns.next(self._size(), self._rate(), time.monotonic())) is not None:
+            self._look_to(peer)
+
+    def _look_to(self, peer: PeerId) -> None:
+        if peer not in self._looked_to:
+            self._looked_to.add(peer)
+            self._jobs.do(lambda: self._aggregator.version, self._look, peer)
+
+    def _look(self, version: Version | CodecError, peer: PeerId) -> None:
+        assert isinstance(version, int)
+        self._announce(version, partial(self._bring, version, peer))
+
+    def _bring(self, version: Version, peer: PeerId) -> None:
+        """Bring a peer to this version, which all that follow have been sent."""
+        self._looked_to.discard(peer)
+        if (asked := self._asked.get(peer)) is None or not self._here(peer):
+            return
+        serve, moments = asked
+        if serve.known_version == version:
+            del self._asked[peer]
+            self._turns.withdraw(peer)
+            self._send(serve, version, (), (), "", 0)
+            return
+        if not self._turns.is_due(peer):
+            return
+        del self._asked[peer]
+        kept = self.shelf.of(serve)
+        if kept is None:
+            _wait(self._waiting, serve)
+            if not self._copying:
+                self._copy(moments)
+        elif not kept.frames:
+            _wait(kept.waiting, serve)
+        else:
+            self._send_kept(kept, serve)
+
+    def _copy(self, moments: Frames) -> None:
+        self._copying = True
+        self._copies.do(self._aggregator.make_room, self._have_room, moments)
+
+    def _have_room(self, room: list[Vector] | CodecError, moments: Frames) -> None:
+        assert isinstance(room, list)
+        self._jobs.do(partial(self._aggregator.copy, room), self._copied, moments, self._foundings)
+
+    def _copied(self, copy: tuple[Version, Layout, list[Vector]] | CodecError, moments: Frames, founding: int) -> None:
+        assert isinstance(copy, tuple)
+        self._announce(copy[0], partial(self._keep, *copy, moments, founding))
+
+    def _keep(self, version: Version, layout: Layout, flats: list[Vector], moments: Frames, founding: int) -> None:
+        """Keep a copy of this version, which all that follow have been sent, and have frames made of it."""
+        self._copying = False
+        if founding != self._foundings or not self._waiting:
+            if self._waiting:
+                self._copy(moments)
+            return
+        kept = self.shelf.begin(version, time.monotonic())
+        kept.waiting, self._waiting = self._waiting, []
+        self._copies.do(partial(_make, layout, flats, moments), self._made, kept, moments)
+
+    def _made(self, made: tuple[Frames, tuple[str, str]] | CodecError, kept: CachedSnapshot, moments: Frames) -> None:
+        if isinstance(made, CodecError):
+            raise made
+        kept.make(made[0], moments, made[1])
+        waiting, kept.waiting = kept.waiting, []
+        for serve in waiting:
+            self._send_kept(kept, serve)
+
+    def _send_kept(self, kept: CachedSnapshot, serve: Serve) -> None:
+        kept.used_at = time.monotonic()
+        begins_at = serve.known_version if kept.leads_on_from(serve.known_version) else kept.version
+        frames, moments, digest, first = kept.parts_for(serve)
+        if self._here(serve.peer) and self._send(serve, begins_at, frames, moments, digest, first):
+            since = [one for one in kept.since if one[0].version > begins_at]
+            sent = [*[*frames, *moments][first:], *(frame for one, _ in since for part in one.frames for frame in part)]
+            self._turns.used(serve.peer, sum(len(frame) for frame in sent), kept.used_at)
+            for released, reduce in since:
+                self._downlink.send_aggregate(released, reduce, lambda peer: peer == serve.peer)
+
+    def _send(self, serve: Serve, version: Version, frames: Frames, moments: Frames, digest: str, first: int) -> bool:
+        """Send a snapshot, the frames from `first` on; return whether the peer follows from there."""
+        peer = serve.peer
+        if not self._downlink.follows(peer):
+            self._joined(peer, version)
+        landed = tuple((sequence, at) for sequence, at in self._landed(peer) if at <= version)
+        self._downlink.drop_aggregates(peer)
+        following = self._downlink.send_snapshot(
+            peer, version, frames, moments, landed, serve.reset, serve.rewound, digest, first
+        )
+        self._downlink.follow(peer, following)
+        self.served += following and bool(frames)
+        if not following:
+            self._deaf(peer)
+        return following
+
+    def _lend(self, digest: str | CodecError, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
+        assert isinstance(digest, str)
+        for peer in peers:
+            if self._here(peer) and not self._downlink.send_snapshot(
+                peer, -1, frames, moments, (), True, digest=digest
+            ):
+                self._deaf(peer)
+
+
+def _wait(waiting: list[Serve], serve: Serve) -> None:
+    """Have a peer wait, once, with what it asked for last."""
+    waiting[:] = [*(other for other in waiting if other.peer != serve.peer), serve]
+
+
+def _make(layout: Layout, flats: list[Vector], moments: Frames) -> tuple[Frames, tuple[str, str]]:
+    frames = encode_snapshot(layout, flats)
+    alone = digest_of(frames)
+    return frames, (alone, digest_of([*frames, *moments]) if moments else alone)
