@@ -25,24 +25,26 @@ import zmq
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import MAX_FRAME_BYTES
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message, encode_message
-from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Aggregate,
+    Books,
     Chunk,
     Credit,
     Fetch,
     Heartbeat,
     Hello,
+    Holding,
+    JoinGroup,
     Message,
     Publish,
     Refused,
+    Replica,
     Roster,
     Snapshot,
     Welcome,
     WireLeaf,
 )
-from zmqtrain.protocol.standby_messages import Books, Holding, Replica
 
 from fuzz_inputs import mutate_session, read_session
 from fuzz_sessions import honest_sessions

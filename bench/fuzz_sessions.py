@@ -21,19 +21,23 @@ from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, LeafSpec, PeerId, count_values
 from zmqtrain.planning.rules import canonical
-from zmqtrain.protocol import keys
+from zmqtrain.protocol import messages
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import encode_message, split
-from zmqtrain.protocol.group_messages import Fold, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.messages import (
     Credit,
     Fetch,
+    Fold,
     Goodbye,
+    GroupLost,
     Heartbeat,
     Hello,
+    JoinGroup,
     Message,
     Probe,
     Publish,
+    Relay,
+    Relayed,
     Report,
     Snapshot,
     WorkRequest,
@@ -163,21 +167,21 @@ def _keys(seed: int) -> bytes:
     values = np.arange(10, dtype=np.float32).tobytes()
     for who in (0, 1):
         says.say(who, Hello(f"pc-{who}", "process"))
-        says.say(who, keys.Enrol("", 0, 1, "bsp", "adam:rate=0.1", 2, False))
-        says.say(who, keys.Declare(1, (("w", (2, 5), "float32"), ("b", (), "float64"))))
-    says.transfer(0, keys.Initialise(2, "w", "float32", 0, 10, (40,)), [values])
-    says.transfer(0, keys.Initialise(3, "b", "float64", 0, 1, (8,)), [b"\0" * 8])
-    says.say(0, keys.Founded(("w", "b")))
+        says.say(who, messages.Enrol("", 0, 1, "bsp", "adam:rate=0.1", 2, False))
+        says.say(who, messages.Declare(1, (("w", (2, 5), "float32"), ("b", (), "float64"))))
+    says.transfer(0, messages.Initialise(2, "w", "float32", 0, 10, (40,)), [values])
+    says.transfer(0, messages.Initialise(3, "b", "float64", 0, 1, (8,)), [b"\0" * 8])
+    says.say(0, messages.Founded(("w", "b")))
     for request in (4, 5):
         for who in (0, 1):
-            says.transfer(who, keys.Push(request, "w", "float32", True, (40,)), [values])
+            says.transfer(who, messages.Push(request, "w", "float32", True, (40,)), [values])
             says.say(who, Credit(request, 1))
-    says.say(1, keys.Pull(9, "b"))
+    says.say(1, messages.Pull(9, "b"))
     says.wait(1)
     says.say(2, Hello("reader", "process"))
-    says.say(2, keys.Enrol("", 0, 1, "", "", 0, True))
-    says.say(2, keys.Declare(1, (("w", (), ""),)))
-    says.say(2, keys.Pull(2, "w"))
+    says.say(2, messages.Enrol("", 0, 1, "", "", 0, True))
+    says.say(2, messages.Declare(1, (("w", (), ""),)))
+    says.say(2, messages.Pull(2, "w"))
     says.say(1, Goodbye())
     says.wait(2)
     return says.bytes

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from zmqtrain.protocol import leaving
+from zmqtrain.protocol import hub
 
 WAIT = 90.0
 """How long a story may take, in seconds, where others keep the machine busy."""
@@ -34,5 +34,5 @@ def lived_through(make, story):
         return broker
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaving, "SILENCE_SECONDS", 10 * WAIT)
+        patch.setattr(hub, "SILENCE_SECONDS", 10 * WAIT)
         return asyncio.run(live())

@@ -24,32 +24,45 @@ from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec, PeerId
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, Relay, Relayed, WireProcess
-from zmqtrain.protocol.hub import ALLOWED, MemberState
-from zmqtrain.protocol.keys import Awaited, Done, Enrolled, Placed, Values, WirePlace
+from zmqtrain.protocol.members import ALLOWED, MemberState
 from zmqtrain.protocol.messages import (
     ANNOUNCEMENTS,
     MESSAGES,
     Aggregate,
+    Awaited,
+    Books,
     Chunk,
     Credit,
+    Done,
+    Enrolled,
     Fetch,
+    Fold,
+    Folded,
+    Forming,
     Goodbye,
+    Group,
+    GroupLost,
     Message,
+    Placed,
     Preempt,
     Publish,
     Refused,
+    Relay,
+    Relayed,
+    Replica,
     Roster,
     Scalar,
     Snapshot,
     Stop,
+    Values,
     Welcome,
     WireLeaf,
+    WirePlace,
+    WireProcess,
     WireSchedule,
     WorkUnit,
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Move, Peer, PeerState
-from zmqtrain.protocol.standby_messages import Books, Replica
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {kind.__name__: kind for kind in MESSAGES}

@@ -15,7 +15,7 @@ from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.core.errors import ChannelFull, CheckpointError, PeerLost
 from zmqtrain.core.types import Lane
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.masters import RUN_OVER
+from zmqtrain.protocol.members import RUN_OVER
 from zmqtrain.protocol.messages import (
     Chunk,
     Fetch,

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tests.broker.wires import lived
-from zmqtrain.protocol.group_messages import Fold, Folded, GroupLost, Relay
 from zmqtrain.protocol.groups import RELAY_MESSAGES
-from zmqtrain.protocol.messages import Refused
+from zmqtrain.protocol.messages import Fold, Folded, GroupLost, Refused, Relay
 
 
 def test_a_message_is_relayed_and_chunks_are_reduced_with_what_came_behind_them():

@@ -14,9 +14,9 @@ from tests.protocol.said import EXAMPLES
 from zmqtrain.averaging.delta import DENSE
 from zmqtrain.broker import broker as receiver
 from zmqtrain.core.types import Lane
-from zmqtrain.protocol import rates
+from zmqtrain.protocol import limits
 from zmqtrain.protocol.framing import encode_message
-from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES
+from zmqtrain.protocol.limits import LONG_HEAD_BYTES
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
     Fetch,
@@ -33,12 +33,12 @@ from zmqtrain.strategies.noise import gains
 
 
 def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):
-    monkeypatch.setattr(rates, "MESSAGES_AT_ONCE", 200.0)
-    monkeypatch.setattr(rates, "MESSAGES_PER_SECOND", 1e6)  # it is heard again soon
+    monkeypatch.setattr(limits, "MESSAGES_AT_ONCE", 200.0)
+    monkeypatch.setattr(limits, "MESSAGES_PER_SECOND", 1e6)  # it is heard again soon
 
     async def story(peers):
         await peers.join("a#1", "b#1")
-        monkeypatch.setattr(rates, "MESSAGES_PER_SECOND", 1.0)
+        monkeypatch.setattr(limits, "MESSAGES_PER_SECOND", 1.0)
         of_all = peers.broker.receiver.rates
         take, now = of_all.take, time.monotonic()
         monkeypatch.setattr(of_all, "take", lambda peer, _: take(peer, now))  # all of it is heard in one moment
@@ -64,7 +64,7 @@ def inflated(message, size=1 << 20):
 def test_heads_of_a_megabyte_of_every_kind_are_not_read_and_cost_nobody_else(monkeypatch):
     read, whole = [], receiver.read_fields
     monkeypatch.setattr(receiver, "read_fields", lambda head: read.append(len(head.fields)) or whole(head))
-    monkeypatch.setattr(rates, "LOOP_SECONDS", 1e9)
+    monkeypatch.setattr(limits, "LOOP_SECONDS", 1e9)
 
     async def story(peers):
         await peers.join("a#1")

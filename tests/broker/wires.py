@@ -13,8 +13,7 @@ from zmqtrain.averaging.delta import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.broker.broker import Broker
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.protocol.framing import decode_message, encode_message, split
-from zmqtrain.protocol.group_messages import Group, JoinGroup
-from zmqtrain.protocol.messages import Fetch, Hello, Publish, Snapshot, model_to_wire
+from zmqtrain.protocol.messages import Fetch, Group, Hello, JoinGroup, Publish, Snapshot, model_to_wire
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.limits import check_message
 

@@ -20,7 +20,7 @@ from zmqtrain.collectives.reducer import (
 from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
 from zmqtrain.core.errors import ConfigError, FramingError, RemoteProtocolError
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.group_messages import Fold, Folded
+from zmqtrain.protocol.messages import Fold, Folded
 
 PEERS = tuple("abcdefgh")
 

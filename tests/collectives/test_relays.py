@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zmqtrain.collectives.relays import Relays
 from zmqtrain.protocol.framing import decode_message
-from zmqtrain.protocol.group_messages import Relay
+from zmqtrain.protocol.messages import Relay
 
 
 class Room:

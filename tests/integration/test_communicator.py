@@ -16,8 +16,7 @@ import pytest
 import zmqtrain as zt
 from zmqtrain.collectives.hub_line import HubLine
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
-from zmqtrain.protocol.group_messages import Forming
-from zmqtrain.protocol.messages import Message
+from zmqtrain.protocol.messages import Forming, Message
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 from meshes import broker

@@ -14,7 +14,7 @@ from zmqtrain.core.errors import HubUnreachable
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.planning import probe
 from zmqtrain.planning.probe import measure_link
-from zmqtrain.protocol import probes
+from zmqtrain.protocol import limits
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 SETTINGS = RunSettings(every=2, delay=2, units=6, codec="int8")
@@ -41,8 +41,8 @@ def test_a_broker_without_a_run_is_measured_both_ways():
 
 
 def test_who_asks_too_much_is_refused_and_still_has_its_pings_and_the_time(monkeypatch):
-    monkeypatch.setattr(probes, "PROBE_BYTES", probes.PROBE_FRAME_BYTES)  # for one probe, however long they take
-    monkeypatch.setattr(probes, "PROBE_SECONDS", 3600.0)
+    monkeypatch.setattr(limits, "PROBE_BYTES", limits.PROBE_FRAME_BYTES)  # for one probe, however long they take
+    monkeypatch.setattr(limits, "PROBE_SECONDS", 3600.0)
     with broker(SETTINGS) as hub:
         figures = measure_link(hub.address)
         assert "too many probes" in figures.refused and figures.down is None

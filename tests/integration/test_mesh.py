@@ -13,7 +13,7 @@ from zmqtrain.collectives.rendezvous import open_port
 from zmqtrain.core.errors import HubUnreachable, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import HUB, HubChunk, Lane, PeerId
-from zmqtrain.protocol import vigil
+from zmqtrain.protocol import failure_detector
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
@@ -96,7 +96,9 @@ def test_a_listener_that_fails_is_said_and_told_further(hub, caplog):
 
 
 def test_who_cannot_be_reached_is_sent_to_through_the_hub_and_it_is_said(hub, caplog, monkeypatch):
-    monkeypatch.setattr(vigil, "UNREACHABLE_SECONDS", WAIT_SECONDS)  # the hub says that one has left, however late
+    monkeypatch.setattr(
+        failure_detector, "UNREACHABLE_SECONDS", WAIT_SECONDS
+    )  # the hub says that one has left, however late
     sizes = [0, 3, 70_000, 4 << 20, 1 << 20, 5]
     with (
         caplog.at_level("INFO"),

@@ -11,8 +11,9 @@ from runs import BrokerProcess
 from zmqtrain.collectives import presence
 from zmqtrain.collectives.presence import LEFT
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.protocol import leaving, vigil
-from zmqtrain.protocol.group_messages import GroupLost
+from zmqtrain.protocol import failure_detector
+from zmqtrain.protocol import hub as hub_machine
+from zmqtrain.protocol.messages import GroupLost
 
 from meshes import WAIT_SECONDS, echoing, ports, send
 
@@ -50,8 +51,8 @@ def test_a_process_that_is_killed_or_stopped_is_lost_to_all_soon(hub, number):
 
 
 def test_a_process_that_lets_none_of_its_threads_run_for_two_seconds_is_not_lost(hub, monkeypatch):
-    assert vigil.SILENCE_SECONDS > 2.0 + vigil.BEAT_SECONDS  # tests/protocol/test_vigil.py says what follows from it
-    for watch in (vigil, leaving):  # what else stands still on a busy machine is not what is asked here
+    assert failure_detector.SILENCE_SECONDS > 2.0 + failure_detector.BEAT_SECONDS
+    for watch in (failure_detector, hub_machine):  # what else stands still on a busy machine is not what is asked here
         monkeypatch.setattr(watch, "SILENCE_SECONDS", 10 * watch.SILENCE_SECONDS)
     with echoing(hub, 3, range(2, 3)) as processes, ports(hub, 3, here=2) as (opened, listeners):
         assert processes[2].stdout.readline() == "ready\n"
@@ -83,7 +84,7 @@ def test_a_group_lives_on_without_its_hub_and_all_are_told_of_the_same_loss():
 
 def test_who_hears_nobody_any_more_is_told_that_it_is_cut_off(monkeypatch):
     # they do not all stop at one moment: none is silent for long while another was heard a moment ago
-    monkeypatch.setattr(vigil, "SILENCE_SECONDS", 2 * vigil.SILENCE_SECONDS)
+    monkeypatch.setattr(failure_detector, "SILENCE_SECONDS", 2 * failure_detector.SILENCE_SECONDS)
     with (
         BrokerProcess(RunSettings(), None) as hub,
         echoing(hub.address, 3, range(1, 3)) as processes,

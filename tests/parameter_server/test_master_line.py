@@ -11,8 +11,21 @@ from zmqtrain.core.errors import ChannelClosed, ConfigError, JoinRefused, PeerLo
 from zmqtrain.core.types import Lane
 from zmqtrain.parameter_server.master_line import MasterLine
 from zmqtrain.protocol.framing import decode_message, encode_message, split
-from zmqtrain.protocol.keys import Awaited, Done, Placed, Pull, Push, Values
-from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Refused, Welcome
+from zmqtrain.protocol.messages import (
+    Awaited,
+    Chunk,
+    Credit,
+    Done,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Placed,
+    Pull,
+    Push,
+    Refused,
+    Values,
+    Welcome,
+)
 from zmqtrain.transport.gate import Gate
 
 

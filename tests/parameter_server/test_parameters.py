@@ -14,8 +14,23 @@ from zmqtrain.core.types import Lane
 from zmqtrain.parameter_server import machine
 from zmqtrain.parameter_server.store import cut_frames, frame_sizes
 from zmqtrain.protocol.framing import decode_message, encode_message, split
-from zmqtrain.protocol.keys import Declare, Done, Enrol, Enrolled, Founded, Initialise, Placed, Pull, Push, Values
-from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Hello, Refused
+from zmqtrain.protocol.messages import (
+    Chunk,
+    Credit,
+    Declare,
+    Done,
+    Enrol,
+    Enrolled,
+    Founded,
+    Goodbye,
+    Hello,
+    Initialise,
+    Placed,
+    Pull,
+    Push,
+    Refused,
+    Values,
+)
 from zmqtrain.transport.gate import Gate
 
 ENROL = Enrol("", 0, 1, "async", "sgd:rate=1", 1, False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zmqtrain.protocol.group_messages import Fold, JoinGroup
 from zmqtrain.protocol.members import Member, MemberState
+from zmqtrain.protocol.messages import Fold, JoinGroup
 
 __all__ = ["FOLD", "ASKED", "process", "join"]
 

@@ -25,7 +25,8 @@ from zmqtrain.protocol.effects import (
     SendTo,
     Serve,
 )
-from zmqtrain.protocol.hub import Hub, MemberState
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import (
     Fetch,
     Goodbye,

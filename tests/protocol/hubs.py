@@ -10,10 +10,10 @@ from tests.protocol.said import ONE_EACH
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Contribution, Expect, SendTo
-from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.hub import Hub, MemberState
-from zmqtrain.protocol.messages import Fetch, Hello, Publish, Snapshot, model_to_wire
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.members import MemberState
+from zmqtrain.protocol.messages import Fetch, Hello, JoinGroup, Publish, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 __all__ = [

@@ -4,45 +4,54 @@ from __future__ import annotations
 
 from tests.fixed import FIXED_RUN
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Leave, Relay, Relayed
-from zmqtrain.protocol.keys import (
+from zmqtrain.protocol.messages import (
+    Aggregate,
     Awaited,
+    Books,
+    Chunk,
+    Credit,
     Declare,
     Done,
     Enrol,
     Enrolled,
-    Founded,
-    Initialise,
-    Placed,
-    Pull,
-    Push,
-    Values,
-)
-from zmqtrain.protocol.messages import (
-    Aggregate,
-    Chunk,
-    Credit,
     Fetch,
+    Fold,
+    Folded,
+    Forming,
+    Founded,
     Goodbye,
+    Group,
+    GroupLost,
     Heartbeat,
     Hello,
+    Holding,
+    Initialise,
+    JoinGroup,
+    Leave,
     Message,
+    Placed,
     Preempt,
     Probe,
     Probed,
+    Promote,
     Publish,
+    Pull,
+    Push,
     Quarantine,
     Refused,
+    Relay,
+    Relayed,
+    Replica,
     Report,
     Roster,
     Schedule,
     Snapshot,
     Stop,
+    Values,
     Welcome,
     WorkRequest,
     WorkUnit,
 )
-from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 
 __all__ = ["EXAMPLES", "ONE_EACH"]
 

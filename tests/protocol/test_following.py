@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.protocol.following import Following, Step
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.protocol.peer import Following, Step
 
 
 def aggregate(version):

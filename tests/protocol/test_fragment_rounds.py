@@ -8,8 +8,7 @@ from random import Random
 import pytest
 
 from zmqtrain.core.types import PeerId
-from zmqtrain.protocol.fragment_rounds import FragmentRounds
-from zmqtrain.protocol.rounds import FIRST_GRACE_SECONDS, Rounds, release_rule_from_spec
+from zmqtrain.protocol.rounds import FIRST_GRACE_SECONDS, FragmentRounds, Rounds, release_rule_from_spec
 
 A, B, C, SILENT = PeerId("a"), PeerId("b"), PeerId("c"), PeerId("silent")
 LIVE = {A, B}

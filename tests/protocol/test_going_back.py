@@ -7,9 +7,9 @@ import pytest
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Rewind, SendTo, Serve
-from zmqtrain.protocol.hub import Hub, MemberState
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.members import MemberState, Records
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Publish, Refused, WorkRequest, WorkUnit, model_to_wire
-from zmqtrain.protocol.records import Records
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 MODEL = (LeafSpec("w", (3, 4), "float32"),)

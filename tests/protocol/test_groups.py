@@ -9,7 +9,6 @@ import pytest
 from tests.protocol.gatherings import ASKED, FOLD, join, process
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
-from zmqtrain.protocol.group_messages import Forming, Group, GroupLost, Relay, Relayed
 from zmqtrain.protocol.groups import (
     MAX_DESCRIPTION,
     MAX_GROUP_NAME,
@@ -20,7 +19,7 @@ from zmqtrain.protocol.groups import (
     Groups,
     list_names,
 )
-from zmqtrain.protocol.messages import Refused
+from zmqtrain.protocol.messages import Forming, Group, GroupLost, Refused, Relay, Relayed
 
 
 def met(*peers, **changes):

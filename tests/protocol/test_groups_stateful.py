@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.protocol.gatherings import FOLD, join, process
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Combine, Discard, Forward, SendTo
-from zmqtrain.protocol.group_messages import Forming, Group, GroupLost, Relay, Relayed
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Groups
-from zmqtrain.protocol.messages import Refused
+from zmqtrain.protocol.messages import Forming, Group, GroupLost, Refused, Relay, Relayed
 
 PEERS = [f"{name}#{number}" for name in "abcd" for number in "12"]
 NAMES = st.sampled_from(["red", "blue"])

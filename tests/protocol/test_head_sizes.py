@@ -14,8 +14,8 @@ from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import SendTo
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
-from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES, SMALL_HEAD_BYTES, TAKEN_BY_HUBS, HeadSizes
-from zmqtrain.protocol.hub import MemberState
+from zmqtrain.protocol.limits import LONG_HEAD_BYTES, SMALL_HEAD_BYTES, TAKEN_BY_HUBS, HeadSizes
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import (
     MESSAGES,
     Chunk,

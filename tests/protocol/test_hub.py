@@ -6,7 +6,7 @@ import pytest
 
 from tests.protocol.hubs import SAMPLES, hub_of, in_state, sent
 from zmqtrain.core.errors import RemoteProtocolError
-from zmqtrain.protocol.hub import ALLOWED, MemberState
+from zmqtrain.protocol.members import ALLOWED, MemberState
 from zmqtrain.protocol.messages import MESSAGES, Goodbye, Hello, Refused
 
 ONLY_OF_HUBS = {

@@ -9,7 +9,7 @@ import pytest
 from tests.protocol.hubs import attend, contribute, contribution, in_state, live_hub, of, publish, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Accumulate, Expect, Reduce, SendTo
-from zmqtrain.protocol.hub import MemberState
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import Goodbye, Hello, Refused, WorkRequest
 
 

@@ -8,7 +8,7 @@ from tests.protocol.hubs import FOUNDING, MODEL, OTHER, WIRE, attend, found, hub
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Disconnect, Expect, Found, SendTo, Serve
-from zmqtrain.protocol.hub import MemberState
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Snapshot, Welcome
 
 

@@ -9,11 +9,10 @@ import pytest
 from tests.protocol.hubs import SAMPLES, attend, contribute, live_hub, publish, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.protocol import publishing
+from zmqtrain.protocol import hub as hub_machine
 from zmqtrain.protocol.effects import Disconnect, Expect, SendTo
 from zmqtrain.protocol.framing import MAX_HEAD_BYTES, encode_message
-from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.joining import MOST_MEMBERS
+from zmqtrain.protocol.hub import MOST_MEMBERS, Hub
 from zmqtrain.protocol.members import MOST_WAITING
 from zmqtrain.protocol.messages import Goodbye, Hello, Refused, Report
 from zmqtrain.protocol.rounds import release_rule_from_spec
@@ -68,7 +67,7 @@ def test_what_a_peer_calls_itself_stays_on_one_line():
 
 
 def test_a_node_has_no_more_bytes_waiting_than_its_model_and_the_settings_ask_for(monkeypatch):
-    monkeypatch.setattr(publishing, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(hub_machine, "MOST_WAITING_BYTES", 1000)
     hub = live_hub("a", "b", release="all")
     for sequence in range(10):
         contribute(hub, "a", sequence, sizes=(100,))

@@ -6,10 +6,9 @@ import pytest
 
 from tests.protocol.hubs import SAMPLES, hub_of, live_hub, of, sent
 from zmqtrain.protocol.effects import Consult, Disconnect
-from zmqtrain.protocol.group_messages import Group, GroupLost, JoinGroup
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.hub import MemberState
-from zmqtrain.protocol.messages import KEY_REQUESTS, Goodbye, Hello, Welcome
+from zmqtrain.protocol.members import MemberState
+from zmqtrain.protocol.messages import KEY_REQUESTS, Goodbye, Group, GroupLost, Hello, JoinGroup, Welcome
 
 
 def test_a_process_is_no_node_of_the_run():

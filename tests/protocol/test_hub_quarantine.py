@@ -7,8 +7,8 @@ import json
 from tests.protocol.hubs import WIRE, contribute, contribution, live_hub, of, publish, sent
 from zmqtrain.protocol.effects import Expect, Rebase, Reduce
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.limits import OVER
 from zmqtrain.protocol.messages import Fetch, Heartbeat, Hello, Preempt, Quarantine, Refused
-from zmqtrain.protocol.quarantine import OVER
 
 
 def offend(hub, peer, sequence, now=0.0, reason="norm"):

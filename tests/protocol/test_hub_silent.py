@@ -6,8 +6,8 @@ import pytest
 
 from tests.protocol.hubs import contribute, join, live_hub, of
 from zmqtrain.protocol.effects import Reduce
+from zmqtrain.protocol.hub import GRACE_SECONDS
 from zmqtrain.protocol.messages import Hello, WorkRequest
-from zmqtrain.protocol.publishing import GRACE_SECONDS
 
 HONEST = ("a", "b", "c")
 LONG = max(5.0, GRACE_SECONDS)  # the patience of a quorum

@@ -9,7 +9,7 @@ import pytest
 from tests.protocol.hubs import WIRE, contribute, hub_of, live_hub, of, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Reduce, SendTo
-from zmqtrain.protocol.hub import MemberState
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Report, WorkRequest, WorkUnit
 
 

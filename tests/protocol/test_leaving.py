@@ -5,7 +5,7 @@ import pytest
 from tests.protocol.hubs import MODEL, OTHER, attend, contribute, hub_of, in_state, join, live_hub, of, sent
 from zmqtrain.protocol.effects import Broadcast, Disconnect, Reduce
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.leaving import LAST_WORDS_SECONDS, OVERDUE_SECONDS, look_over, lose
+from zmqtrain.protocol.hub import LAST_WORDS_SECONDS, OVERDUE_SECONDS, look_over, lose
 from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Roster
 

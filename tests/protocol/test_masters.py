@@ -8,8 +8,8 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Broadcast, Expect, Found, Reduce, SendTo, Serve
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.hub import Hub, MemberState
-from zmqtrain.protocol.masters import RUN_OVER, Claim, Masters, name_missing
+from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.members import RUN_OVER, Claim, Masters, MemberState, name_missing
 from zmqtrain.protocol.messages import (
     Fetch,
     Goodbye,

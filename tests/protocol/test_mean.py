@@ -9,10 +9,11 @@ import pytest
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Average, Expect, Found, Propose, SendTo, Serve
-from zmqtrain.protocol.hub import LATE_SECONDS, Hub, MemberState
+from zmqtrain.protocol.hub import LATE_SECONDS, Hub
+from zmqtrain.protocol.initialization import VOTE_SECONDS, Vote
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.vote import VOTE_SECONDS, Vote
 
 MODEL = (LeafSpec("w", (3, 4), "float32"),)
 WIRE = model_to_wire(MODEL)

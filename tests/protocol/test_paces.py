@@ -1,6 +1,6 @@
 """How nodes keep pace, in virtual time."""
 
-from zmqtrain.protocol.paces import INTERVALS_KEPT, LATENESS_KEPT, LATENESS_OF_A_ROUND, Paces
+from zmqtrain.protocol.rounds import INTERVALS_KEPT, LATENESS_KEPT, LATENESS_OF_A_ROUND, Paces
 
 LIVE = frozenset({"a", "b", "c"})
 

@@ -13,6 +13,7 @@ from zmqtrain.protocol.messages import (
     Fetch,
     Goodbye,
     Hello,
+    Promote,
     Refused,
     Roster,
     Schedule,
@@ -21,7 +22,6 @@ from zmqtrain.protocol.messages import (
     Welcome,
 )
 from zmqtrain.protocol.peer import PEER_TRANSITIONS, Peer, PeerState
-from zmqtrain.protocol.standby_messages import Promote
 
 SAMPLES = ONE_EACH | {
     Welcome: welcome(),

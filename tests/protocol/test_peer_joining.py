@@ -10,10 +10,17 @@ from tests.protocol.peers import MODEL, SETTINGS, WIRE, aggregate, founding, liv
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS, Backoff
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, Send
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Welcome
-from zmqtrain.protocol.peer import HUB, Peer, PeerState
+from zmqtrain.protocol.peer import (
+    ANSWER_SECONDS,
+    FIRST_BACKOFF_SECONDS,
+    HUB,
+    LONGEST_BACKOFF_SECONDS,
+    Backoff,
+    Peer,
+    PeerState,
+)
 
 OTHER = (LeafSpec("w", (3, 4), "float32"), LeafSpec("b", (4,), "bfloat16"))
 
@@ -30,10 +37,10 @@ def test_the_attempts_of_a_node_are_spread_and_become_rarer_and_are_never_furthe
     assert len({wait for (wait,) in waits.values()}) == len(waits)
     backoff = Backoff(1)
     first = [backoff.next() for _ in range(8)]
-    assert all(ANSWER_SECONDS <= wait <= ANSWER_SECONDS + MOST_SECONDS for wait in first)
-    assert first[0] <= ANSWER_SECONDS + FIRST_SECONDS < max(first)
+    assert all(ANSWER_SECONDS <= wait <= ANSWER_SECONDS + LONGEST_BACKOFF_SECONDS for wait in first)
+    assert first[0] <= ANSWER_SECONDS + FIRST_BACKOFF_SECONDS < max(first)
     backoff.reset()
-    assert backoff.next() <= ANSWER_SECONDS + FIRST_SECONDS
+    assert backoff.next() <= ANSWER_SECONDS + FIRST_BACKOFF_SECONDS
 
 
 def test_who_loses_its_connection_says_hello_at_once_over_a_new_one():

@@ -7,9 +7,9 @@ import pytest
 from tests.protocol.peers import MODEL, WIRE, live, snapshot, welcome
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Deliver, Send
+from zmqtrain.protocol.limits import OVER
 from zmqtrain.protocol.messages import Fetch, Preempt, Quarantine
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.protocol.quarantine import OVER
 
 
 def test_who_is_quarantined_drops_what_is_its_own_and_takes_the_shared_parameters():

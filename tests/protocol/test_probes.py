@@ -8,8 +8,8 @@ from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Answer, SendTo
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Hello, Refused
-from zmqtrain.protocol.probes import PROBE_BYTES, PROBE_FRAME_BYTES, PROBE_SECONDS, Probe, ProbeBudget
+from zmqtrain.protocol.limits import PROBE_BYTES, PROBE_FRAME_BYTES, PROBE_SECONDS, ProbeBudget
+from zmqtrain.protocol.messages import Hello, Probe, Refused
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
 LARGE = Probe(1, PROBE_FRAME_BYTES, PROBE_FRAME_BYTES)

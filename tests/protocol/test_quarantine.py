@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from zmqtrain.protocol import quarantine
-from zmqtrain.protocol.quarantine import FIRST_SECONDS, LONGEST_SECONDS, OF_LAST, OFFENCES, VOTE_SECONDS, Quarantines
+from zmqtrain.protocol import limits
+from zmqtrain.protocol.limits import (
+    GATE_VOTE_SECONDS,
+    LONGEST_QUARANTINE_SECONDS,
+    OF_LAST,
+    OFFENCES,
+    QUARANTINE_SECONDS,
+    Quarantines,
+)
 
 
 def refused(quarantines, now, times=3, peer="pc-1", reason="norm"):
@@ -21,7 +28,7 @@ def each(*peers):
 
 @pytest.mark.parametrize("reason", sorted(OFFENCES))
 def test_the_third_refusal_quarantines(reason):
-    assert refused(Quarantines(), 0.0, reason=reason) == [0.0, 0.0, FIRST_SECONDS]
+    assert refused(Quarantines(), 0.0, reason=reason) == [0.0, 0.0, QUARANTINE_SECONDS]
 
 
 @pytest.mark.parametrize("reason", ["duplicate", "stale", "version", "waiting", "quarantine"])
@@ -68,7 +75,7 @@ def test_who_was_accepted_of_late_votes_when_it_has_left_until_that_is_long_ago(
     quarantines.accepted("b", now=100.0)
     refused(quarantines, 101.0, peer="bad")
     assert quarantines.wrongly(each("bad"), 101.0) == (), "the last that is left is not the only one that has trained"
-    assert quarantines.wrongly(each("bad"), 101.0 + VOTE_SECONDS) == ("bad",)
+    assert quarantines.wrongly(each("bad"), 101.0 + GATE_VOTE_SECONDS) == ("bad",)
 
 
 def test_refusals_that_are_rare_quarantine_nobody():
@@ -91,15 +98,15 @@ def test_it_ends_and_what_was_on_its_way_meanwhile_does_not_count():
     quarantines = Quarantines()
     refused(quarantines, 100.0)
     assert refused(quarantines, 104.0, times=10) == [0.0] * 10
-    assert quarantines.rest("pc-1", 104.0) == FIRST_SECONDS - 4
-    assert quarantines.rest("pc-1", 100.0 + FIRST_SECONDS) == 0.0
+    assert quarantines.rest("pc-1", 104.0) == QUARANTINE_SECONDS - 4
+    assert quarantines.rest("pc-1", 100.0 + QUARANTINE_SECONDS) == 0.0
 
 
 def test_on_probation_one_refusal_is_enough_and_the_time_doubles_up_to_an_end():
-    quarantines, now, seconds = Quarantines(), 0.0, FIRST_SECONDS
+    quarantines, now, seconds = Quarantines(), 0.0, QUARANTINE_SECONDS
     assert refused(quarantines, now)[-1] == seconds
     for _ in range(10):
-        now, seconds = now + seconds, min(2 * seconds, LONGEST_SECONDS)
+        now, seconds = now + seconds, min(2 * seconds, LONGEST_QUARANTINE_SECONDS)
         quarantines.accepted("pc-1")
         assert refused(quarantines, now, times=1) == [seconds]
 
@@ -109,7 +116,7 @@ def test_who_stands_its_probation_begins_anew():
     refused(quarantines, 0.0)
     for _ in range(OF_LAST):
         quarantines.accepted("pc-1")
-    assert refused(quarantines, FIRST_SECONDS, times=3) == [0.0, 0.0, FIRST_SECONDS]
+    assert refused(quarantines, QUARANTINE_SECONDS, times=3) == [0.0, 0.0, QUARANTINE_SECONDS]
 
 
 def test_a_hub_that_takes_over_has_the_quarantines_and_probations_that_there_were():
@@ -122,7 +129,7 @@ def test_a_hub_that_takes_over_has_the_quarantines_and_probations_that_there_wer
     again.restore(json.loads(json.dumps(quarantines.state())), 1000.0)
     assert again.state() == quarantines.state() and again.rest("out", 1002.0) == 4.0
     assert again.rest("on probation", 1000.0) == 0.0
-    assert refused(again, 1000.0, times=1, peer="on probation") == [2 * FIRST_SECONDS]
+    assert refused(again, 1000.0, times=1, peer="on probation") == [2 * QUARANTINE_SECONDS]
     assert refused(again, 1000.0, times=2, peer="once") == [0.0, 0.0]
     assert again.wrongly(each("out", "another", "a third")) == ()
 
@@ -131,11 +138,11 @@ def test_a_hub_that_goes_back_keeps_its_quarantines_as_long_as_they_were():
     quarantines = Quarantines()
     refused(quarantines, 500.0)
     quarantines.restore({}, 0.0)  # as of the hub's beginning
-    assert quarantines.state()["pc-1"][0] == FIRST_SECONDS
+    assert quarantines.state()["pc-1"][0] == QUARANTINE_SECONDS
 
 
 def test_nodes_that_come_and_go_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(quarantine, "NODES_KEPT", 4)
+    monkeypatch.setattr(limits, "NODES_KEPT", 4)
     quarantines = Quarantines()
     for number in range(20):
         quarantines.refused(f"pc-{number}", "norm", 0.0)

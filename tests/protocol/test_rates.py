@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zmqtrain.protocol import rates
-from zmqtrain.protocol.rates import (
+from zmqtrain.protocol import limits
+from zmqtrain.protocol.limits import (
     FAULT_SECONDS,
     LOOP_SHARE,
     MESSAGES_AT_ONCE,
@@ -38,7 +38,7 @@ def test_what_queued_while_the_broker_was_stopped_for_ten_seconds_is_heard_at_on
 
 
 def test_a_flood_is_cut_off_once_and_nothing_more_of_it_is_read(monkeypatch):
-    monkeypatch.setattr(rates, "MESSAGES_AT_ONCE", 100.0)
+    monkeypatch.setattr(limits, "MESSAGES_AT_ONCE", 100.0)
     measure = MessageRates()
     assert flood(measure) is TOO_MANY
     assert {measure.take("pc-1", 0.001) for _ in range(1000)} == {NOT_HEARD}
@@ -55,7 +55,7 @@ def test_who_has_been_silent_for_a_second_is_heard_again():
 
 
 def test_strangers_without_number_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(rates, "PEERS_KEPT", 8)
+    monkeypatch.setattr(limits, "PEERS_KEPT", 8)
     measure = MessageRates()
     for number in range(100):
         measure.take(f"x-{number}", float(number))
@@ -91,7 +91,7 @@ def test_messages_that_no_sound_peer_sends_are_twenty_five_at_once():
 
 
 def test_budgets_of_strangers_without_number_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(rates, "PEERS_KEPT", 8)
+    monkeypatch.setattr(limits, "PEERS_KEPT", 8)
     budgets = LoopBudgets()
     for number in range(100):
         budgets.take(f"x-{number}", 5.0, float(number))

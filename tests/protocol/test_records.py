@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from zmqtrain.protocol.fencing import MAX_INCARNATION
-from zmqtrain.protocol.records import LANDED_KEPT, RANGES_KEPT, RECORDS_KEPT, Records
+from zmqtrain.protocol.members import LANDED_KEPT, RANGES_KEPT, RECORDS_KEPT, Records
 
 
 def landed_of(records, peer="a"):

@@ -1,7 +1,12 @@
 """When a node says Hello, and where."""
 
-from zmqtrain.protocol.backoff import ANSWER_SECONDS, FIRST_SECONDS, MOST_SECONDS
-from zmqtrain.protocol.search import MOST_LEARNT, Search
+from zmqtrain.protocol.peer import (
+    ANSWER_SECONDS,
+    FIRST_BACKOFF_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    MOST_LEARNT,
+    Search,
+)
 
 FIRST, SECOND = "tcp://one:1", "tcp://two:2"
 
@@ -25,12 +30,12 @@ def test_the_first_attempt_goes_over_the_connections_that_are_there_and_the_next
 def test_an_attempt_is_given_its_time_and_the_times_grow_until_somebody_answers():
     search = Search("a", ())
     search.began(0.0)
-    assert not search.is_due(ANSWER_SECONDS - 0.01) and search.is_due(ANSWER_SECONDS + FIRST_SECONDS)
+    assert not search.is_due(ANSWER_SECONDS - 0.01) and search.is_due(ANSWER_SECONDS + FIRST_BACKOFF_SECONDS)
     _, began = attempts(search, 20)
-    assert not search.is_due(began) and search.is_due(began + ANSWER_SECONDS + MOST_SECONDS)
+    assert not search.is_due(began) and search.is_due(began + ANSWER_SECONDS + LONGEST_BACKOFF_SECONDS)
     search.answered()
     search.began(100.0)
-    assert search.is_due(100.0 + ANSWER_SECONDS + FIRST_SECONDS)
+    assert search.is_due(100.0 + ANSWER_SECONDS + FIRST_BACKOFF_SECONDS)
 
 
 def test_the_addresses_are_taken_in_turn_as_given_and_then_as_heard_of():

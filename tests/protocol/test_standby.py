@@ -16,21 +16,22 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import (
     Aggregate,
+    Books,
     Fetch,
     Goodbye,
     Heartbeat,
     Hello,
+    Promote,
     Publish,
     Refused,
+    Replica,
     Snapshot,
     Welcome,
     model_to_wire,
 )
-from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.peer import MOST_LEARNT, Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.search import MOST_LEARNT
 from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Patience, Succession, Tenure
-from zmqtrain.protocol.standby_messages import Books, Promote, Replica
 
 
 def follower(books=None, holds=5):

@@ -35,11 +35,10 @@ from zmqtrain.protocol.effects import (
 )
 from zmqtrain.protocol.fencing import LIFE, Stamp
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Publish, Refused, Snapshot
+from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Promote, Publish, Refused, Replica, Snapshot
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import Follower, Succession, Tenure
-from zmqtrain.protocol.standby_messages import Promote, Replica
 
 TAKEOVER_SECONDS = 1.0
 NAMES = "abcdef"

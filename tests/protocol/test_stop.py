@@ -7,8 +7,8 @@ import pytest
 from tests.protocol.hubs import WIRE, attend, contribute, hub_of, in_state, join, live_hub, of, sent
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.protocol.effects import Disconnect, Reduce
-from zmqtrain.protocol.hub import MemberState
-from zmqtrain.protocol.leaving import STOP_SECONDS, STOPPED
+from zmqtrain.protocol.hub import STOP_SECONDS, STOPPED
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import (
     Fetch,
     Goodbye,

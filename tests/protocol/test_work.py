@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqtrain.core.errors import CheckpointError
-from zmqtrain.protocol.work import CLAIMED_AHEAD, MOST_IN_HAND, WorkLedger
+from zmqtrain.protocol.units import CLAIMED_AHEAD, MOST_IN_HAND, WorkLedger
 
 
 def test_units_are_dealt_in_order_and_once():

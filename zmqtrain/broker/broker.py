@@ -49,29 +49,10 @@ from zmqtrain.protocol.effects import (
     SendTo,
 )
 from zmqtrain.protocol.fencing import Verdict, latest_incarnation
-from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import ProtocolVersionError, open_head, read_fields
-from zmqtrain.protocol.group_messages import Fold, Relay, Relayed
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.keys import Initialise, Push
-from zmqtrain.protocol.masters import RUN_OVER
-from zmqtrain.protocol.messages import (
-    Chunk,
-    Credit,
-    Goodbye,
-    Hello,
-    Message,
-    Probe,
-    Probed,
-    Quarantine,
-    Refused,
-    Report,
-    Roster,
-    Scalar,
-    Schedule,
-    Stop,
-)
-from zmqtrain.protocol.rates import (
+from zmqtrain.protocol.initialization import takes_moments
+from zmqtrain.protocol.limits import (
     FAULT_SECONDS,
     LOOP_SHARE,
     MESSAGES_PER_SECOND,
@@ -79,6 +60,28 @@ from zmqtrain.protocol.rates import (
     LoopBudgets,
     MessageRates,
     cost_of,
+)
+from zmqtrain.protocol.members import RUN_OVER
+from zmqtrain.protocol.messages import (
+    Chunk,
+    Credit,
+    Fold,
+    Goodbye,
+    Hello,
+    Initialise,
+    Message,
+    Probe,
+    Probed,
+    Push,
+    Quarantine,
+    Refused,
+    Relay,
+    Relayed,
+    Report,
+    Roster,
+    Scalar,
+    Schedule,
+    Stop,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.session.downlink import Downlink

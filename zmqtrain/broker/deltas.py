@@ -32,8 +32,8 @@ from zmqtrain.protocol.effects import (
     Serve,
     TakeBack,
 )
-from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.initialization import takes_moments
 from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.strategies.norms import Judgement

@@ -9,9 +9,8 @@ from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Quarantine, Report, Schedule
+from zmqtrain.protocol.messages import Quarantine, Report, Schedule, printable
 from zmqtrain.protocol.standby import TAKES_OVER
-from zmqtrain.protocol.words import words
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 
@@ -124,7 +123,7 @@ class BrokerLog:
         """Name a node that has other data than the run's."""
         if not report.data or report.data == self._hub.data or not _first_time(self._of_other_data, peer):
             return
-        theirs, ours = (words(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
+        theirs, ours = (printable(data, LOGGED_CHARACTERS) for data in (report.data, self._hub.data))
         text = (
             "%s has other data than the run's first node: %s, not %s (digests of training/held-out data). If that is "
             "not meant, start it with the same data; only nodes with the same held-out data evaluate the run"
@@ -225,8 +224,8 @@ class BrokerLog:
         self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
 
     def sent_away(self, peer: PeerId, error: Exception) -> str:
-        """A peer cannot stay; return why, in words for it."""
-        text = words(str(error), LOGGED_CHARACTERS)
+        """A peer cannot stay; return why, in printable for it."""
+        text = printable(str(error), LOGGED_CHARACTERS)
         self._log.warning("sending %s away: %s", self._name(peer), text)
         return text
 

@@ -31,15 +31,24 @@ from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId, Version
 from zmqtrain.protocol.effects import Deliver, HubEffect
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
-from zmqtrain.protocol.head_sizes import LONG_HEAD_BYTES
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.masters import Claim
-from zmqtrain.protocol.messages import Aggregate, Hello, Message, Quarantine, Report, Snapshot, WorkUnit
+from zmqtrain.protocol.limits import LONG_HEAD_BYTES
+from zmqtrain.protocol.members import Claim
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Hello,
+    Message,
+    Promote,
+    Quarantine,
+    Replica,
+    Report,
+    Snapshot,
+    WorkUnit,
+    printable,
+)
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, Succession, Tenure
-from zmqtrain.protocol.standby_messages import Promote, Replica
-from zmqtrain.protocol.words import words
 from zmqtrain.session.link import HubLink
 from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.patience import Patience as ConnectPatience
@@ -464,7 +473,9 @@ class Standby(NullListener):
         is_operator = isinstance(message, Hello | Promote) and self._is_operator(peer)
         if isinstance(message, Promote):
             text = "an operator, %s, tells this standby to take over"
-            self._log.warning(text if is_operator else "%s tells this standby to take over, and may not", words(peer))
+            self._log.warning(
+                text if is_operator else "%s tells this standby to take over, and may not", printable(peer)
+            )
         answer = self._succession.receive(peer, stamp, message, is_operator, time.monotonic())
         if answer is not None:
             self._channel.send(peer, Lane.CONTROL, [encode_message(*answer)])

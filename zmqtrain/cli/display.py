@@ -25,9 +25,8 @@ from rich.text import Text
 from zmqtrain.cli.terminal import StderrHandler, Terminal, VisibleFormatter, visible
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.protocol.fencing import Verdict
-from zmqtrain.protocol.masters import name_missing
-from zmqtrain.protocol.messages import Roster
-from zmqtrain.protocol.words import words
+from zmqtrain.protocol.members import name_missing
+from zmqtrain.protocol.messages import Roster, printable
 
 REDRAW_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
@@ -128,7 +127,7 @@ def _count(facts: Member, name: str) -> int:
 
 def _word(facts: Member, name: str) -> str:
     """A text of one line, "" if there is none."""
-    return words(str(facts.get(name, "")))
+    return printable(str(facts.get(name, "")))
 
 
 # ---------------------------------------------------------------------- a roster
@@ -144,10 +143,10 @@ def roster_headline(roster: Roster, separator: str = " · ") -> str:
     if roster.hub.get("ending"):
         parts.append("an operator ends the run: nodes send what they have computed")
     if roster.exchange:
-        parts.append(f"exchange {words(roster.exchange.partition(',')[0])}")
+        parts.append(f"exchange {printable(roster.exchange.partition(',')[0])}")
     elif roster.every:
         codec = roster.hub.get("codec", "")
-        parts.append(f"k {roster.every}, d {roster.delay}" + (f", {words(str(codec))}" if codec else ""))
+        parts.append(f"k {roster.every}, d {roster.delay}" + (f", {printable(str(codec))}" if codec else ""))
     if roster.units_total:
         parts.append(f"{roster.units_done}/{roster.units_total} units{_progress(roster)}")
     if dropped := sum(_count(roster.hub, kind) for kind in DROPPED):

@@ -19,8 +19,7 @@ from zmqtrain.core.errors import HubUnreachable
 from zmqtrain.node.connect import connect
 from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
-from zmqtrain.protocol.messages import Roster
-from zmqtrain.protocol.words import MAX_SENTENCE, words
+from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, printable
 from zmqtrain.transport.address import parse_addresses
 
 PROGRAM = "zmqtrain status"
@@ -83,9 +82,8 @@ def _run(config: StatusConfig) -> int:
             console, headline = Terminal(), roster_headline(roster, "\n")
             console.print(f"{title}\n{headline}")
             if plan := roster.hub.get("plan"):
-                console.print(
-                    f"chosen for {words(str(plan), MAX_SENTENCE)}, outer optimizer {words(str(roster.hub['outer']))}"
-                )
+                outer = printable(str(roster.hub["outer"]))
+                console.print(f"chosen for {printable(str(plan), MAX_SENTENCE)}, outer optimizer {outer}")
             for shard, address in enumerate(roster.masters):
                 if shard:
                     where = address or "no address: its master is not here"

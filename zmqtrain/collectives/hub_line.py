@@ -20,11 +20,25 @@ from zmqtrain.collectives.outgoing import Outgoing, keep
 from zmqtrain.collectives.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
 from zmqtrain.core.errors import ChannelClosed, CollectiveTimeout, FramingError, HubUnreachable, JoinRefused
 from zmqtrain.core.types import HUB, Buffer, HubChunk, Lane
+from zmqtrain.protocol.failure_detector import BEAT_SECONDS
 from zmqtrain.protocol.framing import decode_message, encode_message
-from zmqtrain.protocol.group_messages import Fold, Folded, Forming, Group, GroupLost, JoinGroup, Relay, Relayed
 from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, list_names
-from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Refused, Welcome
-from zmqtrain.protocol.vigil import BEAT_SECONDS
+from zmqtrain.protocol.messages import (
+    Fold,
+    Folded,
+    Forming,
+    Goodbye,
+    Group,
+    GroupLost,
+    Heartbeat,
+    Hello,
+    JoinGroup,
+    Message,
+    Refused,
+    Relay,
+    Relayed,
+    Welcome,
+)
 from zmqtrain.session.patience import patient
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.gate import Gate

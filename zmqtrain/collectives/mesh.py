@@ -26,8 +26,7 @@ from zmqtrain.core.errors import FramingError, LocalProtocolError
 from zmqtrain.core.interfaces import Clock, PortListener
 from zmqtrain.core.types import Buffer, HubChunk, Lane
 from zmqtrain.protocol.framing import decode_message
-from zmqtrain.protocol.group_messages import Group, GroupLost, Leave
-from zmqtrain.protocol.messages import Goodbye
+from zmqtrain.protocol.messages import Goodbye, Group, GroupLost, Leave
 from zmqtrain.transport.limits import check_message
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys

@@ -1,7 +1,7 @@
 """Know who of a group is there: notice who is gone, have it judged, and tell the port's listener, once of each.
 
-Rule 1: who is lost is lost for all: `protocol/vigil` notices, the hub judges (`protocol/groups`); without a hub a
-process tells the others itself.  Rule 2: a rank of which no sign of life comes back in time is sent to through the hub,
+Rule 1: who is lost is lost for all: `FailureDetector` notices, the hub judges (`Groups`); without a hub a process
+tells the others itself.  Rule 2: a rank of which no sign of life comes back in time is sent to through the hub,
 from then on, for good.  Rule 3: who leaves is lost when all has come that it has sent.  Rule 4: of the hub's own loss
 the listener hears only if it has the hub reduce.  Rule 5: nothing is told once the port is silent.
 """
@@ -18,8 +18,8 @@ from zmqtrain.collectives.hub_line import HubLine
 from zmqtrain.collectives.port_thread import PortThread
 from zmqtrain.collectives.way import Way, WayState
 from zmqtrain.core.types import HUB, Buffer
-from zmqtrain.protocol.group_messages import GroupLost
-from zmqtrain.protocol.vigil import BEAT_SECONDS, Accuse, CutOff, Declare, Vigil
+from zmqtrain.protocol.failure_detector import BEAT_SECONDS, Accuse, CutOff, Declare, FailureDetector
+from zmqtrain.protocol.messages import GroupLost
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Presence:
     ) -> None:
         self._rank, self._thread, self._direct_seconds, self._on_message = rank, thread, direct_seconds, on_message
         self._ways, self._door, self._line = ways, door, line
-        self._vigil = Vigil(time.monotonic())
+        self._vigil = FailureDetector(time.monotonic())
         self._closings: set[asyncio.Task[None]] = set()
         self.cut_off = self._needs_hub = self._hub_told = False
         self._beat_at = 0.0

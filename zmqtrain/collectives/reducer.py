@@ -23,8 +23,7 @@ from zmqtrain.collectives.steps import Values
 from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.group_messages import Fold, Folded
-from zmqtrain.protocol.words import words
+from zmqtrain.protocol.messages import Fold, Folded, printable
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -198,4 +197,4 @@ def _find(fold: Fold, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
 
 
 def _describe(fold: Fold, nbytes: int) -> str:
-    return f"{words(fold.op, 32)} of {nbytes} bytes of {words(fold.dtype, 32)}"
+    return f"{printable(fold.op, 32)} of {nbytes} bytes of {printable(fold.dtype, 32)}"

@@ -17,8 +17,8 @@ from zmqtrain.collectives.hub_line import HubLine
 from zmqtrain.collectives.mesh import Meeting, MeshPort
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import PeerId
-from zmqtrain.protocol.group_messages import JoinGroup
 from zmqtrain.protocol.groups import MAX_PROCESSES
+from zmqtrain.protocol.messages import JoinGroup
 from zmqtrain.transport.address import is_loopback, local_address, parse_address, public_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.zmq_dealer import DealerChannel

@@ -26,8 +26,7 @@ from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
 from zmqtrain.planning.auto import link_share
 from zmqtrain.protocol.fencing import begin_incarnation
-from zmqtrain.protocol.messages import Stop
-from zmqtrain.protocol.standby_messages import Promote
+from zmqtrain.protocol.messages import Promote, Stop
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.found_keys import Access, find_access, find_hub_pair

@@ -14,7 +14,7 @@ from typing import Any
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, ZmqTrainError
 from zmqtrain.core.types import ModelSpec, Part, Update
 from zmqtrain.node.line import Line
-from zmqtrain.protocol.masters import name_missing
+from zmqtrain.protocol.members import name_missing
 
 logger = logging.getLogger(__name__)
 

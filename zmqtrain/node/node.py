@@ -36,9 +36,8 @@ from zmqtrain.node.coder_place import CodecOn, CoderPlace
 from zmqtrain.node.exchange import PeerExchange
 from zmqtrain.node.keeper import SavedNode
 from zmqtrain.protocol.effects import Deliver
-from zmqtrain.protocol.messages import Report, Roster, Snapshot, Stop
+from zmqtrain.protocol.messages import Promote, Report, Roster, Snapshot, Stop
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.protocol.standby_messages import Promote
 from zmqtrain.session.alone import Solitude
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.session.link import HubLink

@@ -2,7 +2,7 @@
 
 Rule 1: all of it belongs to one asyncio loop.  Rule 2: a request is a future; a master that is lost is the exception of
 all that are open, and of those that come later: nothing waits for who is gone.
-Rule 3: silence is counted as `protocol/vigil` does: a process that was stopped accuses nobody for it.
+Rule 3: silence is counted as `protocol/failure_detector` does: a process that was stopped accuses nobody for it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from zmqtrain.core.errors import (
 )
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.types import Buffer, Lane
-from zmqtrain.protocol import keys
+from zmqtrain.protocol import messages
+from zmqtrain.protocol.failure_detector import BEAT_SECONDS, FailureDetector
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Message, Refused, Welcome
-from zmqtrain.protocol.vigil import BEAT_SECONDS, Vigil
 from zmqtrain.session.sender import Sender
 from zmqtrain.transport.reservation import Use
 
@@ -57,22 +57,22 @@ class MasterLine:
         address: str,
         channel: Channel,
         name: str,
-        placed: Callable[[keys.Placed], None],
+        placed: Callable[[messages.Placed], None],
         failed: Callable[[ZmqTrainError], None],
     ) -> None:
         self.master, self.address, self.name = master, address, name
         self.failure: ZmqTrainError | None = None
         self.welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        self.enrolled: asyncio.Future[keys.Enrolled] = asyncio.get_running_loop().create_future()
+        self.enrolled: asyncio.Future[messages.Enrolled] = asyncio.get_running_loop().create_future()
         self.bytes_received = 0
-        self.awaited = keys.Awaited((), 0)
+        self.awaited = messages.Awaited((), 0)
         self.channel, self._placed, self._failed = channel, placed, failed
         self._sender = Sender()
         self._assembler = Assembler(ASSEMBLED_BYTES)
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._outgoing: dict[int, deque[tuple[bytes, Buffer]]] = {}
         self._number, self._there = 0, True
-        self._vigil = Vigil(time.monotonic())
+        self._vigil = FailureDetector(time.monotonic())
         self._tasks = [
             asyncio.ensure_future(coroutine)
             for coroutine in (self._receive_forever(), self._sender.run(channel), self._tick_forever())
@@ -104,7 +104,7 @@ class MasterLine:
         return future
 
     def announce(
-        self, make: Callable[[int, tuple[int, ...]], keys.Initialise | keys.Push], frames: Sequence[Buffer]
+        self, make: Callable[[int, tuple[int, ...]], messages.Initialise | messages.Push], frames: Sequence[Buffer]
     ) -> asyncio.Future[Answer]:
         """Announce a payload, by a message made with its number and the sizes of its frames; these go as granted.
 
@@ -209,23 +209,23 @@ class MasterLine:
         match message:
             case Chunk():
                 whole = self._assembler.add(message, frames[1]) if len(frames) == 2 else None
-                if whole is not None and isinstance(whole[0], keys.Values):
+                if whole is not None and isinstance(whole[0], messages.Values):
                     self._answered(whole[0].request, (whole[0].version, whole[1]))
-            case keys.Values():
+            case messages.Values():
                 self._assembler.expect(message)
             case Credit(transfer, chunks):
                 self._granted(transfer, chunks)
-            case keys.Done(request):
+            case messages.Done(request):
                 self.conclude(request)
-            case keys.Placed():
+            case messages.Placed():
                 self._placed(message)
-            case keys.Awaited():
+            case messages.Awaited():
                 self.awaited = message
             case Refused():
                 self._refused(message)
             case Welcome() if not self.welcome.done():
                 self.welcome.set_result(message)
-            case keys.Enrolled() if not self.enrolled.done():
+            case messages.Enrolled() if not self.enrolled.done():
                 self.enrolled.set_result(message)
             case Goodbye(reason):
                 self.lose(f"it said goodbye: {reason}" if reason else "it said goodbye")

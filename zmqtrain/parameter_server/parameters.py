@@ -27,7 +27,7 @@ from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.parameter_keeper import ParameterKeeper
 from zmqtrain.parameter_server.rules import Rules
 from zmqtrain.parameter_server.store import Store
-from zmqtrain.protocol import keys
+from zmqtrain.protocol import messages
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.effect_queue import EffectQueue
@@ -41,7 +41,7 @@ JOBS_AT_ONCE = 64
 MEMORY_SHARE = 0.5
 """Of this machine's memory, what keys may take, with all that belongs to them."""
 
-Payload = keys.Initialise | keys.Push
+Payload = messages.Initialise | messages.Push
 Job = Callable[..., None]
 
 
@@ -66,7 +66,7 @@ class Parameters:
         self._whole: dict[tuple[PeerId, int], Sequence[Buffer]] = {}  # checked, and not yet used
         self._incoming: dict[PeerId, deque[Payload]] = {}  # what waits for room
         self._outgoing: dict[PeerId, deque[Answer]] = {}
-        self._awaited: dict[PeerId, keys.Awaited] = {}  # as they were told
+        self._awaited: dict[PeerId, messages.Awaited] = {}  # as they were told
         self._looked_at = 0.0
         self._carry_out = EffectQueue[Effect | Placed](self._carry_out_one).carry_out
 
@@ -76,21 +76,21 @@ class Parameters:
         """Take what a client says. Raises RemoteProtocolError or FramingError for what no client of ours says."""
         machine = self.machine
         match request:
-            case keys.Enrol():
+            case messages.Enrol():
                 self._enrol(peer, request)
-            case keys.Declare(number, declared):
+            case messages.Declare(number, declared):
                 self._declare(peer, number, declared)
-            case keys.Founded(names):
+            case messages.Founded(names):
                 self._changed = True
                 self._carry_out(self.directory.founded(peer, names))
-            case keys.Pull(number, key):
+            case messages.Pull(number, key):
                 self._carry_out(machine.pull(peer, number, key))
-            case keys.Initialise(number, key, dtype, start, values, sizes):
+            case messages.Initialise(number, key, dtype, start, values, sizes):
                 self._announce(peer, request, machine.initialise(peer, number, key, dtype, start, values, sizes))
-            case keys.Push(number, key, dtype, pull, sizes):
+            case messages.Push(number, key, dtype, pull, sizes):
                 self._announce(peer, request, machine.push(peer, number, key, dtype, sizes, pull))
 
-    def _enrol(self, peer: PeerId, enrol: keys.Enrol) -> None:
+    def _enrol(self, peer: PeerId, enrol: messages.Enrol) -> None:
         if self.machine.serves(peer):
             raise RemoteProtocolError(peer, "enrolled", "a second Enrol")
         rules = Rules(enrol.store, enrol.master, enrol.masters, enrol.consistency, enrol.optimizer, enrol.workers)
@@ -101,9 +101,9 @@ class Parameters:
             return
         self._carry_out(effects)
         said = self.machine.rules
-        self._downlink.send(peer, keys.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
+        self._downlink.send(peer, messages.Enrolled(said.store, said.consistency, said.optimizer, said.workers))
 
-    def _declare(self, peer: PeerId, number: int, declared: tuple[keys.WireKey, ...]) -> None:
+    def _declare(self, peer: PeerId, number: int, declared: tuple[messages.WireKey, ...]) -> None:
         if self.machine.rules.master or not self.machine.serves(peer):
             text = "keys are declared at the first master, by who has enrolled there"
             self._downlink.send(peer, Refused("enrol", text, number))
@@ -149,11 +149,11 @@ class Parameters:
             return
         self._looked_at, missing = now, self.machine.missing
         awaited = {
-            peer: keys.Awaited(tuple(_name(one) for one in others[:MOST_NAMED]), missing)
+            peer: messages.Awaited(tuple(_name(one) for one in others[:MOST_NAMED]), missing)
             for peer, others in self.machine.awaited().items()
         }
         for peer in {*awaited, *self._awaited}:
-            said = awaited.get(peer, keys.Awaited((), 0))
+            said = awaited.get(peer, messages.Awaited((), 0))
             if self.machine.serves(peer) and self._awaited.get(peer) != said:
                 self._downlink.send(peer, said)
         self._awaited = awaited
@@ -217,14 +217,14 @@ class Parameters:
             case Answer():
                 self._answer(effect)
             case Confirm(worker, request):
-                self._downlink.send(worker, keys.Done(request))
+                self._downlink.send(worker, messages.Done(request))
             case Refuse(worker, request, reason, text):
                 logger.debug("refused what %s asked: %s", worker, text)
                 self._downlink.send(worker, Refused(reason, text, request))
             case Begin(optimizer, anew):
                 self._begin(optimizer, anew)
             case Placed(worker, request, found, given):
-                self._downlink.send(worker, keys.Placed(request, _to_wire(found), _to_wire(given)))
+                self._downlink.send(worker, messages.Placed(request, _to_wire(found), _to_wire(given)))
 
     def _begin(self, optimizer: str, anew: bool) -> None:
         rules = self.machine.rules
@@ -273,7 +273,7 @@ class Parameters:
             self._outgoing.setdefault(peer, deque()).append(answer)
 
 
-def _to_wire(placements: Sequence[Placement]) -> tuple[keys.WirePlace, ...]:
+def _to_wire(placements: Sequence[Placement]) -> tuple[messages.WirePlace, ...]:
     return tuple(
         (one.leaf.path, one.leaf.shape, one.leaf.dtype, tuple(tuple(piece) for piece in one.pieces))  # type: ignore[misc]
         for one in placements

@@ -20,8 +20,8 @@ from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.protocol.framing import decode_message, encode_message
+from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
 from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Probe, Probed, Refused, Roster, Welcome
-from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
 from zmqtrain.transport.found_keys import Access, find_access
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 
 from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.fencing import Stamp
-from zmqtrain.protocol.group_messages import Fold, Relay
-from zmqtrain.protocol.messages import Aggregate, Announcement, KeyRequest, Message, Probe, Publish, Snapshot
-from zmqtrain.protocol.standby_messages import Replica
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Announcement,
+    Fold,
+    KeyRequest,
+    Message,
+    Probe,
+    Publish,
+    Relay,
+    Replica,
+    Snapshot,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-"""Tell what is said now from what was said before: lives of a peer, connections in a life, messages on a connection.
+"""Incarnations and stamps: which process, connection and message a head belongs to; and which hub a node believes.
 
-Rule 1: every Hello of a peer id has a higher `incarnation` than all before it, in this process and in those before it:
-who brings a lower one belongs to a former life, or to an older process of the same name.
-Rule 2: both sides stamp what they say on a connection with the incarnation of its Hello, and number what goes on the
-lane of control.  What has another incarnation is of a former connection; a number that was had is a double or a replay:
-both are dropped and counted, and cost nobody anything.  After a number that was left out nothing can be relied on: the
-connection begins anew.
-Rule 3: incarnation 0 is not fenced: who uses an id for one connection only (a process of a group, a look from outside).
+Rule 1: every Hello of a peer id has a higher `incarnation` than all before it, across processes. A lower one comes from
+a former process, or from an older process of the same name.
+Rule 2: both sides stamp what they send on a connection with the incarnation of its Hello, and number the messages on
+CONTROL. A message with another incarnation belongs to a former connection; a number already seen is a duplicate or a
+replay. Both are dropped and counted, without penalty. After a gap in the numbers the connection starts over.
+Rule 3: incarnation 0 is not fenced: it is for peers that use an id for one connection only (a process of a group, a
+probe).
+Rule 4: a hub of another run, of an earlier term, or one that knows less than the node has seen is not believed:
+following it would lose what the run has learnt.
 Source: fencing tokens, Gray and Cheriton 1989 (leases); the epochs of Viewstamped Replication, Liskov and Cowling 2012.
 """
 
@@ -17,7 +19,8 @@ from collections.abc import Container
 from enum import Enum
 from typing import NamedTuple
 
-from zmqtrain.core.types import PeerId
+from zmqtrain.core.types import PeerId, Version
+from zmqtrain.protocol.messages import Welcome
 
 MAX_INCARNATION = 1 << 63
 """All incarnations are less: what a head holds."""
@@ -141,3 +144,29 @@ class Fence:
     def count(self, verdict: Verdict) -> None:
         """Take note that a message was dropped."""
         self.dropped[verdict.value] += 1
+
+
+def hub_mismatch(
+    welcome: Welcome, run: str, term: int, version: Version, may_begin_anew: bool = False
+) -> tuple[str, str] | None:
+    """Return why a hub is not believed, as a code ("run", "term", "version") and a sentence; None if it is.
+
+    run: of the node, "" if it has none.  term, version: the highest that it knows.  may_begin_anew: with another run.
+    """
+    if run and welcome.run != run and not may_begin_anew:
+        return "run", (
+            f"the broker now runs {welcome.run}, this node belongs to {run}. Restart the broker with the checkpoint of "
+            "the old run, or stop this node and start it again to join the new run (with --new-run where it has a "
+            "checkpoint)"
+        )
+    if welcome.term < term:
+        return "term", (
+            f"the broker here is that of term {welcome.term} of {run}, and its standby has taken over: this node knows "
+            f"one of term {term}. Stop this broker, or start it again as the standby of that one"
+        )
+    if welcome.version < version:
+        return "version", (
+            f"the broker is at version {welcome.version} of {run}, this node has seen {version}: it was restarted from "
+            "an older state. Restart it with the newest checkpoint folder, or stop this node and start it again"
+        )
+    return None

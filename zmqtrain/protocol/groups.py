@@ -19,11 +19,20 @@ from typing import Any
 from zmqtrain.core.errors import RemoteProtocolError
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Combine, Discard, Forward, HubEffect, SendTo
-from zmqtrain.protocol.group_messages import Fold, Forming, Group, GroupLost, JoinGroup, Relay, Relayed, WireProcess
-from zmqtrain.protocol.masters import ADDRESS
-from zmqtrain.protocol.members import Member
-from zmqtrain.protocol.messages import Message, Refused
-from zmqtrain.protocol.words import words
+from zmqtrain.protocol.members import ADDRESS, Member
+from zmqtrain.protocol.messages import (
+    Fold,
+    Forming,
+    Group,
+    GroupLost,
+    JoinGroup,
+    Message,
+    Refused,
+    Relay,
+    Relayed,
+    WireProcess,
+    printable,
+)
 
 MAX_GROUPS, MAX_PROCESSES = 64, 256
 """Groups at one hub, complete or not; processes of one."""
@@ -35,7 +44,7 @@ RELAY_MESSAGES, RELAY_BYTES = 16, 4 << 20
 one message."""
 SILENCE_SECONDS = 2.4
 """A process that says nothing for so long is lost: whose threads all stand still for 2 s, in a call that lets no other
-run or because it is stopped, is not.  (With `vigil.VERDICT_SECONDS` and the ticks it stays under 3 s.)"""
+run or because it is stopped, is not.  (With `failure_detector.VERDICT_SECONDS` and the ticks it stays under 3 s.)"""
 LATE_SECONDS = 0.5
 """Who looks for silence, and has not looked for longer than this, was busy or stopped himself: the rest of that time is
 nobody's silence."""
@@ -203,7 +212,7 @@ class Groups:
             raise RemoteProtocolError(member.peer, member.state.value, f"a GroupLost of rank {lost.rank}")
         if (peer := group.peer(lost.rank)) is None:
             return []
-        return self._lose(group, peer, f"{words(lost.why, MAX_WHY)} (noticed by {member.name})", False)
+        return self._lose(group, peer, f"{printable(lost.why, MAX_WHY)} (noticed by {member.name})", False)
 
     def _lose(self, group: _Complete, peer: PeerId, why: str, left: bool) -> list[HubEffect]:
         effects: list[HubEffect] = [Discard(group.generation)] if group.whole else []

@@ -1,35 +1,119 @@
-"""Say what the hub holds of one peer, in which states a peer can be, and which message is welcome in which.
+"""Peers as the hub sees them: states, allowed messages, the registry of shards, and records that outlive a connection.
 
-Rule: `ALLOWED` is the whole truth: a message that it does not allow costs its sender its place, and nobody else.
+Rule 1: `ALLOWED` is the whole table: a message that it does not allow disconnects its sender and nobody else.
+Rule 2: the first of several masters (shard 0) has the settings, the data units and the roster; the others register with
+it, and it tells nodes where they are. A shard has one master: another one is refused while that one is alive, unless it
+is at the very same address, which only its successor can have.
+Rule 3: records are bounded: the newest landings of each peer, and the most recent peers. A peer that only says Hello
+never displaces one that has published. A record is small (landings are 64-bit numbers in an array, 1 KB in all),
+because each node that joins is another peer here, and is kept long after it has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from array import array
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from math import isnan
+from typing import Any
 
 from zmqtrain.core.types import ModelSpec, PeerId, Version
-from zmqtrain.protocol.group_messages import Fold, GroupLost, JoinGroup, Relay, Relayed
+from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.protocol.messages import (
     KEY_REQUESTS,
+    MAX_NAME,
     Announcement,
     Fetch,
+    Fold,
     Goodbye,
+    GroupLost,
     Heartbeat,
     Hello,
+    Holding,
+    JoinGroup,
     Message,
     Probe,
+    Promote,
     Publish,
+    Relay,
+    Relayed,
     Report,
     Scalar,
     Snapshot,
     Stop,
     WorkRequest,
+    printable,
 )
-from zmqtrain.protocol.standby_messages import Holding, Promote
-from zmqtrain.protocol.words import MAX_NAME, words
+
+RUN_OVER = "the run is over"
+"""The reason of the first's Goodbye that ends the other masters too; after any other they wait for it."""
+
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]*]+):[1-9]\d{0,4}", re.ASCII)
+"""What nodes connect to: every one of them is told it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a master says of itself when it registers: its shard, and the address at which nodes reach it."""
+
+    shard: int
+    address: str
+
+
+def name_missing(masters: Sequence[str]) -> str:
+    """Return which shards have no master now, in words for people; "" if none is missing."""
+    missing = [str(shard) for shard, address in enumerate(masters) if shard and not address]
+    if not missing:
+        return ""
+    which = f"shard {missing[0]}" if len(missing) == 1 else f"shards {', '.join(missing[:-1])} and {missing[-1]}"
+    return f"the {'master' if len(missing) == 1 else 'masters'} of {which} of {len(masters)}"
+
+
+class Masters:
+    """The masters of one run, as its first knows them. count: how many there are with the first."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._claims: dict[int, tuple[PeerId, str]] = {}
+
+    def claim(self, peer: PeerId, claim: Claim) -> tuple[str, PeerId | None]:
+        """Register a master; return (why it is refused, "" if it is not; whom it succeeds, None for nobody)."""
+        shard, last = claim.shard, self.count - 1
+        if self.count == 1:
+            return "this broker has the whole model; start it with --shard 0/M to divide that among M masters", None
+        if not 1 <= shard <= last:
+            return f"shard {shard}/{self.count}: the first has shard 0, the others have 1 to {last}", None
+        if not ADDRESS.fullmatch(claim.address):
+            return f"{claim.address!r} is no address at which nodes reach it: --address tcp://HOST:PORT", None
+        holder, address = self._claims.get(shard, (peer, claim.address))
+        if holder != peer and address != claim.address:
+            text = (
+                f"shard {shard}/{self.count} has a master already, at {address}: stop that one first, or take another "
+                "shard (one that has just died is forgotten within seconds)"
+            )
+            return text, None
+        self.forget(peer)  # what it had before, if it was another
+        self._claims[shard] = (peer, claim.address)
+        return "", holder if holder != peer else None
+
+    def forget(self, peer: PeerId) -> None:
+        """Take note that a master has gone."""
+        self._claims = {shard: one for shard, one in self._claims.items() if one[0] != peer}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """By shard where its master is, "" where none is; of the first, which who asks has reached, "" too.
+
+        () where there is one master.
+        """
+        if self.count == 1:
+            return ()
+        return tuple(self._claims.get(shard, ("", ""))[1] for shard in range(self.count))
+
 
 MOST_WAITING = 64
 """So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
@@ -181,10 +265,10 @@ class Member:
                 "age_steps": self.report.age_steps,
                 "bytes_sent": self.report.bytes_sent,
                 "bytes_received": self.report.bytes_received,
-                "waiting": words(self.report.waiting),
+                "waiting": printable(self.report.waiting),
             }
             if self.report.device:
-                entry["device"] = words(self.report.device, MAX_NAME)
+                entry["device"] = printable(self.report.device, MAX_NAME)
         return entry
 
     @property
@@ -211,3 +295,157 @@ def crew(members: Mapping[PeerId, Member]) -> set[PeerId]:
     A node that joins and never publishes has no word: many of them could keep a hub from going on without its standby.
     """
     return counted(members) or training(members) or {peer for peer, member in members.items() if member.is_node}
+
+
+LANDED_KEPT = 64
+RECORDS_KEPT = 1024
+RANGES_KEPT = 64
+"""Of what has landed before: hardly anything is left out between two that landed."""
+
+
+@dataclass
+class _Record:
+    """numbers: of the newest landings, oldest first, the sequence and the version of each in turn."""
+
+    numbers: array[int] = field(default_factory=lambda: array("Q"))
+    heard: int = -1
+    incarnation: int = 0
+    older: list[list[int]] = field(default_factory=list)
+    recalled: tuple[tuple[int, Version], ...] = ()
+    owner: str = ""
+
+    @property
+    def landed(self) -> Iterator[tuple[int, Version]]:
+        """The (sequence, version) of the newest landings, oldest first."""
+        return zip(self.numbers[::2], self.numbers[1::2], strict=True)
+
+    def land(self, sequence: int, version: Version) -> None:
+        """Take note of a landing. Raises OverflowError for numbers that are not of 64 bits."""
+        landing = array("Q", (sequence, version))
+        if len(self.numbers) == 2 * LANDED_KEPT:
+            self._age(self.numbers[0])
+            del self.numbers[:2]
+        self.numbers += landing
+        self.heard = max(self.heard, sequence)
+
+    def _age(self, sequence: int) -> None:
+        """Take a landing among the older ones: ranges of sequences, rising, the newest of them."""
+        at = bisect([one[0] for one in self.older], sequence)
+        if at and sequence <= self.older[at - 1][1] + 1:
+            self.older[at - 1][1] = max(self.older[at - 1][1], sequence)
+            at -= 1
+        else:
+            self.older.insert(at, [sequence, sequence])
+        if at + 1 < len(self.older) and self.older[at + 1][0] <= self.older[at][1] + 1:
+            self.older[at][1] = max(self.older[at][1], self.older.pop(at + 1)[1])
+        del self.older[:-RANGES_KEPT]
+
+
+class Records:
+    """The publishes of all peers by their sequence numbers: heard (the highest) and landed (with the version); and the
+    highest incarnation of each, and its owner: the name of the key with which it came first ("": without one)."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, _Record] = {}  # each dict: the most recent last
+        self._greeted: dict[PeerId, _Record] = {}  # of those who have published nothing
+
+    def _of(self, peer: PeerId) -> _Record | None:
+        return self._records.get(peer) or self._greeted.get(peer)
+
+    def heard(self, peer: PeerId) -> int:
+        """Return the highest sequence heard of a peer, -1 for none."""
+        return -1 if (record := self._of(peer)) is None else record.heard
+
+    def landed(self, peer: PeerId) -> tuple[tuple[int, Version], ...]:
+        """Return the (sequence, version) of a peer's newest landings, oldest first; before them those recalled."""
+        return () if (record := self._of(peer)) is None else (*record.recalled, *record.landed)
+
+    def recall(self, peer: PeerId, sequences: Sequence[int]) -> None:
+        """Say of these too, from now on, whether they have landed long ago (as of version 0): a life of the peer that
+        has gone back does not know."""
+        if (record := self._records.get(peer)) is not None:
+            old = (s for s in sequences if any(first <= s <= last for first, last in record.older))
+            record.recalled = tuple((sequence, 0) for sequence in sorted(old))
+
+    def incarnation(self, peer: PeerId) -> int:
+        """Return the highest incarnation of a peer id that has said Hello; 0: none that is fenced."""
+        return 0 if (record := self._of(peer)) is None else record.incarnation
+
+    def greet(self, peer: PeerId, incarnation: int) -> None:
+        """Take note of a Hello."""
+        if incarnation:
+            record = self._take(peer)
+            record.incarnation = incarnation
+            self._put(peer, record)
+
+    def owner(self, peer: PeerId) -> str:
+        """Return the name of the key with which a peer came first; "" if it came without one, or is not known."""
+        return "" if (record := self._of(peer)) is None else record.owner
+
+    def own(self, peer: PeerId, name: str) -> None:
+        """Record with which key a peer has come that says who it is in each life: the first one stays its owner."""
+        if (record := self._of(peer)) is not None and not record.owner:
+            record.owner = name
+
+    def hear(self, peer: PeerId, sequence: int) -> None:
+        """Take note of a publish that was announced."""
+        record = self._take(peer)
+        record.heard = max(record.heard, sequence)
+        self._put(peer, record)
+
+    def land(self, peer: PeerId, sequence: int, version: Version) -> None:
+        """Take note that a publish is in the parameters from `version` on."""
+        record = self._take(peer)
+        record.land(sequence, version)
+        self._put(peer, record)
+
+    def clear(self) -> None:
+        """Forget all publishes, and no life."""
+        for record in self._records.values():
+            del record.numbers[:]
+            record.older, record.recalled, record.heard = [], (), -1
+
+    def forget_unlanded(self) -> None:
+        """Forget which publishes were heard of and have not landed."""
+        for record in self._records.values():
+            record.heard = max((sequence for sequence, _ in record.landed), default=-1)
+
+    def _take(self, peer: PeerId) -> _Record:
+        return self._records.pop(peer, None) or self._greeted.pop(peer, None) or _Record()
+
+    def _put(self, peer: PeerId, record: _Record) -> None:
+        kept = self._records if record.heard >= 0 else self._greeted
+        kept[peer] = record
+        if len(kept) > RECORDS_KEPT:
+            del kept[next(iter(kept))]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold: of each peer its landings as one short text, for there may be many peers,
+        and what writes a checkpoint makes objects of each entry of a list, and several copies of a text."""
+        return {
+            peer: [record.heard, _steps_of(record.numbers), record.incarnation, record.older, record.owner]
+            for peer, record in [*self._greeted.items(), *self._records.items()]
+        }
+
+    def restore(self, state: dict[str, Any], latest_incarnation: int = MAX_INCARNATION - 1) -> None:
+        """Take over what `state` wrote; an earlier release wrote no owners. A later incarnation than the latest that a
+        hub takes is forgotten: nobody sound has said it.
+
+        Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for anything else.
+        """
+        for peer, (heard, landed, said, older, *owner) in state.items():
+            before = self._take(PeerId(peer))
+            incarnation = int(said) if int(said) <= latest_incarnation else 0
+            record = _Record(heard=int(heard), incarnation=max(incarnation, before.incarnation))
+            record.owner = before.owner or "".join(str(name) for name in owner)
+            record.older = [[int(first), int(last)] for first, last in older]
+            self._put(PeerId(peer), record)
+            steps = [int(step) for step in landed.split(",") if step]
+            for sequence, version in zip(accumulate(steps[::2]), accumulate(steps[1::2]), strict=True):
+                self.land(PeerId(peer), sequence, version)
+
+
+def _steps_of(numbers: array[int]) -> str:
+    """Return landings as text: the first as it is, of the others how much each is above the one before."""
+    before = [0, 0, *numbers][: len(numbers)]
+    return ",".join(str(number - last) for number, last in zip(numbers, before, strict=True))

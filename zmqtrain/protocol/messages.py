@@ -1,11 +1,12 @@
-"""Say what nodes and hub tell each other.
+"""Messages of the protocol, and what of their texts may be printed.
 
-Rule 1: a message is frozen, flat and of plain types; arrays never ride in one, they follow as `Chunk`s of a transfer.
-Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the bytes of each frame, so that the receiver can
-refuse before it allocates.
-Rule 3: a sentence for people is bounded and has no control characters (`words`), whoever makes or decodes the message.
-Rule 4: what is said in groups, to a standby, to a parameter server and to measure a link is in `group_messages`,
-`standby_messages`, `keys` and `probes`.
+Rule 1: a message is frozen, flat and of plain types. Arrays never travel in a message; they follow as `Chunk`s of a
+transfer.
+Rule 2: a message that announces a transfer (`ANNOUNCEMENTS`) carries the size of each frame in bytes, so that the
+receiver can refuse it before it allocates memory.
+Rule 3: a sentence for people is bounded and has no control characters (`printable`), on both sides of the wire.
+Rule 4: a client of the parameter server numbers its requests; the number of a request that announces a transfer is the
+number of the transfer. A master refuses a request by that number (`Refused.sequence`).
 """
 
 from __future__ import annotations
@@ -17,45 +18,291 @@ from typing import get_args
 
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import LeafSpec, ModelSpec
-from zmqtrain.protocol.group_messages import GroupMessage
-from zmqtrain.protocol.keys import KEY_REQUESTS, Declare, Enrol, Founded, Initialise, KeyMessage, Pull, Push, Values
-from zmqtrain.protocol.probes import Probe, Probed
-from zmqtrain.protocol.standby_messages import Replica, StandbyMessage
-from zmqtrain.protocol.words import MAX_NAME, MAX_SENTENCE, words
 
-__all__ = [
-    "Hello",
-    "Welcome",
-    "Refused",
-    "Heartbeat",
-    "Goodbye",
-    "Report",
-    "Roster",
-    "Schedule",
-    "Fetch",
-    "Snapshot",
-    "Publish",
-    "Aggregate",
-    "Chunk",
-    "Credit",
-    "Preempt",
-    "Quarantine",
-    "WorkRequest",
-    "WorkUnit",
-    "Stop",
-    "Probe",
-    "Probed",
-    "Message",
-    "MESSAGES",
-    "Announcement",
-    "ANNOUNCEMENTS",
-    "KeyRequest",
-    "KEY_REQUESTS",
-    "WireLeaf",
-    "WireSchedule",
-    "model_to_wire",
-    "model_from_wire",
-]
+MAX_WORDS = 200
+"""Characters of a sentence that a peer gives."""
+MAX_SENTENCE = 1000
+"""Characters of a refusal, which may quote what was refused."""
+MAX_NAME = 64
+"""Characters of a name, likewise."""
+
+
+def printable(text: str, most: int = MAX_WORDS) -> str:
+    """Return at most `most` characters of a text; what cannot be printed is "?"."""
+    short = text[:most]
+    return short if short.isprintable() else "".join(one if one.isprintable() else "?" for one in short)
+
+
+WireProcess = tuple[str, str, str, str]
+"""One process of a group: its name, its address, its public CURVE key ("": none), and its token, which the connections
+of the others to it must carry."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """Process to hub: let me meet the others of `group`, of `size` processes who all give the same `description`.
+
+    rank: which of them I want to be; -1: any.  address, key, token: as in WireProcess.
+    """
+
+    group: str
+    size: int
+    rank: int = -1
+    description: str = ""
+    address: str = ""
+    key: str = ""
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """Hub to process: your group waits for `missing` more. here: the names of those who have come, in that order."""
+
+    group: str
+    here: tuple[str, ...]
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Hub to process: your group is complete, and you are its `rank`. members: by rank.
+
+    generation: one number for each group that was ever complete at this hub.
+    """
+
+    group: str
+    generation: int
+    rank: int
+    members: tuple[WireProcess, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """Hub to process: that rank of your group is gone for good, perhaps yourself. Process to hub: so I think; likewise
+    process to process, where the hub does not answer.  left: it said goodbye.
+    """
+
+    rank: int
+    why: str
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "why", printable(self.why, MAX_SENTENCE))
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Process to process: I leave the group once you have had so many `messages` of mine."""
+
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Process to process through the hub: what comes behind it, `size` bytes. rank: the receiver's on the way up, the
+    sender's on the way down."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """The receiver of relayed messages has had `messages` more of them; to the sender, through the hub.
+
+    rank: the sender's on the way up, the receiver's on the way down.
+    """
+
+    rank: int
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Process to hub: reduce this chunk with that of every other rank. `size` bytes come behind it, in frames: the last
+    one is the values, those before it are the sender's own and come back.
+
+    key: of one reduction all ranks send their chunks with the same key, in one order.  op, dtype: as in HubChunk.
+    """
+
+    key: int
+    op: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Hub to process: a chunk of all ranks, reduced, in the frames behind it: the receiver's own of its Fold, and the
+    values."""
+
+    key: int
+    size: int
+
+
+GroupMessage = JoinGroup | Forming | Group | GroupLost | Leave | Relay | Relayed | Fold | Folded
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Hub to standby: all that this hub is, at `version` (-1: the run is not founded).
+
+    state: how many of the first frames are its state (JSON); the others are a safetensors file of its arrays.
+    """
+
+    transfer: int
+    version: int
+    sizes: tuple[int, ...]
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and who is its crew.
+
+    The standby says in its Heartbeats which books it has read last.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Standby to hub: I hold this version: the nodes may hear of it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Operator (an observer) to standby: take over now, whoever else is there."""
+
+
+StandbyMessage = Replica | Books | Holding | Promote
+
+
+WireKey = tuple[str, tuple[int, ...], str]
+"""A key as it travels: its name, shape and dtype."""
+
+WirePlace = tuple[str, tuple[int, ...], str, tuple[tuple[int, int, int], ...]]
+"""A key and its pieces: for each the master, its first value in the flat key, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enrol:
+    """Client to master: I use your keys by these rules. "" and 0: whatever they are here.
+
+    store: as the first of the masters named it.  master: which of `masters` this client takes you for.
+    workers: clocks begin to move when so many have enrolled.  reads: this client never pushes.
+    """
+
+    store: str
+    master: int
+    masters: int
+    consistency: str
+    optimizer: str
+    workers: int
+    reads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolled:
+    """Master to client: these are the rules."""
+
+    store: str
+    consistency: str
+    optimizer: str
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """Client to the first master: I have values for these keys; where do they lie? With a dtype of "": only where."""
+
+    request: int
+    keys: tuple[WireKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """First master to client: where keys of that request lie, some now, others when their values are there.
+
+    found: bring the values of these to all their masters, then say Founded.  given: the values of these are there.
+    """
+
+    request: int
+    found: tuple[WirePlace, ...]
+    given: tuple[WirePlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Founded:
+    """Client to the first master: the values of these keys are with all their masters."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Initialise:
+    """Client to master: the first values of your piece of a key wait for credit."""
+
+    transfer: int
+    key: str
+    dtype: str
+    start: int
+    values: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Client to master: a gradient for your piece of a key waits for credit. pull: and I want the values then."""
+
+    transfer: int
+    key: str
+    dtype: str
+    pull: bool
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Client to master: I want the values of your piece of a key."""
+
+    request: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Master to client: the values that this request wants, after `version` steps."""
+
+    transfer: int
+    request: int
+    version: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Master to client: this request, which wants no values, is done."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Master to client: your requests wait for these workers, and for so many that have not enrolled."""
+
+    workers: tuple[str, ...]
+    missing: int
+
+
+KEY_REQUESTS = (Enrol, Declare, Founded, Initialise, Push, Pull)
+"""What a client says to a master."""
+
+KeyMessage = Enrol | Enrolled | Declare | Placed | Founded | Initialise | Push | Pull | Values | Done | Awaited
+
 
 WireLeaf = tuple[str, tuple[int, ...], str]
 """A LeafSpec as it travels: path, shape, dtype."""
@@ -147,8 +394,8 @@ class Refused:
     sequence: int = -1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", words(self.reason, MAX_NAME))
-        object.__setattr__(self, "text", words(self.text, MAX_SENTENCE))
+        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
+        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +418,7 @@ class Goodbye:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", words(self.reason, MAX_SENTENCE))
+        object.__setattr__(self, "reason", printable(self.reason, MAX_SENTENCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +617,8 @@ class Quarantine:
     seconds: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", words(self.reason, MAX_NAME))
-        object.__setattr__(self, "text", words(self.text, MAX_SENTENCE))
+        object.__setattr__(self, "reason", printable(self.reason, MAX_NAME))
+        object.__setattr__(self, "text", printable(self.text, MAX_SENTENCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +652,28 @@ class WorkUnit:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Operator (an observer) to hub: end the run.  Hub to its nodes: the run ends: drain what is pending and leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Peer to hub, on either lane: answer me, with `answer` bytes of padding. size: of the padding that came with this.
+
+    Measures a link from outside of a run: on BULK the padding is a frame of its own, on CONTROL there is none.
+    """
+
+    number: int
+    size: int = 0
+    answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Hub to peer: the answer to a Probe, with the padding asked for. seconds: the hub's clock, since 1970; software:
+    what the hub runs, for people."""
+
+    number: int
+    seconds: float
+    software: str
 
 
 Message = (

@@ -1,25 +1,35 @@
-"""Be a node's side of the talk with the hub, without a socket or a clock: messages and `now` go in, effects come out.
+"""A node's side of the protocol, without a socket or a clock: messages and `now` go in, effects come out.
 
-Rule 1: `PEER_TRANSITIONS` says what moves which state where.  Rule 2: whatever happens to the hub, training
-goes on: the machine falls back to CONNECTING and says Hello again.
-Rule 3: which hub to believe is for `belief` to say, when and where to look for one for `search`, and which versions to
-fetch for `following`; what is known stands in the `PeerBook`.
+Rule 1: `PEER_TRANSITIONS` says what moves which state where; `_move` is the only way from one state to another.
+Rule 2: whatever happens to the hub, training goes on: the machine falls back to CONNECTING and says Hello again.
+Rule 3: `Search` says when and where: each attempt has the time of an answer plus a random time whose bound doubles, so
+that the nodes that lost one hub do not all return at once. The next attempt makes new connections, because the old one
+may lead to a host that is gone. Addresses are tried in turn: the given ones, then the newest standbys.
+Rule 4: `Following` tracks versions. They are applied in order; an announcement out of order makes the node fetch a
+snapshot. What the node was ordered to drop, or has lost, stays so until a whole snapshot is here. A gap that no later
+message reveals is found through the roster, which says the hub's version.
+Source: "full jitter", Brooker 2015, Exponential Backoff and Jitter (AWS Architecture Blog).
 """
 
 from __future__ import annotations
 
 import math
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
+from random import Random
+from typing import NamedTuple
 
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import ModelSpec, PeerId, describe_mismatch
-from zmqtrain.protocol.belief import disbelief
+from zmqtrain.core.types import ModelSpec, PeerId, Version, describe_mismatch
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
-from zmqtrain.protocol.fencing import Connection, Stamp, Verdict
-from zmqtrain.protocol.following import Step
+from zmqtrain.protocol.fencing import Connection, Stamp, Verdict, hub_mismatch
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.masters import RUN_OVER
+from zmqtrain.protocol.limits import OVER
+from zmqtrain.protocol.members import MOST_WAITING, RUN_OVER, Claim
 from zmqtrain.protocol.messages import (
     Aggregate,
     Fetch,
@@ -28,21 +38,388 @@ from zmqtrain.protocol.messages import (
     Hello,
     Message,
     Preempt,
+    Promote,
     Publish,
     Quarantine,
     Refused,
     Roster,
     Schedule,
     Snapshot,
+    Stop,
     Welcome,
+    WireSchedule,
     model_from_wire,
     model_to_wire,
 )
-from zmqtrain.protocol.peer_book import PEER_TRANSITIONS, Move, PeerBook, PeerState
-from zmqtrain.protocol.quarantine import OVER
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 
-__all__ = ["PeerState", "Move", "PEER_TRANSITIONS", "Peer", "HUB"]
+ANSWER_SECONDS = 0.5
+"""So long an answer may take before anything else is tried."""
+FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.25, 1.5
+"""The bounds of the random time: at first, and in the end. With the time of an answer the longest attempt is 2 s: a hub
+that is back must be heard of soon."""
+
+
+class Backoff:
+    """The attempts of one node. seed: another for each node, or they would wait for the same times."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._bound = FIRST_BACKOFF_SECONDS
+
+    def next(self) -> float:
+        """Return how many seconds the attempt that begins now is given."""
+        bound, self._bound = self._bound, min(2 * self._bound, LONGEST_BACKOFF_SECONDS)
+        return ANSWER_SECONDS + self._random.uniform(0, bound)
+
+    def reset(self) -> None:
+        """Take note that somebody has answered."""
+        self._bound = FIRST_BACKOFF_SECONDS
+
+
+MOST_LEARNT = 4
+"""Addresses of standbys that a node keeps, the newest."""
+
+
+class Search:
+    """A node's search for its hub. given: where that may be, the first one where the node looks first."""
+
+    def __init__(self, peer: PeerId, given: Sequence[str]) -> None:
+        self._given, self._learnt = tuple(given), list[str]()
+        self._looks_at = self._given[0] if self._given else ""
+        self._backoff = Backoff(zlib.crc32(peer.encode()))
+        self._at = 0.0
+        self._fresh = True  # the connections: no Hello has gone over them
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the hub is looked for: as given, then the standbys that were heard of."""
+        return (*self._given, *self._learnt)
+
+    def know(self, standby: str) -> None:
+        """Take note of where a standby of the hub is, or was."""
+        if standby and self._given and standby not in self.addresses:
+            self._learnt = [*self._learnt, standby][-MOST_LEARNT:]
+
+    def is_due(self, now: float) -> bool:
+        """Return whether the next attempt begins."""
+        return now >= self._at
+
+    def anew(self) -> str | None:
+        """Return the address to which the next attempt makes new connections; "": where they were; None: those that
+        are there were not tried yet."""
+        if self._fresh:
+            return None
+        known = self.addresses
+        if len(known) < 2:
+            return ""
+        at = known.index(self._looks_at) if self._looks_at in known else -1
+        self._looks_at = known[(at + 1) % len(known)]
+        return self._looks_at
+
+    def began(self, now: float) -> None:
+        """Take note that a Hello goes out."""
+        self._at, self._fresh = now + self._backoff.next(), False
+
+    def answered(self) -> None:
+        """Take note that somebody has answered: the next attempts need not be further and further apart."""
+        self._backoff.reset()
+
+    def lost(self, again_at: float, elsewhere: bool) -> None:
+        """Look for the hub again, from then on. elsewhere: not first where it was, if another address is known."""
+        self._at, self._fresh = again_at, not (elsewhere and len(self.addresses) > 1)
+
+
+class Step(Enum):
+    """What an announcement asks for."""
+
+    EXPECT = "let its chunks come"
+    FETCH = "fetch a snapshot: it is not what comes next"
+    NOTHING = "nothing"
+
+
+class Whole(NamedTuple):
+    """An announcement whose chunks are all here. reset, warm: as in Deliver.  first: nothing was here before."""
+
+    announcement: Aggregate | Snapshot
+    reset: bool
+    warm: bool
+    first: bool
+
+
+class Following:
+    """Where a node stands in its run.
+
+    version: of the last aggregate or snapshot that is here whole.  announced: of the last that was announced.
+    confirmed: the hub has said that what this node held is the run's (of a founder: that its parameters are).
+    """
+
+    def __init__(self) -> None:
+        self.version: Version = -1
+        self.announced: Version = -1
+        self.confirmed = False
+        self._open: dict[int, Aggregate | Snapshot] = {}
+        self._reset = self._warm = self._missing = False  # until a whole snapshot is here
+        self._behind_since: float | None = None
+
+    def announce(self, announcement: Aggregate | Snapshot) -> Step:
+        """Take note of an announcement, and return what it asks for."""
+        self._behind_since = None
+        if isinstance(announcement, Aggregate):
+            if announcement.version != self.announced + 1:
+                return Step.FETCH if announcement.version > self.announced else Step.NOTHING
+            self.announced = announcement.version
+        elif announcement.version >= 0:
+            self.announced = announcement.version
+            if not announcement.sizes:
+                self.version, self.confirmed = announcement.version, True
+                ordered = self._missing or self._reset  # after this was asked for
+                return Step.FETCH if ordered else Step.NOTHING
+        self._open[announcement.transfer] = announcement
+        return Step.EXPECT
+
+    def whole(self, transfer: int) -> Whole | None:
+        """Take note that all chunks of an announcement are here; None: it is not awaited any more."""
+        announcement = self._open.pop(transfer, None)
+        if announcement is None:
+            return None
+        first, reset, warm = self.version < 0, False, False
+        if isinstance(announcement, Snapshot):
+            reset, warm = self._reset or announcement.reset, self._warm and not announcement.reset
+            self._reset = self._warm = self._missing = False
+        self.version = announcement.version
+        return Whole(announcement, reset, warm, first)
+
+    def spoiled(self, transfer: int) -> bool:
+        """Take note that what has come is not what was announced; return whether it was awaited."""
+        awaited = self._open.pop(transfer, None) is not None
+        self._missing |= awaited
+        return awaited
+
+    def dropped(self) -> None:
+        """Take note that what came was not applied: the snapshot may be of the very version that is here."""
+        self._missing = True
+
+    def begin_anew(self, warm: bool) -> None:
+        """Start again from the next snapshot, and drop what is pending. warm: the optimizer may go on as it is."""
+        self._warm = warm and (self._warm or not self._reset)
+        self._reset = True
+
+    def fetch(self) -> Version:
+        """Forget what was on its way, and return the version that the node holds, as it says in a Fetch."""
+        if any(one.reset for one in self._open.values() if isinstance(one, Snapshot) and one.version >= 0):
+            self.begin_anew(warm=False)
+        self._open.clear()
+        return -1 if self._reset or self._missing else self.version
+
+    def lose(self) -> None:
+        """Forget what was on its way: the connection is gone."""
+        self._open.clear()
+
+    def lags(self, version: Version, patience_seconds: float, now: float) -> bool:
+        """Return whether the hub's version was not announced here for so long; asked at every heartbeat."""
+        if version <= self.announced or self._open:
+            self._behind_since = None
+            return False
+        if self._behind_since is None:
+            self._behind_since = now
+        return now - self._behind_since > patience_seconds
+
+
+class PeerState(Enum):
+    """Where a node stands with its hub."""
+
+    CONNECTING = "connecting"
+    WELCOMED = "welcomed"
+    SYNCING = "waiting for a snapshot"
+    FOUNDING = "founding the run"
+    APART = "training apart"
+    LIVE = "live"
+    CLOSED = "closed"
+
+
+class Move(Enum):
+    """What moves a node's state besides what the hub says."""
+
+    FETCH = "it asks for the run's parameters"
+    FETCH_APART = "the same, as one of a population whose run is not founded"
+    LOSE = (
+        "its hub is lost: silence, Goodbye, garbage, a gap in the numbers, a connection that is gone, `unknown`, `run`"
+    )
+    CLOSE = "it leaves, the run is over, or it is refused for good"
+
+
+_WITH_HUB = (PeerState.WELCOMED, PeerState.SYNCING, PeerState.FOUNDING, PeerState.APART, PeerState.LIVE)
+PEER_TRANSITIONS: dict[tuple[PeerState, type[Message] | Move], PeerState] = {
+    (PeerState.CONNECTING, Welcome): PeerState.WELCOMED,
+    (PeerState.SYNCING, Fetch): PeerState.FOUNDING,
+    (PeerState.SYNCING, Snapshot): PeerState.LIVE,
+    (PeerState.FOUNDING, Snapshot): PeerState.LIVE,
+    (PeerState.APART, Fetch): PeerState.APART,
+    (PeerState.APART, Snapshot): PeerState.LIVE,
+    (PeerState.LIVE, Aggregate): PeerState.LIVE,
+    (PeerState.LIVE, Preempt): PeerState.SYNCING,
+    (PeerState.SYNCING, Preempt): PeerState.SYNCING,
+    (PeerState.LIVE, Quarantine): PeerState.SYNCING,
+    (PeerState.SYNCING, Quarantine): PeerState.SYNCING,
+    (PeerState.WELCOMED, Move.FETCH_APART): PeerState.APART,
+    (PeerState.APART, Move.FETCH_APART): PeerState.APART,
+    **{(state, Move.FETCH): PeerState.SYNCING for state in _WITH_HUB},
+    **{(state, Move.LOSE): PeerState.CONNECTING for state in (PeerState.CONNECTING, *_WITH_HUB)},
+    **{(state, Move.CLOSE): PeerState.CLOSED for state in PeerState},
+}
+"""All moves of a node's state; the machine makes no other. What is said in a state that has no entry for it is ignored.
+A Snapshot of what is not the run's (version -1) moves nothing."""
+
+
+class PeerBook:
+    """A node's hub, its run, and where it stands in that.
+
+    peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share, exchange: as in
+    Hello.
+    order: of an operator, said after each Hello: Promote to a standby, Stop to a hub; None: nothing.
+    claim: be the master of a shard, who registers with the first and then watches.  founding: the number with which a
+    node founds the shards of several masters: as the first said it, and, at the others, as it is said to them.
+    over: the hub has said so to a master, or to an operator.
+    score: of this node's own parameters, as it last said.
+    timetable: which k and d hold when, from Welcome on.  quarantined_until: until then the hub takes no delta of this
+    node.  held: as in Fetch: what a lost connection has left of a snapshot.
+    incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
+    not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
+    last believed.  without: as in Hello.  dropped: messages of the hub that were not of now, by what they were.
+    heard, called: as in Welcome.
+    overtaken: what was pending at the checkpoint that this node goes on from has landed since, or will: a former life
+    had offered it; until that is dropped.
+    """
+
+    def __init__(
+        self,
+        peer: PeerId,
+        name: str,
+        observer: bool = False,
+        link: float = 0.0,
+        share: float = 1.0,
+        claim: Claim | None = None,
+        exchange: str = "",
+        incarnation: int = 0,
+        addresses: Sequence[str] = (),
+        order: Promote | Stop | None = None,
+    ) -> None:
+        self.term = self.without = 0
+        self._search, self._following = Search(peer, addresses), Following()
+        self.incarnation, self.dropped = incarnation, Counter[str]()
+        self._connection = Connection(0)
+        self.heard, self.called = -1, ""
+        self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
+        self.exchange, self.order = exchange, order
+        self.observer, self.claim = observer or claim is not None, claim
+        self.timetable: Timetable | None = None
+        self._state = PeerState.CONNECTING
+        self.run = ""
+        self.settings: RunSettings | None = None
+        self.model: ModelSpec = ()
+        self.run_model: ModelSpec = ()
+        self.roster: Roster | None = None
+        self.run_samples = 0
+        """Of all nodes, as the hub last said."""
+        self.shard = self.founding = 0
+        self.masters: tuple[str, ...] = ()
+        self.over = False
+        self.quarantined_until = 0.0
+        self.held: tuple[str, int] = ("", 0)
+        self.round_trip_seconds: float | None = None
+        self.in_flight: set[int] = set()
+        self.score = math.nan
+        self.run_version = -1
+        self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
+        self.checkpoints: tuple[int, ...] = ()
+        self._asks_of: tuple[int, ...] = ()
+        self._next_sequence = -1
+        self.overtaken = False
+        self.obstacle = ""
+        """What the last broker that was no hub said of itself, "" once one has welcomed this peer."""
+        self.rewound = -1
+        """The version to which all have gone back, -1 if they have not."""
+        self._voting = False  # since it was last asked for its parameters, the mean has come
+        self._beat_at = 0.0
+        self._heard = self._ticked = 0.0
+
+    def resume(
+        self,
+        run: str,
+        version: int,
+        settings: RunSettings,
+        model: ModelSpec,
+        in_flight: Sequence[int],
+        checkpoints: tuple[int, ...] = (),
+        next_sequence: int = -1,
+        schedules: Iterable[WireSchedule] = (),
+    ) -> None:
+        """Be a node of this run, as it was at this version: before `start`. checkpoints: as in Hello.
+
+        next_sequence: of the first offer that the checkpoint does not know of, -1 for none: that a former life made.
+        schedules: as `Timetable.since` gave them; a hub that was started again may not know the last ones: what its
+        Welcome says holds instead.
+        """
+        self.run, self.settings, self.run_model = run, settings, model
+        self._following.version = version
+        self.timetable, self.run_version = Timetable(settings, schedules), version
+        self.in_flight, self.checkpoints = set(in_flight), checkpoints
+        self._asks_of, self._next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
+
+    def keep_pending(self) -> None:
+        """Drop nothing of what is pending, whatever a former life had offered of it, if no hub has said so yet."""
+        self._next_sequence = -1
+
+    @property
+    def state(self) -> PeerState:
+        """Where this node stands with its hub."""
+        return self._state
+
+    def _move(self, cause: type[Message] | Move) -> None:
+        """Move to where `PEER_TRANSITIONS` says."""
+        self._state = PEER_TRANSITIONS[self._state, cause]
+
+    @property
+    def version(self) -> Version:
+        """Of the last aggregate or snapshot that is here whole; -1: none."""
+        return self._following.version
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the hub has said that what this node held is the run's (of a founder: that its parameters are)."""
+        return self._following.confirmed
+
+    @property
+    def measured_rate(self) -> float:
+        """The rate of this node's port as the hub last said, in bytes per second; 0: it has not."""
+        members = self.roster.members if self.roster is not None else ()
+        return next((float(one.get("link_rate", 0.0)) for one in members if one.get("peer") == self.called), 0.0)
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this node is the one that scores the shared model, as the hub last said."""
+        return self.roster is not None and bool(self.called) and self.roster.evaluator == self.called
+
+    @property
+    def founded(self) -> bool:
+        """Whether the run has parameters, as far as the hub has said."""
+        return self.run_version >= 0 or (self.roster is not None and self.roster.version >= 0)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the hub is looked for: as given, then the standbys that were heard of."""
+        return self._search.addresses
+
+    def know(self, standby: str) -> None:
+        """Take note of where a standby of the hub is, or was."""
+        self._search.know(standby)
+
+    def _may_begin_anew(self, welcome: Welcome) -> bool:
+        """Whether this node has nothing of its run yet and is offered the same again: its broker died founding it."""
+        nothing, settings = self.version < 0 and self.claim is None, self.settings
+        return nothing and settings is not None and settings.masters == 1 and welcome.settings == settings.to_dict()
+
 
 HUB = PeerId("hub")
 KEEPS_OPTIMIZER = frozenset({"norm", "again", OVER})
@@ -282,7 +659,7 @@ class Peer(PeerBook):
         return replace(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
 
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
-        doubt = disbelief(welcome, self.run, self.term, self.version, self._may_begin_anew(welcome))
+        doubt = hub_mismatch(welcome, self.run, self.term, self.version, self._may_begin_anew(welcome))
         if doubt is not None:
             return self._lose_hub(*doubt, now, now + REFUSED_HELLO_SECONDS)
         self.term, self.called = welcome.term, welcome.called

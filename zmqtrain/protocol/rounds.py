@@ -1,8 +1,14 @@
-"""Decide when a round of contributions is due (pure: no clock, no sockets; times are arguments, in seconds).
+"""Release rules: when a round of contributions is due. Pure: no clock, no sockets; times are arguments, in seconds.
 
-Rule 1: every release rule lives here.  Rule 2: a rule counts contributions; it never looks inside one.
-Rule 3: a rule has no memory: it judges a `RoundView`; what was observed is kept, and bounded, by `Paces`.
-Rule 4: there is no timeout to guess: how long a quorum waits for the others follows from how late they have been.
+Rule 1: every release rule is here. A rule counts contributions; it never looks inside one.
+Rule 2: a rule has no memory: it judges a `RoundView`. Observations are kept, and bounded, by `Paces`.
+Rule 3: no timeout is configured: how long a quorum waits for the others follows from how late they have been.
+Rule 4: some rules keep one round for each fragment of the model: a node that is late with one fragment is in the next
+round of that fragment, and does not mix it with the next one of the others. Lateness is known for each fragment; the
+interval between contributions over all fragments where nodes send them in turn, and for each where every exchange
+carries all.
+Rule 5: callers pass the live nodes at every call; nothing else is announced. The clock of a new node begins where the
+slowest live node stands; a node that is no longer live is forgotten once nothing of it waits.
 Sources: bulk-synchronous, asynchronous and stale-synchronous parallel: Ho et al. 2013; Async-FMB and Async-Timed:
 Al-Lawati et al., JSAIT 2021.
 """
@@ -10,16 +16,113 @@ Al-Lawati et al., JSAIT 2021.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import Number, format_spec, parse_spec
 from zmqtrain.core.types import PeerId
-from zmqtrain.protocol.paces import Intervals, Paces
+
+LATENESS_KEPT, LATENESS_OF_A_ROUND = 64, 16
+"""How many observations of lateness are kept, and how many of them one round gives at most."""
+INTERVALS_KEPT = 5
+"""Between contributions of one node."""
+
+
+class Intervals:
+    """How often nodes send. seconds: between two contributions of one node, the median over the nodes, as of the last
+    `observe`; None: nobody had sent two."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._last: dict[PeerId, float] = {}
+        self._newest: dict[PeerId, deque[float]] = {}
+
+    def came(self, peer: PeerId, now: float) -> None:
+        """Take note of one contribution."""
+        if (last := self._last.get(peer)) is not None:
+            self._newest.setdefault(peer, deque(maxlen=INTERVALS_KEPT)).append(now - last)
+        self._last[peer] = now
+
+    def forget(self, peer: PeerId) -> None:
+        """Know nothing of this node any more."""
+        self._last.pop(peer, None)
+        self._newest.pop(peer, None)
+
+    def observe(self) -> None:
+        """Take note, at a release, of how often nodes send."""
+        medians = [median(newest) for newest in self._newest.values()]
+        self.seconds = median(medians) if medians else None
+
+
+class Paces:
+    """The paces of all nodes, as the hub sees their contributions to one series of rounds come and go.
+
+    intervals: how often they send, to whichever of the series that share it; None: there is this one.
+    clocks, landed: per node, how many of its contributions have come, and have been released.
+    lateness: seconds after the quorum of their round at which others came, the newest last.
+    """
+
+    def __init__(self, intervals: Intervals | None = None) -> None:
+        self.intervals = intervals or Intervals()
+        self.clocks: dict[PeerId, int] = {}
+        self.landed: dict[PeerId, int] = {}
+        self.lateness: deque[float] = deque(maxlen=LATENESS_KEPT)
+        self._live: Set[PeerId] = frozenset()
+        self._missed: tuple[float, Set[PeerId]] = (0.0, frozenset())
+
+    def came(self, peer: PeerId, now: float) -> None:
+        """Take note of one contribution."""
+        if peer not in self.clocks:
+            self._meet({peer})
+        self.clocks[peer] += 1
+        self.intervals.came(peer, now)
+
+    def released(self, peer: PeerId) -> None:
+        """Take note that one contribution, which had come, is in a release."""
+        self.landed[peer] += 1
+
+    def look(self, live: Set[PeerId], waiting: Set[PeerId]) -> None:
+        """Take note of who is live; forget who is neither live nor has anything waiting (here: of several series that
+        share `intervals`, the first to forget a node forgets those for all)."""
+        for peer in self.clocks.keys() - live - waiting:
+            del self.clocks[peer], self.landed[peer]
+            self.intervals.forget(peer)
+        self._live = live
+        if newcomers := live - self.clocks.keys():
+            self._meet(newcomers)
+
+    def observe(self, first: Mapping[PeerId, float], quorum: int) -> None:
+        """Take note, at a release, of how late nodes came in this round, or after the one before.
+
+        first: per contributing node, when its oldest contribution came.  quorum: how many of them the round awaited.
+        """
+        self.intervals.observe()
+        times = sorted(first.values())
+        reached = times[quorum - 1] if 0 < quorum <= len(times) else None
+        before, missed = self._missed
+        late = [
+            came - before for peer, came in first.items() if peer in missed and (reached is None or came <= reached)
+        ]
+        if reached is None:
+            self._missed = (before, missed - first.keys())
+        else:
+            self._missed = (reached, self._live - first.keys())
+            late += [came - reached for came in times[quorum:]]
+        late.sort()
+        self.lateness.extend(late[:: ceil(len(late) / LATENESS_OF_A_ROUND) or 1])
+
+    def _meet(self, newcomers: Set[PeerId]) -> None:
+        # what the slowest has landed, not what has come: a node may be new since before the newest arrival
+        known = self.clocks.keys() & self._live or self.clocks.keys()
+        start = min((self.landed[peer] for peer in known), default=0)
+        for peer in newcomers:
+            self.clocks[peer] = self.landed[peer] = start
+
 
 T = TypeVar("T")
 
@@ -346,3 +449,57 @@ class Rounds(Generic[T]):
             lateness=tuple(self.paces.lateness),
             interval_seconds=self.paces.intervals.seconds,
         )
+
+
+class _OfFragment(Protocol):
+    @property
+    def fragment(self) -> int: ...
+
+
+F = TypeVar("F", bound=_OfFragment)
+
+
+class FragmentRounds(Generic[F]):
+    """The rounds of all fragments: what has come and has not been released, under one rule.
+
+    A contribution has a `fragment`, which the caller has checked; the other words are those of `Rounds`.
+    together: every exchange of a node carries all fragments.
+    """
+
+    def __init__(self, rule: ReleaseRule, together: bool = False) -> None:
+        self.rule, self._together = rule, together
+        self._intervals = Intervals()
+        self._of_fragment: dict[int, Rounds[F]] = {}
+
+    def add(self, peer: PeerId, contribution: F, now: float) -> None:
+        """Take one contribution."""
+        fragment = contribution.fragment if self.rule.by_fragment else 0
+        if fragment not in self._of_fragment:
+            intervals = Intervals() if self._together else self._intervals
+            self._of_fragment[fragment] = Rounds(self.rule, intervals)
+            self._of_fragment = dict(sorted(self._of_fragment.items()))
+        self._of_fragment[fragment].add(peer, contribution, now)
+
+    @property
+    def _rounds(self) -> list[Rounds[F]]:
+        return list(self._of_fragment.values())
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what waits of a node."""
+        for of_fragment in self._rounds:
+            of_fragment.forget(peer)
+
+    @property
+    def pending(self) -> tuple[tuple[PeerId, F], ...]:
+        """What waits: fragment by fragment, each in the order of arrival."""
+        return tuple(one for of_fragment in self._rounds for one in of_fragment.pending)
+
+    def due_at(self, live: Set[PeerId]) -> float | None:
+        """Return when the next round is due, None if nothing waits or only a further arrival can make one due."""
+        due = [at for of_fragment in self._rounds if (at := of_fragment.due_at(live)) is not None]
+        return min(due, default=None)
+
+    def take(self, live: Set[PeerId], now: float) -> list[tuple[PeerId, F]]:
+        """Return the contributions of the round that was due first, and by `now`, and forget them; [] when none is."""
+        due = [(at, number) for number, one in enumerate(self._rounds) if (at := one.due_at(live)) is not None]
+        return self._rounds[min(due)[1]].take(live, now) if due and min(due)[0] <= now else []

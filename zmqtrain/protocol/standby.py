@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.protocol.effects import Deliver, Expect, PeerEffect, Send
 from zmqtrain.protocol.fencing import LIFE, Connection, Stamp, Verdict
-from zmqtrain.protocol.masters import RUN_OVER
-from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Message, Refused
+from zmqtrain.protocol.members import RUN_OVER
+from zmqtrain.protocol.messages import Aggregate, Books, Goodbye, Hello, Holding, Message, Promote, Refused, Replica
 from zmqtrain.protocol.peer import HUB, Move, Peer, PeerState
-from zmqtrain.protocol.standby_messages import Books, Holding, Promote, Replica
 
 STANDBY = "what listens there is the standby of another broker, and has not taken over: give the address of that"
 NO_OPERATOR = (

@@ -21,10 +21,21 @@ from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
 from zmqtrain.protocol.framing import Assembler, encode_message, split
 from zmqtrain.protocol.groups import LATE_SECONDS
-from zmqtrain.protocol.keys import Initialise, Push, Values
-from zmqtrain.protocol.messages import Aggregate, Announcement, Chunk, Credit, Message, Probed, Publish, Snapshot
-from zmqtrain.protocol.probes import PROBE_FRAME_BYTES
-from zmqtrain.protocol.standby_messages import Replica
+from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Announcement,
+    Chunk,
+    Credit,
+    Initialise,
+    Message,
+    Probed,
+    Publish,
+    Push,
+    Replica,
+    Snapshot,
+    Values,
+)
 from zmqtrain.transport.pacing import Credits, Outbox
 from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
 

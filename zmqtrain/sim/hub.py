@@ -49,9 +49,9 @@ from zmqtrain.protocol.effects import (
     TakeBack,
 )
 from zmqtrain.protocol.fencing import Stamp
-from zmqtrain.protocol.founding import takes_moments
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import Hub
+from zmqtrain.protocol.initialization import takes_moments
 from zmqtrain.protocol.messages import (
     Aggregate,
     Announcement,

@@ -1,8 +1,8 @@
-"""Notice who of a group has gone: a process's watch over the others, and over itself (pure: `now` is an argument).
+"""Failure detector of a process in a group: which ranks are gone, or whether this process is cut off (pure).
 
-Rule 1: silence is counted in time that was attended: a process that was stopped or busy itself accuses nobody for it.
-Rule 2: the hub judges, so that all are told the same; what it does not answer in time is declared here.
-Rule 3: who hears nobody at all, of several that it could hear, is itself the one that is cut off.
+Rule 1: timeouts count only time in which the observer was running: a process that was stopped or busy accuses nobody.
+Rule 2: the hub decides, so that all hear the same. If it does not answer in time, the process declares the loss itself.
+Rule 3: a process that hears nobody, of several that it heard before, concludes that it is disconnected itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CutOff:
 Finding = Accuse | Declare | CutOff
 
 
-class Vigil:
+class FailureDetector:
     """One process's watch. attended: seconds since the beginning, as far as this process attended to them.
 
     hub: whether there is one, as far as this process knows.

@@ -10,8 +10,8 @@ from zmqtrain.core.errors import LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Average, Disconnect, Expect, Found, Lend, SendTo, Serve
-from zmqtrain.protocol.hub import Hub, MemberState
-from zmqtrain.protocol.leaving import FOUNDER_SECONDS
+from zmqtrain.protocol.hub import FOUNDER_SECONDS, Hub
+from zmqtrain.protocol.members import MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Preempt, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 

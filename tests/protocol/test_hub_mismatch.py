@@ -2,7 +2,7 @@
 
 import pytest
 
-from zmqtrain.protocol.belief import disbelief
+from zmqtrain.protocol.fencing import hub_mismatch
 from zmqtrain.protocol.messages import Welcome
 
 
@@ -12,7 +12,7 @@ def welcome(run="run-1", version=5, term=2):
 
 @pytest.mark.parametrize("run, term, version", [("", 0, -1), ("run-1", 2, 5), ("run-1", 0, 3), ("run-1", 2, -1)])
 def test_a_hub_of_the_run_that_knows_as_much_is_believed(run, term, version):
-    assert disbelief(welcome(), run, term, version) is None
+    assert hub_mismatch(welcome(), run, term, version) is None
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def test_a_hub_of_the_run_that_knows_as_much_is_believed(run, term, version):
     ],
 )
 def test_any_other_is_not_and_people_are_told_why(code, said, known):
-    reason, text = disbelief(welcome(), *known)
+    reason, text = hub_mismatch(welcome(), *known)
     assert reason == code and said in text
 
 
 def test_who_has_nothing_of_its_run_may_begin_another_but_not_behind_a_takeover():
-    assert disbelief(welcome(), "run-0", 2, -1, may_begin_anew=True) is None
-    assert disbelief(welcome(), "run-0", 3, -1, may_begin_anew=True)[0] == "term"
+    assert hub_mismatch(welcome(), "run-0", 2, -1, may_begin_anew=True) is None
+    assert hub_mismatch(welcome(), "run-0", 3, -1, may_begin_anew=True)[0] == "term"

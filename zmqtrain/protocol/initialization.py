@@ -1,36 +1,105 @@
-"""Decide whose parameters a run begins with, and bring every node to them: the first half of the hub's machine.
+"""Initialization of a run: whose parameters it begins with, and how every node gets them (pure).
 
-    founder  the first node that waits is asked, and all others take its parameters
-    best     start_nodes nodes have trained apart; the best-scored is asked, and its optimizer state goes with it unless
-             others begin a fresh one
-    mean     all that wait are asked; the run begins with their mean, if they are related at all, and do not find it
-             worse than their own (`vote`)
-    own      a population: each trains on with its own parameters and says how they score; who lags is lent the best
-             one's, until all descend from one node. Its parameters are then version 0, and what each node's own differ
-             from them is pending there. With `elastic` under 1 there is no population: the first node founds the run,
-             and all others keep their own, their difference from it pending.
+    founder  the first waiting node is asked for its parameters, and all others take them
+    best     start_nodes nodes have trained apart; the best-scored is asked, and its optimizer state goes along unless
+             the others begin with a fresh one
+    mean     all waiting nodes are asked; the run begins with their mean if they are related and do not score it worse
+             than their own
+    own      a population: each node trains its own parameters and reports their score; a lagging node is lent the best
+             one's, until all descend from one node. Those become version 0, and each node's difference from them is
+             pending there. With `elastic` under 1 there is no population: the first node gives the parameters, and the
+             others keep their own, their difference from them pending.
 
-Of several masters the first decides so (founder), and numbers its questions; who is asked founds the others' shards
-with that number before it answers. Another master asks nobody but who brings a number that is higher than that of what
-it has (if a founder dies half-way, the next begins anew), or that very number if its line was made anew.
+With several masters the first one decides (founder) and numbers its questions; the node that is asked brings the other
+masters their shards under that number before it answers. Another master asks only a node with a higher number than that
+of the parameters it has (if a founder fails half-way, the next one starts over), or with that very number if the node
+has reconnected.
 
-Rule 1: nobody is waited for who may have left: whoever goes, the next in order takes the place.
-Rule 2: at most one node is asked at a time, but for the mean.  Rule 3: arrays are the aggregator's affair.
-Sources: population-based training, Jaderberg et al. 2017 (exploit); elastic averaging, Zhang et al. 2015.
+Rule 1: the machine never waits for a node that has left: the next node in order takes its place.
+Rule 2: one node is asked at a time, except for the mean.  Rule 3: the arrays are the aggregator's business.
+Rule 4 (vote on the mean): each node with a finite score of its own parameters is sent the mean and reports its score. A
+node that cannot compare, leaves, or does not answer in time does not count. The mean is refused if more than half of
+those who answered find it worse than their own (`is_barrier`).
+Sources: population-based training, Jaderberg et al. 2017 (exploit); elastic averaging, Zhang et al. 2015; loss
+barriers, Frankle et al. 2020.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import isnan, nan
+from collections.abc import Callable, Mapping
+from math import isfinite, isnan, nan
 from typing import Protocol
 
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import ModelSpec, PeerId, Score, Version, describe_mismatch
+from zmqtrain.core.types import (
+    BARRIER_SHARE,
+    ModelSpec,
+    PeerId,
+    Score,
+    Version,
+    count_values,
+    describe_mismatch,
+    is_barrier,
+)
 from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Propose, Rewind, SendTo, Serve
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
-from zmqtrain.protocol.vote import Vote
+
+VOTE_SECONDS = 60.0
+"""For so long the nodes may score the mean; besides, it must come to each of them, over the hub's one port."""
+SLOW_BYTES_PER_SECOND = 10e6
+"""What that port is taken to give, if not more."""
+
+
+class Vote:
+    """One vote. own: how the parameters score of which the mean is made, of those nodes that are here."""
+
+    def __init__(self, own: Mapping[PeerId, Score], model: ModelSpec) -> None:
+        self._own = dict(own)
+        self._said: dict[PeerId, Score] = {}
+        self._seconds = VOTE_SECONDS + len(self.voters) * 4 * count_values(model) / SLOW_BYTES_PER_SECOND
+        self._until: float | None = None
+
+    @property
+    def is_of_nobody(self) -> bool:
+        """Whether all have left of whose parameters the mean is made."""
+        return not self._own
+
+    @property
+    def voters(self) -> tuple[PeerId, ...]:
+        """Those who can compare: their own parameters have a score, and one that can be worse."""
+        return tuple(sorted(peer for peer, score in self._own.items() if isfinite(score)))
+
+    def say(self, peer: PeerId, score: Score) -> None:
+        """Take note of how the mean scores at a node; NaN: it cannot say. What others say is ignored."""
+        if peer in self._own:
+            self._said[peer] = score
+
+    def leave(self, peer: PeerId) -> None:
+        """Take note that a node has left: it is not awaited, and what it has said does not count."""
+        self._own.pop(peer, None)
+
+    def is_over(self, now: float, late: float = 0.0) -> bool:
+        """Return whether all have said, or have had their time: it begins with the first look. late: so much of it was
+        nobody's, because the hub itself did not listen."""
+        self._until = now + self._seconds if self._until is None else self._until + late
+        return now >= self._until or all(peer in self._said for peer in self.voters)
+
+    def objection(self) -> str:
+        """Say to people why the run does not begin with the mean, and what to do; "" if it does."""
+        said = {peer: self._said[peer] for peer in self.voters if not isnan(self._said.get(peer, float("nan")))}
+        worse = [peer for peer, mean in said.items() if is_barrier(self._own[peer], mean)]
+        if 2 * len(worse) <= len(said):
+            return ""
+        worst = max(worse, key=lambda peer: said[peer] - self._own[peer])
+        return (
+            f"the mean of the initial parameters is worse than they are: {len(worse)} of the {len(said)} nodes that "
+            f"scored it find it worse than their own by more than {BARRIER_SHARE:.0%} (at {worst.partition('#')[0]} it "
+            f"scores {said[worst]:.4g}, and its own {self._own[worst]:.4g}). They are related, but lie in different "
+            "valleys of the loss (a barrier at the midpoint, Frankle et al. 2020). Begin with --initial best or "
+            "--initial founder, or give all nodes the same checkpoint"
+        )
+
 
 Landed = tuple[tuple[int, int], ...]
 
@@ -50,7 +119,7 @@ class Preemption(Protocol):
         """Begin anew with this node: it has left, or has new parameters."""
 
 
-class Founding:
+class Initialization:
     """The founding of one run.
 
     members: the hub's, which are shared: a member is sent away here if its model is another.  landed: what the hub

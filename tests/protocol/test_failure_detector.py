@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zmqtrain.protocol.failure_detector import (
+    BEAT_SECONDS,
+    VERDICT_SECONDS,
+    Accuse,
+    CutOff,
+    Declare,
+    FailureDetector,
+)
 from zmqtrain.protocol.groups import SILENCE_SECONDS
-from zmqtrain.protocol.vigil import BEAT_SECONDS, VERDICT_SECONDS, Accuse, CutOff, Declare, Vigil
 
 TICK = 0.05
 
@@ -16,7 +23,7 @@ class Watch:
     """A vigil whose time passes in ticks; `alive` are heard with every one."""
 
     def __init__(self, *ranks, alive=(), hub=True):
-        self.vigil, self.now, self.found = Vigil(0.0), 0.0, []
+        self.vigil, self.now, self.found = FailureDetector(0.0), 0.0, []
         self.vigil.hub = hub
         self.alive, self.hub_alive, self.forgets = set(alive), hub, True
         for rank in ranks:
@@ -120,7 +127,7 @@ def test_who_is_not_watched_may_be_silent():
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.9), st.floats(0.0, 30.0)), max_size=20))
 def test_whoever_is_heard_often_enough_is_never_accused_however_late_the_watch_is(steps):
-    vigil, now = Vigil(0.0), 0.0
+    vigil, now = FailureDetector(0.0), 0.0
     vigil.watch(1)
     for attended, late in steps:
         for _ in range(round(attended / TICK)):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.protocol.framing import decode_message, encode_message
-from zmqtrain.protocol.group_messages import GroupLost
-from zmqtrain.protocol.messages import Goodbye, Quarantine, Refused
-from zmqtrain.protocol.words import MAX_SENTENCE, MAX_WORDS, words
+from zmqtrain.protocol.messages import MAX_SENTENCE, MAX_WORDS, Goodbye, GroupLost, Quarantine, Refused, printable
 
 
 def test_words_are_bounded_and_none_moves_a_cursor_or_begins_a_line():
-    assert words("a plain sentence") == "a plain sentence"
-    assert words("two\nlines \x1b[2J") == "two?lines ?[2J"
-    assert len(words("é" * 10**6)) == MAX_WORDS
-    assert words("abcdef", 3) == "abc"
+    assert printable("a plain sentence") == "a plain sentence"
+    assert printable("two\nlines \x1b[2J") == "two?lines ?[2J"
+    assert len(printable("é" * 10**6)) == MAX_WORDS
+    assert printable("abcdef", 3) == "abc"
 
 
 @pytest.mark.parametrize("kind", [Refused, Quarantine, Goodbye, GroupLost])

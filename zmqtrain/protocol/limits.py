@@ -1,0 +1,340 @@
+"""Limits of each peer at the hub: size of heads, rate of messages, time on the loop, probes, quarantine.
+
+Everything here is pure: `now` is an argument, in seconds. All tables are bounded; the peer heard of longest ago is
+forgotten first.
+
+Heads: at most SMALL_HEAD_BYTES, or LONG_HEAD_BYTES where a message holds texts or lists of bounded length. A head that
+describes the model or the frames of a transfer may be as large as the run's model requires; before the run has a model,
+as large as any head. A kind of message that no hub takes is refused by its name.
+
+Rates (token bucket, Turner 1986): messages are counted on CONTROL only, because BULK has its windows; time is counted
+on both lanes. A peer over its limit is disconnected once; after that its messages are dropped unread, so that each
+costs no more than counting it. Unknown peers are counted like members. An ordinary message counts no time: the channel
+is fair among connections. Counted is the time beyond that, and a fixed time for a message that no sound peer sends.
+
+Probes: all probes of all peers together take at most a few percent of the port; a peer that asks for more is refused.
+
+Quarantine: the deltas of a node that repeatedly sends refused deltas are rejected for a while:
+
+    free         3 of the last 8 deltas refused                              -> quarantined, 10 s
+    quarantined  the time is over: the node restarts from the shared model   -> on probation
+    probation    one delta refused -> quarantined, twice as long (600 s at most); 8 accepted in a row -> free
+
+Only refusals that no sound node causes count (`OFFENCES`): a late or duplicate delta is no offence. A node keeps its
+record across connections; a restarted node process begins free. A hub that restarts or takes over restores quarantines
+and probations and forgets the rest. If the norm gate rejects more than half of the voters, the gate itself may be wrong
+(`wrongly`), and they are acquitted. All names under one key are one voter; a node that left votes for a while still.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from zmqtrain.core.types import ModelSpec, PeerId, count_values
+from zmqtrain.protocol.framing import MAX_HEAD_BYTES
+from zmqtrain.protocol.members import ALLOWED
+from zmqtrain.protocol.messages import (
+    Chunk,
+    Credit,
+    Declare,
+    Enrol,
+    Fetch,
+    Founded,
+    Goodbye,
+    GroupLost,
+    Hello,
+    Initialise,
+    JoinGroup,
+    Message,
+    Probe,
+    Publish,
+    Pull,
+    Push,
+    Report,
+    Snapshot,
+    WorkRequest,
+)
+
+PROBE_FRAME_BYTES = 1 << 18
+"""The most padding that one message may have: on a link of 1 Gb/s it holds up what comes behind it for 2 ms."""
+
+PROBE_BYTES, PROBE_SECONDS = 32 << 20, 10.0
+"""So many bytes of padding, both ways and of all peers, are given in so many seconds: under 3 % of 1 Gb/s."""
+
+
+def is_sound(probe: Probe) -> bool:
+    """Return whether a probe asks for something that may be given."""
+    return 0 <= probe.size <= PROBE_FRAME_BYTES and 0 <= probe.answer <= PROBE_FRAME_BYTES
+
+
+class ProbeBudget:
+    """What is left of PROBE_BYTES, until PROBE_SECONDS have passed since the first probe that took of it."""
+
+    def __init__(self) -> None:
+        self._began, self._taken = float("-inf"), 0
+
+    def take(self, probe: Probe, now: float) -> bool:
+        """Pay for a sound probe and its answer; False, and nothing is paid, if there is too little left."""
+        if now - self._began >= PROBE_SECONDS:
+            self._began, self._taken = now, 0
+        wanted = self._taken + probe.size + probe.answer
+        if wanted > PROBE_BYTES:
+            return False
+        self._taken = wanted
+        return True
+
+
+MESSAGES_PER_SECOND = 20_000.0
+"""What a peer may say for long: thrice what a node says whose steps take 1 ms, each with an exchange."""
+MESSAGES_AT_ONCE = 200_000.0
+"""And at once: what queued while the broker was stopped for ten seconds, or the requests of a client of many keys."""
+LOOP_SECONDS, LOOP_SHARE = 0.5, 0.02
+"""A peer's messages may take so many seconds of the broker's loop at once, and for long this share of its time, beyond
+what ordinary ones take."""
+FAULT_SECONDS = 0.02
+"""What a message is counted for that no sound peer sends: 25 at once, and one a second for long."""
+BACK_AT, MOST_COUNTED = 0.9, 1.3
+"""A peer that was shown out is heard again once so much of LOOP_SECONDS is left of what was counted, and never more is
+counted than MOST_COUNTED times that: so it is heard 10 s later at the latest."""
+SPARED_SECONDS, SPARED_SECONDS_PER_BYTE = 5e-4, 1e-7
+"""What an ordinary message takes at most, by the bytes of its head: an old PC needs a fifth of it."""
+PEERS_KEPT = 1024
+
+
+class Hearing(Enum):
+    """What is done with a message."""
+
+    HEARD = "heard"
+    TOO_MANY = "too many"
+    NOT_HEARD = "not heard"
+
+
+class MessageRates:
+    """What each peer may still say. not_heard: messages that were not read, of all peers."""
+
+    def __init__(self) -> None:
+        self.not_heard = 0
+        self._left: dict[PeerId, tuple[float, float]] = {}  # what was left, and when
+        self._over: set[PeerId] = set()
+
+    def take(self, peer: PeerId, now: float) -> Hearing:
+        """Take note of a message; TOO_MANY for the first that is over the measure.
+
+        Who is over it is heard again when a second's messages are left.
+        """
+        left, at = self._left.pop(peer, (MESSAGES_AT_ONCE, now))
+        left = min(MESSAGES_AT_ONCE, left + (now - at) * MESSAGES_PER_SECOND)
+        heard = left >= (MESSAGES_PER_SECOND if peer in self._over else 1)
+        self._left[peer] = (left - heard, now)  # now the most recent
+        if len(self._left) > PEERS_KEPT:
+            oldest = next(iter(self._left))
+            del self._left[oldest]
+            self._over.discard(oldest)
+        if heard:
+            self._over.discard(peer)
+            return Hearing.HEARD
+        self.not_heard += 1
+        if peer in self._over:
+            return Hearing.NOT_HEARD
+        self._over.add(peer)
+        return Hearing.TOO_MANY
+
+
+def cost_of(seconds: float, head_bytes: int) -> float:
+    """Return what of the time that a message took is counted."""
+    return max(0.0, seconds - SPARED_SECONDS - SPARED_SECONDS_PER_BYTE * head_bytes)
+
+
+class LoopBudgets:
+    """What each peer has taken of the loop's time, of late, beyond ordinary messages."""
+
+    def __init__(self) -> None:
+        self._taken: dict[PeerId, tuple[float, float]] = {}  # how much, and when that was so
+        self._out: set[PeerId] = set()
+
+    def take(self, peer: PeerId, seconds: float, now: float) -> bool:
+        """Count so many seconds; return whether the peer is to be shown out for them, which it is once."""
+        if seconds <= 0:
+            return False
+        taken = min(MOST_COUNTED * LOOP_SECONDS, self._taken_by(peer, now) + seconds)
+        self._taken.pop(peer, None)
+        self._taken[peer] = taken, now  # now the most recent
+        if len(self._taken) > PEERS_KEPT:
+            oldest = next(iter(self._taken))
+            del self._taken[oldest]
+            self._out.discard(oldest)
+        if taken <= LOOP_SECONDS or peer in self._out:
+            return False
+        self._out.add(peer)
+        return True
+
+    def is_heard(self, peer: PeerId, now: float) -> bool:
+        """Return whether messages of this peer are read; one that was shown out is again after a while."""
+        if peer in self._out and self._taken_by(peer, now) <= BACK_AT * LOOP_SECONDS:
+            self._out.discard(peer)
+        return peer not in self._out
+
+    def _taken_by(self, peer: PeerId, now: float) -> float:
+        taken, at = self._taken.get(peer, (0.0, now))
+        return max(0.0, taken - (now - at) * LOOP_SHARE)
+
+
+SMALL_HEAD_BYTES = 4 << 10
+LONG_HEAD_BYTES = 16 << 10
+KEYS_HEAD_BYTES = 64 << 10
+"""What describes keys of a parameter server: a client says them in several messages."""
+LEAST_FETCH_BYTES = 64 << 10
+"""A Fetch may be so large however small the run's model is: a node with another model is told which leaf differs."""
+BYTES_OF_A_SIZE = 10
+"""Of one frame of a transfer; a frame but the last holds FRAME_VALUES values at least."""
+FRAME_VALUES = 8192
+SNAPSHOT_MODELS = 5
+"""A snapshot's frames are those of so many models: the state of an optimizer may go with it."""
+
+TAKEN_BY_HUBS = frozenset({*ALLOWED, Chunk, Credit})
+_LONG = frozenset({Hello, Report, WorkRequest, Goodbye, JoinGroup, GroupLost, Enrol, Initialise, Push, Pull})
+_AS_KEYS_ARE = frozenset({Declare, Founded})
+
+
+class HeadSizes:
+    """The sizes at one hub; what follows from its model is computed once for each."""
+
+    def __init__(self) -> None:
+        self._model: ModelSpec = ()
+        self._described = self._frames = 0
+
+    def most_bytes(self, kind: type[Message], model: ModelSpec, founded: bool) -> int:
+        """Return how large a head of this kind may be. model: the run's, or that of the node that founds it."""
+        if kind in _AS_KEYS_ARE:
+            return KEYS_HEAD_BYTES
+        if kind is Fetch and not founded:
+            return MAX_HEAD_BYTES
+        if kind not in (Fetch, Publish, Snapshot):
+            return LONG_HEAD_BYTES if kind in _LONG else SMALL_HEAD_BYTES
+        self._look(model)
+        if kind is Fetch:
+            most = LEAST_FETCH_BYTES + 2 * self._described
+        else:
+            most = LONG_HEAD_BYTES + (SNAPSHOT_MODELS if kind is Snapshot else 1) * BYTES_OF_A_SIZE * self._frames
+        return min(most, MAX_HEAD_BYTES)
+
+    def _look(self, model: ModelSpec) -> None:
+        if model is self._model:
+            return
+        self._model = model
+        self._described = sum(4 * len(leaf.path) + 9 * len(leaf.shape) + len(leaf.dtype) + 10 for leaf in model)
+        self._frames = count_values(model) // FRAME_VALUES
+
+
+OFFENCES = frozenset({"non-finite", "norm", "enormous", "corrupt", "size"})
+"""The codes with which a delta is refused that no sound node sends."""
+OVER = "over"
+"""The reason with which a node is preempted whose quarantine has ended: its optimizer goes on as it is."""
+MOST_REFUSED, OF_LAST = 3, 8
+"""So many refused of so many deltas quarantine a node; and so many accepted in a row end its probation."""
+QUARANTINE_SECONDS, LONGEST_QUARANTINE_SECONDS = 10.0, 600.0
+NODES_KEPT = 1024
+GATE_VOTES_KEPT, GATE_VOTE_SECONDS = 64, 300.0
+"""Who votes on whether the gate is wrong: the live nodes, and of so many deltas that were accepted last, and not longer
+ago, the nodes'."""
+
+
+@dataclass
+class _Record:
+    """Of one node: which of its last deltas were refused; until when it is quarantined, and for how long the next time;
+    how many were accepted since; and the code for which it was quarantined last."""
+
+    refused: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_LAST))
+    until: float = float("-inf")
+    seconds: float = QUARANTINE_SECONDS
+    on_probation: bool = False
+    reason: str = ""
+
+    @property
+    def is_out_for_norm(self) -> bool:
+        return self.on_probation and self.reason == "norm" and not self.refused
+
+
+class Quarantines:
+    """The records of all nodes."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, _Record] = {}
+        self._looked_at = 0.0
+        self._votes: deque[tuple[str, float]] = deque(maxlen=GATE_VOTES_KEPT)
+
+    def refused(self, peer: PeerId, reason: str, now: float) -> float:
+        """Take note that a delta was refused; return for how many seconds its node is quarantined now, 0: it is not."""
+        if reason not in OFFENCES:
+            return 0.0
+        self._looked_at = now
+        record = self._recent(peer)
+        if now < record.until:  # what was on its way when it was told
+            return 0.0
+        record.refused.append(True)
+        if not record.on_probation and sum(record.refused) < MOST_REFUSED:
+            return 0.0
+        seconds, record.seconds = record.seconds, min(2 * record.seconds, LONGEST_QUARANTINE_SECONDS)
+        record.until, record.on_probation, record.reason = now + seconds, True, reason
+        record.refused.clear()
+        return seconds
+
+    def accepted(self, peer: PeerId, voter: str = "", now: float = 0.0) -> None:
+        """Take note that a delta was accepted. voter: its node's key, "" where there are none."""
+        self._votes.append((voter or peer, now))
+        record = self._records.get(peer)
+        if record is None:
+            return
+        record.refused.append(False)
+        if record.on_probation and len(record.refused) == OF_LAST:
+            record.on_probation, record.seconds = False, QUARANTINE_SECONDS
+
+    def rest(self, peer: PeerId, now: float) -> float:
+        """Return for how many seconds more a node is quarantined; 0: it is not."""
+        self._looked_at = now
+        record = self._records.get(peer)
+        return max(0.0, record.until - now) if record is not None else 0.0
+
+    def wrongly(self, live: Mapping[PeerId, str], now: float = 0.0) -> tuple[PeerId, ...]:
+        """Return who is out for its norm, with nothing accepted since, if these are more than half of the voters.
+
+        live: the nodes that are here, each with the voter that it is.  Of two halves either may be right: as long as
+        they differ, the gate stays as it is.
+        """
+        out = tuple(peer for peer in live if (one := self._records.get(peer)) is not None and one.is_out_for_norm)
+        voters = {live[peer] for peer in out}
+        everybody = {*live.values(), *(voter for voter, at in self._votes if now - at <= GATE_VOTE_SECONDS)}
+        return out if 2 * len(voters) > len(everybody) else ()
+
+    def acquit(self, peer: PeerId) -> None:
+        """Forget what is held against a node."""
+        self._records.pop(peer, None)
+
+    def state(self) -> dict[str, list[Any]]:
+        """Return what outlives a hub: by node that is out or on probation, for how long still, when it was last asked,
+        for how long the next time, why, and how many were accepted since."""
+        return {
+            peer: [max(0.0, record.until - self._looked_at), record.seconds, record.reason, len(record.refused)]
+            for peer, record in self._records.items()
+            if record.on_probation
+        }
+
+    def restore(self, state: Mapping[str, Any], now: float) -> None:
+        """Take over what `state` returned, besides what is known here. Raises TypeError or ValueError."""
+        self._looked_at = max(self._looked_at, now)  # a hub that goes back, with none of these, has looked since
+        for peer, (rest, seconds, reason, accepted) in state.items():
+            record = self._recent(PeerId(peer))
+            record.until = now + min(float(rest), LONGEST_QUARANTINE_SECONDS)
+            record.seconds, record.reason, record.on_probation = float(seconds), str(reason), True
+            record.refused = deque([False] * min(int(accepted), OF_LAST), maxlen=OF_LAST)
+
+    def _recent(self, peer: PeerId) -> _Record:
+        record = self._records.pop(peer, None) or _Record()
+        self._records[peer] = record  # now the most recent
+        while len(self._records) > NODES_KEPT:
+            del self._records[next(iter(self._records))]
+        return record
