@@ -50,7 +50,7 @@ from zmqtrain.core.errors import (
 )
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.session.alone import Solitude
+from zmqtrain.session.hub_session import Solitude
 from zmqtrain.transport import address as address_module
 from zmqtrain.transport.address import public_address
 from zmqtrain.transport.key_folder import KeyFolder

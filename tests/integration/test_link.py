@@ -10,7 +10,7 @@ from zmqtrain.broker.broker import Broker
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.session.link import HubLink
+from zmqtrain.session.hub_session import HubSession
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.zmq_dealer import DealerChannel
@@ -22,6 +22,8 @@ HUB, OWN = CurveKeys.generate(), CurveKeys.generate()
 
 class Listener:
     """Of what a link tells, only that something has changed."""
+
+    messages = ()
 
     def __init__(self) -> None:
         self.changed = Gate()
@@ -43,7 +45,7 @@ def test_a_refusal_is_remembered_while_the_next_address_is_silent_and_until_one_
         peer = Peer(PeerId("pc-1#11"), "pc-1", addresses=(closed.address, silent.address))
         channel = DealerChannel.connect(closed.address, peer=peer.peer, keys=OWN, server_key=HUB.public)
         listener = Listener()
-        link = HubLink(lambda: channel, peer, closed.address, listener)  # type: ignore[arg-type]
+        link = HubSession(lambda: channel, peer, closed.address, listener)  # type: ignore[arg-type]
         living = asyncio.create_task(link._main())
         while channel.refused != "key":
             await channel.changed()
@@ -57,7 +59,7 @@ def test_a_refusal_is_remembered_while_the_next_address_is_silent_and_until_one_
         while peer.state is PeerState.CONNECTING:
             await listener.changed.wait()
         assert link.refused == link.obstacle == "" and link.address == silent.address
-        link._leave("")
+        link.leave("")
         await living
         broker.stop()
         await serving

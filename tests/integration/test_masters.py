@@ -210,7 +210,7 @@ def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, ca
         trainer.wait_until(lambda: version_at(trainer, 1) > seen + 3)
         trainer.stop.set()
         trainer.join()
-    assert f"looks for what was at {second.address} at {back.address}" in caplog.text
+    assert f"looks for the hub, which was at {second.address}, at {back.address}" in caplog.text
 
 
 def test_nodes_wait_for_the_masters_that_are_missing_and_say_which(caplog):

@@ -42,7 +42,7 @@ from zmqtrain.protocol.messages import (
     model_to_wire,
 )
 from zmqtrain.protocol.peer import PeerState
-from zmqtrain.session.link import HubLink
+from zmqtrain.session.hub_session import HubSession
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
 LEAVES = [np.arange(10, dtype=np.float32)]
@@ -58,9 +58,9 @@ def node(monkeypatch):
     async def reconnect():
         pass
 
-    monkeypatch.setattr(HubLink, "start", start)
-    monkeypatch.setattr(HubLink, "call", lambda link, what: link._do(what))
-    monkeypatch.setattr(HubLink, "_disconnect", lose(HubLink._disconnect))
+    monkeypatch.setattr(HubSession, "start", start)
+    monkeypatch.setattr(HubSession, "call", lambda link, what: link._do(what))
+    monkeypatch.setattr(HubSession, "_disconnect", lose(HubSession._disconnect))
     made = Node(lambda: None, "pc#1", "pc", "tcp://hub:5555")
     yield made
     made._worker.close()
@@ -164,6 +164,8 @@ def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
 
 
 class Deaf:
+    messages = ()
+
     def __init__(self, node):
         self.on_changed = node.on_changed
 
@@ -205,7 +207,7 @@ def test_an_aggregate_that_came_spoiled_costs_a_snapshot_and_not_the_node(node, 
 def test_a_failure_in_the_network_thread_is_told_to_the_training_thread(node):
     live(node)
     node._link.call(lambda: node._link.send(WorkRequest((object(),), 0, False)))
-    with pytest.raises(ZmqTrainError, match="the network thread of pc failed"):
+    with pytest.raises(ZmqTrainError, match="the session of pc failed"):
         node.poll()
 
 
@@ -228,8 +230,8 @@ def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
 
 def test_a_delta_that_is_late_on_purpose_is_not_overtaken_by_the_next(node, monkeypatch):
     clock, timers, published = VirtualClock(), [], []
-    monkeypatch.setattr(HubLink, "call", lambda link, what, after=0.0: timers.append((clock.now + after, what)))
-    monkeypatch.setattr(HubLink, "publish", lambda link, offer, *_: published.append((clock.now, offer.sequence)))
+    monkeypatch.setattr(HubSession, "call", lambda link, what, after=0.0: timers.append((clock.now + after, what)))
+    monkeypatch.setattr(HubSession, "publish", lambda link, offer, *_: published.append((clock.now, offer.sequence)))
     node.clock, node.message_delay = clock, iter([0.5, 0.125, 2.0]).__next__
     for sequence in range(3):
         node._publish(Offer(sequence, 0, (), 8, 2), 0, Encoded(0, "float32", ()), 1.0)
@@ -443,9 +445,9 @@ def test_a_node_that_has_had_no_hub_for_a_minute_says_where_it_looks_and_why(nod
     link = node._link
     link.peer.run = "run-1"
     for seconds in (0.0, 30.0, 60.0):
-        link._say_alone(seconds)
+        link._say_absence(seconds)
     said = "pc has had no hub for 60 s, at tcp://hub:5555: nobody answers. Training goes on alone; trying again"
-    assert [message for name, _, message in caplog.record_tuples if name == HubLink.__module__] == [said]
+    assert [message for name, _, message in caplog.record_tuples if name == HubSession.__module__] == [said]
 
 
 def test_a_second_model_of_one_node_is_refused_with_what_to_do(node):

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from zmqtrain.session import patience
-from zmqtrain.session.patience import REFUSED_SECONDS, Patience, patient
+from zmqtrain.session.patience import REFUSED_SECONDS, ConnectDeadline, patient
 
 
 def test_who_is_not_answered_waits_for_all_of_its_time() -> None:
-    waiting = Patience(30.0, 100.0, lambda: False)
+    waiting = ConnectDeadline(30.0, 100.0, lambda: False)
     assert not waiting.is_over(129.9) and waiting.is_over(130.0)
 
 
 def test_who_is_refused_tries_a_few_seconds_more_and_no_longer_than_its_time() -> None:
     refused: list[bool] = []
-    waiting = Patience(30.0, 100.0, lambda: bool(refused))
+    waiting = ConnectDeadline(30.0, 100.0, lambda: bool(refused))
     assert not waiting.is_over(110.0)
     refused.append(True)
     assert not waiting.is_over(111.0) and waiting.is_over(111.0 + REFUSED_SECONDS)
-    assert Patience(1.0, 100.0, lambda: True).is_over(101.0)
+    assert ConnectDeadline(1.0, 100.0, lambda: True).is_over(101.0)
 
 
 @pytest.mark.parametrize("refused", ["key", ""])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
-from zmqtrain.session.sender import Sender
+from zmqtrain.session.hub_session import Sender
 from zmqtrain.transport.memory import LinkModel, memory_hub
 from zmqtrain.transport.reservation import BURST_BYTES, Use
 from zmqtrain.transport.virtual_clock import VirtualClockLoop

@@ -39,61 +39,22 @@ from zmqtrain.protocol.messages import (
     Hello,
     Message,
     Promote,
-    Quarantine,
     Replica,
-    Report,
     Snapshot,
-    WorkUnit,
     printable,
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, Succession, Tenure
-from zmqtrain.session.link import HubLink
+from zmqtrain.session.hub_session import HubSession, NullListener
 from zmqtrain.session.mailbox import Worker
-from zmqtrain.session.patience import Patience as ConnectPatience
+from zmqtrain.session.patience import ConnectDeadline
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
-
-
-class NullListener:
-    """A `Listener` that only keeps why its line cannot go on. failure: None while it can."""
-
-    def __init__(self) -> None:
-        self.failure: ZmqTrainError | None = None
-
-    def on_changed(self) -> None:
-        """See Listener."""
-
-    def on_failed(self, error: ZmqTrainError) -> None:
-        """See Listener."""
-        self.failure = self.failure or error
-
-    def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
-        """See Listener."""
-
-    def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
-        """See Listener: nothing was offered."""
-
-    def on_quarantined(self, quarantine: Quarantine) -> None:
-        """See Listener: who looks on sends no deltas."""
-
-    def on_founding(self) -> None:
-        """See Listener: who looks on is not asked."""
-
-    def on_work(self, answer: WorkUnit) -> None:
-        """See Listener: no unit was asked for."""
-
-    def on_stopped(self) -> None:
-        """See Listener: only nodes are told."""
-
-    def make_report(self) -> Report:
-        """See Listener."""
-        raise AssertionError("who looks on reports nothing")
 
 
 PAUSED_SECONDS = 2.0
@@ -278,7 +239,7 @@ class _Rival:
         peer = PeerId(f"first#{secrets.token_hex(4)}")
         self.peer = Peer(peer, "the first broker", observer=True)
         self.peer.run, self.peer.term = run, term
-        self._link = HubLink(
+        self._link = HubSession(
             lambda: open_line(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
         )
         self._link.start()
@@ -344,7 +305,7 @@ class Standby(NullListener):
         self._log = RateLimitedLogger(logger)
         self._said, self._said_at = "", 0.0
         self._worker = Worker("zmqtrain-replica", MOST_RELEASES, self._broken)
-        self._link = HubLink(
+        self._link = HubSession(
             lambda: open_line(place.first, peer),
             self.follower,
             place.first,
@@ -389,13 +350,13 @@ class Standby(NullListener):
         self._stopped = True
 
     async def _wait_for_first(self) -> None:
-        patience = ConnectPatience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
+        deadline = ConnectDeadline(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
         while self.follower.settings is None and not self._stopped:
             if self.failure is not None:
                 raise self.failure
-            if patience.is_over(time.monotonic()):
+            if deadline.is_over(time.monotonic()):
                 if self._link.refused:
-                    text = say_unreachable([self.place.first], time.monotonic() - patience.began, self._link.obstacle)
+                    text = say_unreachable([self.place.first], time.monotonic() - deadline.began, self._link.obstacle)
                     text += ". A standby has a copy of the first broker's folder of keys (--keys)"
                     raise HubUnreachable(text, self.place.first, self._link.refused)
                 raise HubUnreachable(
@@ -562,7 +523,7 @@ class Registration(NullListener):
         self.name = f"master {place.shard}/{place.masters}"
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
         self.peer = Peer(peer, self.name, claim=Claim(place.shard, address))
-        self._link = HubLink(
+        self._link = HubSession(
             lambda: DealerChannel.connect(
                 place.first,
                 peer=peer,
@@ -579,13 +540,13 @@ class Registration(NullListener):
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
-        patience = ConnectPatience(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
+        deadline = ConnectDeadline(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
         while self.peer.settings is None:
             if self.failure is not None:
                 raise self.failure
-            if patience.is_over(time.monotonic()):
+            if deadline.is_over(time.monotonic()):
                 if self._link.refused:
-                    text = say_unreachable([self.place.first], time.monotonic() - patience.began, self._link.obstacle)
+                    text = say_unreachable([self.place.first], time.monotonic() - deadline.began, self._link.obstacle)
                     text += ". All masters have a copy of the first one's folder of keys (--keys)"
                     raise HubUnreachable(text, self.place.first, self._link.refused)
                 raise HubUnreachable(

@@ -44,7 +44,7 @@ from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.connect import connect
 from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
-from zmqtrain.session.alone import Solitude
+from zmqtrain.session.hub_session import Solitude
 from zmqtrain.synchronous.lockstep import check_masters, open_gradients, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce

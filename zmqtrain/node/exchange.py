@@ -36,15 +36,15 @@ from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Quarantine, WorkRequest, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.events import NodeEvents
-from zmqtrain.session.listener import PeerLink
+from zmqtrain.session.hub_session import NullListener, PeerLink
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch", covariant=True)
 
 
-class PeerExchange(ABC):
-    """An `Exchange` over a `Peer`, and the `Listener` of its link: all but the threads, the time and the waiting.
+class PeerExchange(NullListener, ABC):
+    """An `Exchange` over a `Peer`, and the listener of its session: all but the threads, the time and the waiting.
 
     condition: makes what a thread waits on.  clock: see Exchange.  events: who is told what happens here, or None.
     """

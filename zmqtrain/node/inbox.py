@@ -19,8 +19,8 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Buffer, Update, Version
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.session.hub_session import MOST_SPOILED
 from zmqtrain.session.mailbox import Mailbox
-from zmqtrain.session.resuming import MOST_SPOILED
 
 DECODED, MOST_DECODED = 2, 16
 """So many updates wait decoded for the training thread, and up to so many if all of them are small."""

@@ -15,7 +15,7 @@ from zmqtrain.core.types import ModelSpec, PeerId, Update
 from zmqtrain.node.batches import UnitSource
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.session.alone import Solitude
+from zmqtrain.session.hub_session import Solitude
 
 
 class Line(Exchange, Protocol):

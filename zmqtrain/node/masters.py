@@ -23,7 +23,7 @@ from zmqtrain.node.batches import UnitSource
 from zmqtrain.node.line import Line
 from zmqtrain.node.lines import Lines
 from zmqtrain.protocol.messages import Roster
-from zmqtrain.session.alone import Solitude
+from zmqtrain.session.hub_session import Solitude
 
 Batch = TypeVar("Batch", covariant=True)
 

@@ -1,6 +1,6 @@
 """Be a node alive, as its training thread sees it: an Exchange that never makes it wait.
 
-Rule 1: three threads: the caller's trains, one speaks with the hub (`HubLink`), one codes and decodes; what they decide
+Rule 1: three threads: the caller trains, one talks to the hub (`HubSession`), one codes and decodes; what they decide
 is in `PeerExchange`.  Rule 2: whatever happens to the broker, offers are refused, training goes on, and the node comes
 back by itself.
 """
@@ -38,9 +38,8 @@ from zmqtrain.node.keeper import SavedNode
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Promote, Report, Roster, Snapshot, Stop
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.session.alone import Solitude
 from zmqtrain.session.events import NodeEvents
-from zmqtrain.session.link import HubLink
+from zmqtrain.session.hub_session import HubSession, Solitude
 from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.patience import REFUSED_SECONDS
 from zmqtrain.transport.address import say_addresses, say_unreachable
@@ -65,7 +64,7 @@ class Node(PeerExchange):
     order: of an operator, for who is at the address: to take over, or to end the run.
     """
 
-    _link: HubLink
+    _link: HubSession
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Node(PeerExchange):
         self._copies: list[tuple[Snapshot, list[Buffer]]] | None = None
         """What has come of the copy that was asked for; None: none was."""
         self._place = CoderPlace(codec_on, name)
-        self._link = HubLink(open_channel, self._peer, addresses[0], self, share)
+        self._link = HubSession(open_channel, self._peer, addresses[0], self, share)
         self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
         if keep is not None:
             self._keep_in(*keep)

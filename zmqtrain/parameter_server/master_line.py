@@ -31,7 +31,7 @@ from zmqtrain.protocol.failure_detector import BEAT_SECONDS, FailureDetector
 from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_message, encode_message, split
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Message, Refused, Welcome
-from zmqtrain.session.sender import Sender
+from zmqtrain.session.hub_session import Sender
 from zmqtrain.transport.reservation import Use
 
 TICK_SECONDS = 0.05

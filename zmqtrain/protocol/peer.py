@@ -372,6 +372,18 @@ class PeerBook:
         self._next_sequence = -1
 
     @property
+    def heartbeat_seconds(self) -> float:
+        """Seconds between heartbeats, once welcomed."""
+        assert self.settings is not None
+        return self.settings.heartbeat_seconds
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds of silence after which the hub is lost, once welcomed."""
+        assert self.settings is not None
+        return self.settings.lost_seconds
+
+    @property
     def state(self) -> PeerState:
         """Where this node stands with its hub."""
         return self._state
@@ -493,15 +505,14 @@ class Peer(PeerBook):
                 return []
             address = self._search.anew()
             return [*([] if address is None else [Connect(address)]), *self._hello(now)]
-        assert self.settings is not None
-        if late > self.settings.heartbeat_seconds:  # nobody listened here: what it said then waits to be heard
+        if late > self.heartbeat_seconds:  # nobody listened here: what it said then waits to be heard
             self._heard = min(now, self._heard + late)
         silent = now - self._heard
-        if silent > self.settings.lost_seconds:
+        if silent > self.lost_seconds:
             return self._lose_hub("lost", f"the broker has been silent for {silent:.1f} s", now, now)
         if now < self._beat_at:
             return []
-        self._beat_at = now + self.settings.heartbeat_seconds
+        self._beat_at = now + self.heartbeat_seconds
         return [Send(self._beat(now)), *self._resync_if_behind(now)]
 
     def stamp(self, counted: bool = True) -> Stamp:
@@ -622,9 +633,8 @@ class Peer(PeerBook):
 
     def _resync_if_behind(self, now: float) -> list[PeerEffect]:
         """Fetch what the hub dropped on its way here, where no later aggregate shows the gap."""
-        assert self.settings is not None
         known = self.roster.version if self.roster is not None and self.state is PeerState.LIVE else -1
-        return self._resync() if self._following.lags(known, self.settings.lost_seconds, now) else []
+        return self._resync() if self._following.lags(known, self.lost_seconds, now) else []
 
     def _hello(self, now: float) -> list[PeerEffect]:
         self._search.began(now)

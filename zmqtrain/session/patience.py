@@ -16,7 +16,7 @@ from zmqtrain.core.interfaces import Channel
 REFUSED_SECONDS = 3.0
 
 
-class Patience:
+class ConnectDeadline:
     """When to give up. now: the time at the beginning.  refused: whether the hub refuses this program now."""
 
     def __init__(self, seconds: float, now: float, refused: Callable[[], bool]) -> None:

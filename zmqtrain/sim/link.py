@@ -1,4 +1,4 @@
-"""Be a node's network thread in virtual time: a Peer on a wire, as `zmqtrain.session.link` is one on a channel.
+"""Be a node's network thread in virtual time: a Peer on a wire, as `zmqtrain.session.hub_session` is one on a channel.
 
 Rule 1: what comes is handed to a `Listener`, as there.  Rule 2: messages go over as they are, and are counted by the
 bytes that they would be; only time, and what a cut or a death loses, is modelled.
@@ -17,7 +17,7 @@ from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Aggregate, Credit, Message, Publish, Quarantine, Snapshot, WorkUnit
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.session.listener import Listener
+from zmqtrain.session.hub_session import NullListener
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.faults import flipped
 from zmqtrain.sim.hub import SimHub
@@ -37,7 +37,7 @@ class SimLink:
         hub: SimHub,
         wire: Wire,
         peer: Peer,
-        listener: Listener,
+        listener: NullListener,
         message_delay: Callable[[], float],
     ) -> None:
         self.wire, self.peer, self.listener = wire, peer, listener
