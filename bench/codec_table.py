@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.codecs.base import CODECS, STAGES
+from zmqtrain.codecs.base import CODECS, TRANSFORMS
 
 from codec_methods import EXCHANGING
 from federation import ExchangeSettings
@@ -129,7 +129,7 @@ def _panels(rows: Iterable[Line]) -> dict[str, list[Line]]:
 _TELLING = ("density", "keep", "rank")
 _DROPPED = {
     name: [argument for argument in factory().name.partition(":")[2].split(",") if not argument.startswith(_TELLING)]
-    for name, factory in (CODECS | STAGES).items()
+    for name, factory in (CODECS | TRANSFORMS).items()
 }
 """The default arguments of each member that a name leaves out: all but those that say how much is sent."""
 

@@ -31,10 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import DeltaCoder, Encoded, encode_snapshot
-from zmqtrain.averaging.slab_threads import SlabThreads
-from zmqtrain.averaging.sparse_round import SparseRound
-from zmqtrain.averaging.vectors import Vectors
+from zmqtrain.averaging.coder import DeltaCoder, Encoded, Vectors, encode_snapshot
+from zmqtrain.averaging.held_rounds import SlabThreads, SparseRound
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Offer, PeerId

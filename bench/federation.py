@@ -31,8 +31,7 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.core.specs import parse_spec
 from zmqtrain.strategies.aggregate import mean_over_live
-from zmqtrain.strategies.outer import FAMILIES as OUTER_FAMILIES
-from zmqtrain.strategies.outer import outer_from_spec
+from zmqtrain.strategies.outer import OUTER_OPTIMIZERS, outer_from_spec
 from zmqtrain.train.step import TrainState, describe_model
 
 from fragment_moves import Moves, compiled_moves, initial_state, spread, through_all
@@ -213,7 +212,7 @@ class Federation:
         self.anchor, self.hub = [jnp.array(flat) for flat in flats], [jnp.array(flat) for flat in flats]
         self.momentum = [jnp.zeros_like(flat) for flat in self.hub]
         self.exchanges = self.bytes_up = self.bytes_down = 0
-        family, arguments = parse_spec(settings.outer, OUTER_FAMILIES)
+        family, arguments = parse_spec(settings.outer, OUTER_OPTIMIZERS.defaults)
         if family not in ("sgd", "nesterov"):
             raise ValueError(f"outer={settings.outer!r}: here the hub steps by sgd or nesterov")
         self._outer = outer_from_spec(settings.outer)

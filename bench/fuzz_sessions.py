@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.averaging.delta import DENSE, encode_snapshot
-from zmqtrain.averaging.moments import encode_moments
+from zmqtrain.averaging.coder import DENSE, encode_snapshot
+from zmqtrain.averaging.snapshot import encode_optimizer_state
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import encode_payload
@@ -101,7 +101,7 @@ class _Says:
         asked = whos if self.settings.initial == "mean" else whos[1:] if self.settings.initial == "own" else whos[:1]
         for who in asked:
             frames = encode_snapshot(self.layout, self.layout.split(LEAVES))
-            moments = encode_moments([np.ones(20, np.float32)]) if self.settings.trains_apart else ()
+            moments = encode_optimizer_state([np.ones(20, np.float32)]) if self.settings.trains_apart else ()
             sizes = tuple(len(frame) for frame in (*frames, *moments))
             self.transfer(who, Snapshot(self.number(), 0, sizes, (), len(moments)), [*frames, *moments])
             self.wait()

@@ -326,7 +326,7 @@ def _resume(folder: Path) -> None:
 
 
 def _files() -> list[bytes]:
-    from zmqtrain.averaging.delta import encode_snapshot
+    from zmqtrain.averaging.coder import encode_snapshot
     from zmqtrain.broker.checkpoint import RunFolder
     from zmqtrain.codecs.fragment import Layout
 

@@ -32,8 +32,8 @@ from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import BLOCK_VALUES, Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_count, parse_rate
 from zmqtrain.core.settings import AUTO_FRAGMENTS, RunSettings
+from zmqtrain.core.specs import parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.planning.planning import Plan, Wish, make_plan
 from zmqtrain.sim.run import simulate

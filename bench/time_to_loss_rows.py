@@ -28,8 +28,8 @@ import numpy as np
 
 from zmqtrain import Program, RunSettings, load_program
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_count
 from zmqtrain.core.settings import read_steps
+from zmqtrain.core.specs import parse_count
 from zmqtrain.monitor.records import read_records
 from zmqtrain.planning.costs import exchange_costs, hub_threads
 from zmqtrain.planning.rules import canonical

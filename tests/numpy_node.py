@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from zmqtrain.averaging.delta import DeltaCoder, cut, encode_snapshot
+from zmqtrain.averaging.coder import DeltaCoder, cut, encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload
 from zmqtrain.core.types import Offer

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec, coding_from_spec
+from zmqtrain.codecs.base import CODECS, TRANSFORMS, WRAPPERS, codec_from_spec, coding_from_spec
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.specs import parse_spec
 
@@ -17,7 +17,7 @@ from codec_methods import METHODS
 from codec_table import markdown, read_runs, summarise
 
 PAGE = (Path(__file__).parents[1] / "docs" / "codecs.md").read_text()
-FAMILY = {**CODECS, **STAGES, **WRAPPERS}
+FAMILY = {**CODECS, **TRANSFORMS, **WRAPPERS}
 
 
 def described() -> dict[str, tuple[str, list[str]]]:
@@ -80,7 +80,7 @@ def test_every_codec_of_values_has_its_bits_and_its_error_on_the_page():
 
 
 def test_the_grammar_names_the_whole_family():
-    for rule, family in (("codec", CODECS), ("stage", STAGES), ("wrapper", WRAPPERS)):
+    for rule, family in (("codec", CODECS), ("transform", TRANSFORMS), ("wrapper", WRAPPERS)):
         (line,) = re.findall(rf'^{rule} += ("[^;\n]*)', PAGE, re.MULTILINE)
         assert re.findall(r'"([^"]+)"', line) == list(family)
 

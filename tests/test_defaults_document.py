@@ -10,7 +10,7 @@ import pytest
 
 from tests import settings_page
 from zmqtrain.broker.checkpoint import FREE_SETTINGS
-from zmqtrain.checkpoint.every import STRICT_VERSIONS, USUAL_SECONDS
+from zmqtrain.checkpoint.folder import STRICT_VERSIONS, USUAL_SECONDS
 from zmqtrain.cli.broker_settings import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node_settings import NodeConfig

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.fixed import fixed_run
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import cut, encode_snapshot
+from zmqtrain.averaging.coder import cut, encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import decode_payload, encode_payload

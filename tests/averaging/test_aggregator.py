@@ -20,7 +20,7 @@ from tests.averaging.aggregators import (
 )
 from tests.fixed import fixed_run
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import cut, decode_snapshot, encode_snapshot
+from zmqtrain.averaging.coder import cut, decode_snapshot, encode_snapshot
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.core.errors import CheckpointError, CodecError, ConfigError, ModelMismatch
 from zmqtrain.core.settings import FIRST, RunSettings

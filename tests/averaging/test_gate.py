@@ -7,7 +7,7 @@ import pytest
 
 from tests.averaging.aggregators import codecs_of, equal, founded, random_flats
 from zmqtrain.averaging import aggregator as aggregator_module
-from zmqtrain.averaging.delta import cut
+from zmqtrain.averaging.coder import cut
 from zmqtrain.averaging.gate import error_of, reason_of
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.protocol.effects import Contribution, Reduce

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.averaging.aggregators import codecs_of, founded, random_flats
-from zmqtrain.averaging.delta import cut
-from zmqtrain.averaging.meter import SAMPLED, DeltaMeter
+from zmqtrain.averaging.coder import cut
+from zmqtrain.averaging.held_rounds import SAMPLED, DeltaMeter
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish

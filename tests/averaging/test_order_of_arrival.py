@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.protocol.hubs import MODEL, live_hub, publish
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import cut, encode_snapshot
+from zmqtrain.averaging.coder import cut, encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.effects import Accumulate, Reduce

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.averaging import slab_threads, sparse_round
+from zmqtrain.averaging import held_rounds
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import cut, encode_snapshot
-from zmqtrain.averaging.slab_threads import LEAST_VALUES, SlabThreads
-from zmqtrain.averaging.sparse_round import SparseRound
+from zmqtrain.averaging.coder import cut, encode_snapshot
+from zmqtrain.averaging.held_rounds import LEAST_VALUES, SlabThreads, SparseRound
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import encode_payload
@@ -107,7 +106,7 @@ rounds = st.lists(
 @given(rounds=rounds, down=st.sampled_from(DOWN), outer=st.sampled_from(["sgd:rate=1", "sgd:rate=0.7", "nesterov"]))
 def test_any_rounds_have_the_bits_of_the_sum_in_memory(machine_code, threads, rounds, down, outer):
     fast.use(machine_code)
-    kept, sparse_round.PART_VALUES = sparse_round.PART_VALUES, 500
+    kept, held_rounds.PART_VALUES = held_rounds.PART_VALUES, 500
     try:
         pair = Pair(down, outer, threads, fragments=2)
         for contributions, live, (dense, plain) in rounds:
@@ -115,7 +114,7 @@ def test_any_rounds_have_the_bits_of_the_sum_in_memory(machine_code, threads, ro
                 pair.add(codec, fragment=fragment, scale=scale, too_stale=too_stale)
             pair.release(live, dense=dense, plain=plain)
     finally:
-        sparse_round.PART_VALUES = kept
+        held_rounds.PART_VALUES = kept
 
 
 def test_sparse_publishes_are_held_and_no_sum_is_made_in_memory():
@@ -216,15 +215,15 @@ def test_all_items_are_done_once_and_the_earliest_error_is_raised(threads):
 
 
 def test_a_large_fragment_is_shared_with_idle_cores_and_a_small_one_with_none(monkeypatch):
-    monkeypatch.setattr(slab_threads.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(held_rounds.os, "sched_getaffinity", lambda _: range(8), raising=False)
     for load, threads in [(0.3, 4), (1.2, 4), (6.0, 3), (7.4, 2), (8.0, 1), (30.0, 1)]:
-        monkeypatch.setattr(slab_threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr(held_rounds.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert [SlabThreads().count(values) for values in (LEAST_VALUES - 1, LEAST_VALUES)] == [1, threads]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_of_a_release_that_cannot_be_coded_nothing_is_published(monkeypatch, threads):
-    monkeypatch.setattr(sparse_round, "PART_VALUES", 1)
+    monkeypatch.setattr(held_rounds, "PART_VALUES", 1)
     pair = Pair("topk:density=0.1+sign;leaf5=int8", threads=threads)
     pair.add("topk:density=0.1+sign")
     before = pair.sparse.published[0].copy()

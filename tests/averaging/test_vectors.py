@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.averaging.vectors import ALIGNMENT_BYTES, IDLE_TAKES, SMALLEST_KEPT_BYTES, Vectors
+from zmqtrain.averaging.coder import ALIGNMENT_BYTES, IDLE_TAKES, SMALLEST_KEPT_BYTES, Vectors
 
 LARGE = SMALLEST_KEPT_BYTES // 4
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec
-from zmqtrain.codecs.chain import chain
-from zmqtrain.codecs.codec import SLAB_VALUES, Stage
+from zmqtrain.codecs.base import CODECS, TRANSFORMS, WRAPPERS, codec_from_spec
+from zmqtrain.codecs.codec import SLAB_VALUES, Transform, chain
 from zmqtrain.codecs.plain import bf16
 
 FILE = Path(__file__).parents[2] / "bench" / "codecs.py"
@@ -79,7 +78,7 @@ def test_every_default_is_a_codec_and_every_bar_is_tried_by_default(bench):
     names = [codec_from_spec(spec).name for spec in bench.SPECS]
     assert len(set(names)) == len(names)
     members = {member.partition(":")[0] for name in names for member in name.split("+")}
-    assert members == {*CODECS, *STAGES, *WRAPPERS} and any("fragments=" in name for name in names)
+    assert members == {*CODECS, *TRANSFORMS, *WRAPPERS} and any("fragments=" in name for name in names)
     assert {bar.codec for bar in bench.BARS} <= set(names)
     assert {bar.path for bar in bench.BARS} <= set(bench.PATHS)
 
@@ -109,8 +108,8 @@ def test_a_bar_is_tried_on_the_largest_array(bench):
 
 
 def test_bits_of_an_index_are_counted_from_the_layouts(bench):
-    """A stage that keeps every eighth value and spends one byte on each."""
-    stage = Stage(
+    """A transform that keeps every eighth value and spends one byte on each."""
+    transform = Transform(
         name="eighth",
         init=lambda n: (),
         passes=lambda n: -(-n // 8),
@@ -120,7 +119,7 @@ def test_bits_of_an_index_are_counted_from_the_layouts(bench):
         check=lambda buffers, n: None,
         backward_into=lambda buffers, values, out, add: None,
     )
-    assert bench.index_bits(chain(stage, bf16())) == 8
+    assert bench.index_bits(chain(transform, bf16())) == 8
     assert bench.index_bits(bf16()) is None
     assert bench.index_bits(codec_from_spec("feedback+int8")) is None
 

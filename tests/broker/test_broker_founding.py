@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.broker.wires import LEAVES, MODEL, lived
-from zmqtrain.averaging.delta import encode_snapshot
-from zmqtrain.averaging.moments import encode_moments
+from zmqtrain.averaging.coder import encode_snapshot
+from zmqtrain.averaging.snapshot import encode_optimizer_state
 from zmqtrain.protocol.messages import Fetch, Goodbye, Hello, Refused, Snapshot, model_to_wire
 
 
@@ -32,7 +32,7 @@ def test_the_founders_optimizer_state_goes_to_the_nodes_of_the_founding_and_to_n
         wants(peers, "a#1", 2.0)
         wants(peers, "b#1", 1.0)
         await peers.until(lambda: peers.wire.asked("b#1"))
-        give(peers, "b#1", moments=encode_moments([np.ones(20, np.float32)]))
+        give(peers, "b#1", moments=encode_optimizer_state([np.ones(20, np.float32)]))
         await peers.until(lambda: len(snapshots(peers)) == 2)
         assert (snapshots(peers)["a#1"].moments, snapshots(peers)["b#1"].sizes) == (1, ())
         assert len(peers.broker.versions.moments) == 1
@@ -48,9 +48,9 @@ def test_the_founders_optimizer_state_goes_to_the_nodes_of_the_founding_and_to_n
 @pytest.mark.parametrize("wrong", ["many", "all", "unasked", "infinite"])
 def test_an_optimizer_state_that_cannot_be_right_costs_its_node_its_place_and_the_next_best_founds(wrong):
     state = {
-        "many": encode_moments([np.ones(100_000, np.float32)]),
-        "infinite": [bytes(encode_moments([np.ones(4, np.float32)])[0][:-4]) + b"\x00\x00\x80\x7f"],
-    }.get(wrong, encode_moments([np.ones(4, np.float32)]))
+        "many": encode_optimizer_state([np.ones(100_000, np.float32)]),
+        "infinite": [bytes(encode_optimizer_state([np.ones(4, np.float32)])[0][:-4]) + b"\x00\x00\x80\x7f"],
+    }.get(wrong, encode_optimizer_state([np.ones(4, np.float32)]))
 
     async def story(peers):
         wants(peers, "a#1", 1.0)
@@ -73,7 +73,7 @@ def test_one_of_a_population_is_lent_what_another_gave():
         wants(peers, "a#1", 1.0)
         wants(peers, "b#1", 2.0)
         await peers.until(lambda: peers.wire.asked("a#1"))
-        give(peers, "a#1", moments=encode_moments([np.ones(20, np.float32)]))
+        give(peers, "a#1", moments=encode_optimizer_state([np.ones(20, np.float32)]))
         await peers.until(lambda: "b#1" in snapshots(peers))
         lent = snapshots(peers)["b#1"]
         assert (lent.version, lent.moments, lent.reset) == (-1, 1, True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.broker.wires import MODEL, lived
 from tests.protocol.said import EXAMPLES
-from zmqtrain.averaging.delta import DENSE
+from zmqtrain.averaging.coder import DENSE
 from zmqtrain.broker import broker as receiver
 from zmqtrain.core.types import Lane
 from zmqtrain.protocol import limits

@@ -7,9 +7,9 @@ import pytest
 
 from tests.fixed import fixed_run
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import encode_snapshot
+from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker.checkpoint import Keeper, RunFolder, read_history
-from zmqtrain.checkpoint.every import Every
+from zmqtrain.checkpoint.folder import Every
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Contribution, Reduce

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from tests.fixed import fixed_run
 from zmqtrain.averaging import aggregator as aggregator_module
 from zmqtrain.averaging.aggregator import Aggregator, Released
-from zmqtrain.averaging.delta import encode_snapshot
+from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker import checkpoint as keeper_module
 from zmqtrain.broker.checkpoint import Keeper, RunFolder, RunFolders, new_run
 from zmqtrain.checkpoint import background_writer, files
-from zmqtrain.checkpoint.every import Every
+from zmqtrain.checkpoint.folder import Every
 from zmqtrain.checkpoint.model_files import read_model
 from zmqtrain.core.errors import CheckpointError, ZmqTrainError
 from zmqtrain.core.types import LeafSpec

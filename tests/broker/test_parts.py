@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.fixed import fixed_run
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import encode_snapshot
+from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.broker.checkpoint import export_part, merge_parts, part_file
 from zmqtrain.checkpoint.files import write_arrays
 from zmqtrain.checkpoint.model_files import ModelFacts, read_model

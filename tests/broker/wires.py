@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.fixed import fixed_run
 from tests.stories import WAIT, lived_through
-from zmqtrain.averaging.delta import DENSE, DeltaCoder, encode_snapshot
+from zmqtrain.averaging.coder import DENSE, DeltaCoder, encode_snapshot
 from zmqtrain.broker.broker import Broker
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.protocol.framing import decode_message, encode_message, split

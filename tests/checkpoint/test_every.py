@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.checkpoint.every import Every, every_from_text
+from zmqtrain.checkpoint.folder import Every, every_from_text
 from zmqtrain.core.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from zmqtrain.checkpoint import files, journal
+from zmqtrain.checkpoint import files
 from zmqtrain.checkpoint.files import describe_difference, read_arrays, write_arrays
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError
@@ -219,7 +219,7 @@ def test_a_record_for_which_there_was_no_room_is_taken_back_and_can_be_tried_aga
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(journal.os, "write", nearly_full)
+        full.setattr(files.os, "write", nearly_full)
         with pytest.raises(CheckpointError, match=r"cannot write the journal .*No space left"):
             folder.append(b"record 2")
     assert list(folder.records()) == [b"record 1"]
@@ -230,7 +230,7 @@ def test_a_record_for_which_there_was_no_room_is_taken_back_and_can_be_tried_aga
 def test_a_journal_that_cannot_be_begun_leaves_the_one_before_as_it_was(folder, monkeypatch):
     keep_journal(folder, 1)
     with monkeypatch.context() as full:
-        full.setattr(journal, "sync_folder", lambda path: os.close(os.open(path / "none", os.O_RDONLY)))
+        full.setattr(files, "sync_folder", lambda path: os.close(os.open(path / "none", os.O_RDONLY)))
         with pytest.raises(CheckpointError, match="cannot write to"):
             folder.begin_journal(5)
     folder.append(b"record 2")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec
+from zmqtrain.codecs.base import CODECS, TRANSFORMS, WRAPPERS, codec_from_spec
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import SIZES, raw, slabs
@@ -320,7 +320,7 @@ def test_names_are_canonical_and_name_the_same_codec():
 
 def test_every_member_of_the_family_is_held_to_these_laws():
     names = {member.partition(":")[0] for spec in SPECS for member in spec.split("+")}
-    assert names == {*CODECS, *STAGES, *WRAPPERS}
+    assert names == {*CODECS, *TRANSFORMS, *WRAPPERS}
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_every_member_of_the_family_is_held_to_these_laws():
         ("int8+ternary", "'int8' is a codec, and stands last"),
         ("topq+int8", "no .topq.; a codec is one of"),
         ("topk:density=2+int8", "density=2"),
-        ("dct+feedback+int8", "stands before stages"),
+        ("dct+feedback+int8", "stands before transforms"),
         ("+".join(["dct"] * 9 + ["int8"]), "at most 8"),
         ("ternary:fragments=0", "fragments=0"),
         ("ternary:", "ternary takes block=128"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from zmqtrain.codecs import dct as module
-from zmqtrain.codecs.chain import chain
+from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.dct import BLOCKS, dct
 from zmqtrain.codecs.plain import float32
 from zmqtrain.codecs.quantize import int8
@@ -29,11 +29,11 @@ every_block = pytest.mark.parametrize("block", BLOCKS)
 @cache
 def in_jax(block):
     """Turn each row of a stack, and turn it back: one function to compile."""
-    stage = dct(block)
+    transform = dct(block)
 
     def both(x):
-        _, values, _ = stage.forward(x, ())
-        return values, stage.backward((), values, x.shape[0])
+        _, values, _ = transform.forward(x, ())
+        return values, transform.backward((), values, x.shape[0])
 
     return jax.jit(jax.vmap(both))
 
@@ -72,21 +72,21 @@ def jitted_chain():
 @example(x=np.full(601, LARGEST, np.float32))
 @example(x=np.array([2.0**-100] + 600 * [1e-40], np.float32))
 def test_numpy_and_jitted_jax_give_each_of_stacked_slabs_the_same_bits_both_ways(block, x):
-    stage, rows = dct(block), np.stack([x, -x[::-1]])
+    transform, rows = dct(block), np.stack([x, -x[::-1]])
     theirs, back = in_jax(block)(rows)
     for row, wanted in enumerate(rows):
-        own, ours, state = stage.forward(wanted, stage.init(x.size))
-        assert (own, state) == ((), ()) and ours.shape == (stage.passes(x.size),)
+        own, ours, state = transform.forward(wanted, transform.init(x.size))
+        assert (own, state) == ((), ()) and ours.shape == (transform.passes(x.size),)
         assert ours.dtype == theirs.dtype == np.float32
         assert raw(ours) == raw(theirs[row])
-        assert raw(stage.backward((), ours, x.size)) == raw(back[row])
+        assert raw(transform.backward((), ours, x.size)) == raw(back[row])
 
 
 def test_eager_jax_gives_the_same_bits():
-    stage, x = dct(64), np.random.default_rng(0).standard_normal(150).astype(np.float32)
-    ours, theirs = stage.forward(x, ())[1], stage.forward(jnp.asarray(x), ())[1]
+    transform, x = dct(64), np.random.default_rng(0).standard_normal(150).astype(np.float32)
+    ours, theirs = transform.forward(x, ())[1], transform.forward(jnp.asarray(x), ())[1]
     assert raw(ours) == raw(theirs)
-    assert raw(stage.backward((), ours, 150)) == raw(stage.backward((), theirs, 150))
+    assert raw(transform.backward((), ours, 150)) == raw(transform.backward((), theirs, 150))
 
 
 @every_block
@@ -94,8 +94,8 @@ def test_eager_jax_gives_the_same_bits():
 @given(x=slabs(SIZES))
 def test_a_block_comes_back_to_within_its_stated_error(block, x):
     x = np.where(np.abs(x) < 2.0**124, x, 0).astype(np.float32)
-    stage = dct(block)
-    back = stage.backward((), stage.forward(x, ())[1], x.size)
+    transform = dct(block)
+    back = transform.backward((), transform.forward(x, ())[1], x.size)
     before, error = norms(x.astype(np.float64), block), norms(x - back.astype(np.float64), block)
     largest = np.array([np.abs(x[i : i + block]).max() for i in range(0, x.size, block)])
     assert (error <= np.where(largest < 2.0**-100 * block**0.5, 1.0, 0.009) * before).all()
@@ -136,21 +136,21 @@ def test_a_smooth_block_has_its_length_in_a_few_coefficients():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_is_over_the_largest_float_becomes_it_both_ways(sign):
-    stage = dct(64)
+    transform = dct(64)
     huge = np.full(64, sign * LARGEST, np.float32)
-    values = stage.forward(huge, ())[1]
+    values = transform.forward(huge, ())[1]
     assert values[0] == sign * LARGEST
     for given_values in (values, huge):
-        assert np.isfinite(stage.backward((), given_values, 64)).all()
-    assert np.isfinite(stage.forward(LARGEST * (sign / 181 * module._cosines(64)[5]), ())[1]).all()
+        assert np.isfinite(transform.backward((), given_values, 64)).all()
+    assert np.isfinite(transform.forward(LARGEST * (sign / 181 * module._cosines(64)[5]), ())[1]).all()
 
 
 def test_zeros_and_blocks_under_the_smallest_magnitude_become_zeros():
-    stage = dct(8)
+    transform = dct(8)
     for value in (0.0, -0.0, 1e-45, 1.999 * 2.0**-101):
-        assert not stage.forward(np.full(33, value, np.float32), ())[1].any()
-        assert not stage.backward((), np.full(40, value, np.float32), 33).any()
-    assert stage.forward(np.full(33, 2.0**-100, np.float32), ())[1].any()
+        assert not transform.forward(np.full(33, value, np.float32), ())[1].any()
+        assert not transform.backward((), np.full(40, value, np.float32), 33).any()
+    assert transform.forward(np.full(33, 2.0**-100, np.float32), ())[1].any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -171,28 +171,28 @@ def test_only_flat_float32_is_transformed(wrong):
 
 
 def test_a_strided_view_is_transformed_like_its_copy_and_a_long_slab_like_its_pieces():
-    stage = dct(128)
+    transform = dct(128)
     x = np.random.default_rng(0).standard_normal(300_002).astype(np.float32)[::2]
-    values = stage.forward(x, ())[1]
-    assert raw(values) == raw(stage.forward(x.copy(), ())[1]) == raw(in_jax(128)(x[None])[0])
-    assert raw(stage.forward(x[: 128 * 600], ())[1]) == raw(values[: 128 * 600])
+    values = transform.forward(x, ())[1]
+    assert raw(values) == raw(transform.forward(x.copy(), ())[1]) == raw(in_jax(128)(x[None])[0])
+    assert raw(transform.forward(x[: 128 * 600], ())[1]) == raw(values[: 128 * 600])
 
 
 def test_buffers_or_values_that_are_not_the_stage_s_are_refused_and_nothing_is_written():
-    stage, out = dct(64), np.full(65, 7, np.float32)
+    transform, out = dct(64), np.full(65, 7, np.float32)
     with pytest.raises(CodecError, match="dct:block=64 has 0 buffers"):
-        stage.check([b""], 65)
+        transform.check([b""], 65)
     for buffers, values in (
         ([b""], np.ones(128, np.float32)),
         ([], np.ones(65, np.float32)),
         ([], np.ones(128, np.float64)),
     ):
         with pytest.raises(CodecError):
-            stage.backward(buffers, values, 65)
+            transform.backward(buffers, values, 65)
         with pytest.raises(CodecError):
-            stage.backward_into(buffers, values, out, True)
+            transform.backward_into(buffers, values, out, True)
     assert (out == 7).all()
-    stage.check([], 65)
+    transform.check([], 65)
 
 
 @settings(max_examples=30)

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.codecs.codec import Codec, read_buffers
-from zmqtrain.codecs.feedback import error_feedback, momentum_correction
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.codecs.rotate import fragment
 from zmqtrain.codecs.ternary import ternary
+from zmqtrain.codecs.wrappers import error_feedback, fragment, momentum_correction
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 LARGEST = np.finfo(np.float32).max

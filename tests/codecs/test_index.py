@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.index import check_places, index_form, pack_places, unpack_places
+from zmqtrain.codecs.sparsify import check_places, index_form, pack_places, unpack_places
 from zmqtrain.core.errors import CodecError
 
 SHAPES = [

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zmqtrain.codecs.base import CODECS, STAGES, WRAPPERS, codec_from_spec
-from zmqtrain.codecs.feedback import error_feedback
+from zmqtrain.codecs.base import CODECS, TRANSFORMS, WRAPPERS, codec_from_spec
+from zmqtrain.codecs.wrappers import error_feedback
 from zmqtrain.core.errors import CodecError
 
 from slabs import raw
 
-SPECS = [*CODECS, *(f"{stage}+int8" for stage in STAGES), *(f"{wrapper}+int8" for wrapper in WRAPPERS)]
+SPECS = [*CODECS, *(f"{transform}+int8" for transform in TRANSFORMS), *(f"{wrapper}+int8" for wrapper in WRAPPERS)]
 SPECS += ["ternary:fragments=4"]
 """Every member of the family, by its defaults."""
 MANY_ROUNDS = ["bf16", "int8", "int2", "ternary", "sign", "lowrank:rank=1", "topk:density=0.05+int4", "blocktopk+bf16"]

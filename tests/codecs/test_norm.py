@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from zmqtrain.codecs.base import codec_from_spec
-from zmqtrain.codecs.norm import payload_norm
-from zmqtrain.codecs.payload import decode_payload, encode_payload
+from zmqtrain.codecs.payload import decode_payload, encode_payload, payload_norm
 
 SPECS = [
     "float32",

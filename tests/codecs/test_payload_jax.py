@@ -13,14 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.base import CODECS, STAGES, codec_from_spec
+from zmqtrain.codecs.base import CODECS, TRANSFORMS, codec_from_spec
 from zmqtrain.codecs.codec import Codec
 from zmqtrain.codecs.payload import decode_payload, encode_payload, initial_states, payload_size
 from zmqtrain.codecs.payload_jax import DeviceCoder
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
-SPECS = [*CODECS, *(f"{stage}+int8" for stage in STAGES)]
+SPECS = [*CODECS, *(f"{transform}+int8" for transform in TRANSFORMS)]
 """Every member of the family, by its defaults."""
 SLAB_VALUES = 2048
 """Small slabs, so that there are many in little."""

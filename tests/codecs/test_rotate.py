@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.chain import chain
-from zmqtrain.codecs.feedback import error_feedback
+from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.codecs.rotate import fragment, fragment_stage
 from zmqtrain.codecs.ternary import ternary
+from zmqtrain.codecs.wrappers import error_feedback, fragment, fragment_transform
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 LARGEST = np.finfo(np.float32).max
@@ -105,9 +104,9 @@ def test_every_value_has_its_turn_once_and_sizes_do_not_depend_on_the_turn(size,
 
 
 def test_a_part_is_every_nth_block_of_whole_blocks():
-    stage, x = fragment_stage(8), np.arange(65_536, dtype=np.float32)
-    (part,), values, following = stage.forward(x, at(3))
-    assert (int(part[0]), int(following[0]), stage.passes(x.size)) == (3, 4, 8192)
+    transform, x = fragment_transform(8), np.arange(65_536, dtype=np.float32)
+    (part,), values, following = transform.forward(x, at(3))
+    assert (int(part[0]), int(following[0]), transform.passes(x.size)) == (3, 4, 8192)
     assert raw(values) == raw([x.reshape(16, 4096)[[3, 11]]])
 
 
@@ -222,8 +221,8 @@ def test_under_error_feedback_each_part_brings_what_the_others_turns_left():
 def test_names_are_the_codecs_with_one_more_argument():
     assert fragment(ternary(), 8).name == "ternary:block=128,fragments=8"
     assert fragment(bf16(), 8).name == "bf16:fragments=8"
-    assert fragment(chain(fragment_stage(2), bf16()), 8).name == "fragment:fragments=2+bf16:fragments=8"
-    assert fragment_stage(3).name == "fragment:fragments=3"
+    assert fragment(chain(fragment_transform(2), bf16()), 8).name == "fragment:fragments=2+bf16:fragments=8"
+    assert fragment_transform(3).name == "fragment:fragments=3"
 
 
 @pytest.mark.parametrize("fragments", [0, -1, 4097])

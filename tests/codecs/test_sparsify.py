@@ -11,24 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.codecs.chain import chain
+from zmqtrain.codecs.codec import chain
 from zmqtrain.codecs.dct import dct
-from zmqtrain.codecs.index import pack_places
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int8
-from zmqtrain.codecs.sparsify import blocktopk, magnitude_keys, randomk
-from zmqtrain.codecs.topk import topk
+from zmqtrain.codecs.sparsify import blocktopk, magnitude_keys, pack_places, randomk, topk
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 
 from slabs import slabs
 
 SIZES = [1, 5, 7, 128, 257, 600]
 LARGEST = np.finfo(np.float32).max
-STAGES = {
-    stage.name: stage
-    for stage in (topk(0.01), topk(0.2), topk(0.6), topk(1), randomk(0.01), randomk(0.3), blocktopk(2), blocktopk(32))
+TRANSFORMS = {
+    transform.name: transform
+    for transform in (
+        topk(0.01),
+        topk(0.2),
+        topk(0.6),
+        topk(1),
+        randomk(0.01),
+        randomk(0.3),
+        blocktopk(2),
+        blocktopk(32),
+    )
 }
-LARGEST_FIRST = [name for name in STAGES if not name.startswith("randomk")]
+LARGEST_FIRST = [name for name in TRANSFORMS if not name.startswith("randomk")]
 CHAINS = {
     codec.name: codec
     for codec in (
@@ -39,22 +46,22 @@ CHAINS = {
     )
 }
 
-every_stage = pytest.mark.parametrize("name", STAGES)
+every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 every_chain = pytest.mark.parametrize("name", CHAINS)
 
 
-COMPILED = [(name, 600) for name in STAGES]
-COMPILED += [(stage.name, size) for stage in (topk(0.2), randomk(0.3), blocktopk(2)) for size in (1, 7)]
+COMPILED = [(name, 600) for name in TRANSFORMS]
+COMPILED += [(transform.name, size) for transform in (topk(0.2), randomk(0.3), blocktopk(2)) for size in (1, 7)]
 
 
 @cache
 def jitted_rows(name, count):
     """Forward and backward of each row of a stack, one function to compile: (buffers, values, state), decoded."""
-    stage = STAGES[name]
+    transform = TRANSFORMS[name]
 
     def both(x, state):
-        buffers, values, state = stage.forward(x, state)
-        return (buffers, values, state), stage.backward(buffers, values, count)
+        buffers, values, state = transform.forward(x, state)
+        return (buffers, values, state), transform.backward(buffers, values, count)
 
     return jax.jit(jax.vmap(both, in_axes=(0, None)))
 
@@ -68,9 +75,9 @@ def raw(*arrays):
     return [np.asarray(array).tobytes() for array in arrays]
 
 
-def places_of(stage, buffers, count):
-    """Where a stage writes: its backward of ones."""
-    return np.flatnonzero(stage.backward(buffers, np.ones(stage.passes(count), np.float32), count))
+def places_of(transform, buffers, count):
+    """Where a transform writes: its backward of ones."""
+    return np.flatnonzero(transform.backward(buffers, np.ones(transform.passes(count), np.float32), count))
 
 
 @pytest.mark.parametrize(("name", "size"), COMPILED)
@@ -78,19 +85,19 @@ def places_of(stage, buffers, count):
 @given(data=st.data())
 def test_numpy_and_jitted_jax_keep_the_same_places_and_values_of_each_of_stacked_slabs(name, size, data):
     alike = [np.full(size, value, np.float32) for value in (-LARGEST, 0, 1e-45)]
-    stage, x = STAGES[name], data.draw(slabs([size]) | st.sampled_from(alike))
+    transform, x = TRANSFORMS[name], data.draw(slabs([size]) | st.sampled_from(alike))
     rows = np.stack([x, -x[::-1]])
-    (buffers, all_values, states), decoded = jitted_rows(name, size)(rows, stage.init(size))
+    (buffers, all_values, states), decoded = jitted_rows(name, size)(rows, transform.init(size))
     for row, wanted in enumerate(rows):
-        ours, values, state = stage.forward(wanted, stage.init(size))
+        ours, values, state = transform.forward(wanted, transform.init(size))
         assert raw(*ours, values) == raw(*(buffer[row] for buffer in buffers), all_values[row])
         assert raw(*jax.tree.leaves(state)) == raw(*(leaf[row] for leaf in jax.tree.leaves(states)))
-        assert tuple((buffer.dtype, buffer.size) for buffer in ours) == stage.layout(size)
-        assert values.dtype == np.float32 and values.size == stage.passes(size)
-        stage.check(raw(*ours), size)
-        back = stage.backward(raw(*ours), values, size)
+        assert tuple((buffer.dtype, buffer.size) for buffer in ours) == transform.layout(size)
+        assert values.dtype == np.float32 and values.size == transform.passes(size)
+        transform.check(raw(*ours), size)
+        back = transform.backward(raw(*ours), values, size)
         assert raw(back) == raw(decoded[row])
-        places = places_of(stage, ours, size)
+        places = places_of(transform, ours, size)
         assert places.size == values.size and raw(back[places], values) == raw(wanted[places], wanted[places])
 
 
@@ -98,26 +105,26 @@ def test_numpy_and_jitted_jax_keep_the_same_places_and_values_of_each_of_stacked
 @settings(max_examples=40)
 @given(x=slabs(SIZES))
 def test_the_largest_are_kept_and_of_equal_keys_the_first(name, x):
-    stage = STAGES[name]
+    transform = TRANSFORMS[name]
     block = 256 if name.startswith("blocktopk") else x.size
     expected = []
     for start in range(0, x.size, block):
         keys = magnitude_keys(x[start : start + block])
-        keep = min(32 if "32" in name else 2, keys.size) if block == 256 else stage.passes(x.size)
+        keep = min(32 if "32" in name else 2, keys.size) if block == 256 else transform.passes(x.size)
         expected += sorted(start + np.argsort(-keys, kind="stable")[:keep])
-    buffers, _, _ = stage.forward(x, ())
-    np.testing.assert_array_equal(places_of(stage, buffers, x.size), expected)
+    buffers, _, _ = transform.forward(x, ())
+    np.testing.assert_array_equal(places_of(transform, buffers, x.size), expected)
 
 
 @pytest.mark.parametrize("name", LARGEST_FIRST)
 @settings(max_examples=40)
 @given(x=slabs(SIZES))
 def test_what_is_dropped_is_within_the_stated_bound_and_always_less_than_all(name, x):
-    stage = STAGES[name]
+    transform = TRANSFORMS[name]
     block = 256 if name.startswith("blocktopk") else x.size
-    buffers, _, _ = stage.forward(x, ())
+    buffers, _, _ = transform.forward(x, ())
     kept = np.zeros(x.size, bool)
-    kept[places_of(stage, buffers, x.size)] = True
+    kept[places_of(transform, buffers, x.size)] = True
     for start in range(0, x.size, block):
         magnitudes, here = np.abs(x[start : start + block].astype(np.float64)), kept[start : start + block]
         smallest, dropped = magnitudes[here].min(), magnitudes[~here]
@@ -136,12 +143,12 @@ def test_how_many_are_kept_is_exact_in_the_decimals_of_the_density(maker, densit
 
 
 def test_any_guess_left_by_other_slabs_finds_the_same_values():
-    """One stage, one thread: slabs that share nothing in scale, sparsity or length, each like alone and like jax."""
-    stage, forward = topk(0.01), jitted_forward()
+    """One transform, one thread: slabs of unlike scale, sparsity and length, each like alone and like jax."""
+    transform, forward = topk(0.01), jitted_forward()
     rng = np.random.default_rng(4)
-    normal = rng.standard_normal(stage.slab).astype(np.float32)
-    few = np.where(rng.random(stage.slab) < 0.002, normal, np.float32(0))
-    ramp = np.arange(stage.slab) % 511  # the sample meets the large ones only
+    normal = rng.standard_normal(transform.slab).astype(np.float32)
+    few = np.where(rng.random(transform.slab) < 0.002, normal, np.float32(0))
+    ramp = np.arange(transform.slab) % 511  # the sample meets the large ones only
     striped = np.where(ramp < 8, normal * 100, normal)
     unmet = np.where(ramp == 300, normal * 100, normal)  # and here none of them
     for x in (
@@ -160,19 +167,19 @@ def test_any_guess_left_by_other_slabs_finds_the_same_values():
         normal[::3],
         np.round(normal * 40) / 8,
     ):
-        buffers, values, _ = stage.forward(x, ())
-        theirs, their_values, _ = (forward if x.size == stage.slab else topk(0.01).forward)(x, ())
+        buffers, values, _ = transform.forward(x, ())
+        theirs, their_values, _ = (forward if x.size == transform.slab else topk(0.01).forward)(x, ())
         assert raw(*buffers, values) == raw(*theirs, their_values)
 
 
 @pytest.mark.parametrize("maker", [topk, randomk])
 def test_a_whole_slab_of_any_density_is_the_same_from_numpy_and_from_jax(maker):
     for density in (0.05, 1.0):
-        stage = maker(density)
-        x = np.random.default_rng(5).laplace(size=stage.slab).astype(np.float32)
-        ours, theirs = (encode(x, stage.init(x.size)) for encode in (stage.forward, jax.jit(stage.forward)))
+        transform = maker(density)
+        x = np.random.default_rng(5).laplace(size=transform.slab).astype(np.float32)
+        ours, theirs = (encode(x, transform.init(x.size)) for encode in (transform.forward, jax.jit(transform.forward)))
         assert raw(*ours[0], ours[1]) == raw(*theirs[0], theirs[1])
-        places = places_of(stage, ours[0], x.size)
+        places = places_of(transform, ours[0], x.size)
         np.testing.assert_array_equal(x[places], ours[1])
 
 
@@ -191,21 +198,21 @@ def test_what_a_stage_passes_on_fits_in_the_slab_of_the_codec_and_what_is_sent_i
     assert chain(dct(64), topk(0.01), int8()).slab == chain(randomk(0.01), int8()).slab == 65_536
     wide = float32()._replace(slab=1 << 20)
     assert chain(topk(1), wide).slab == 131_072
-    for stage in (topk(1), topk(0.3), topk(0.01), dct(64)):
+    for transform in (topk(1), topk(0.3), topk(0.01), dct(64)):
         for codec in (float32(), wide, int8()):
-            joined = chain(stage, codec)
-            assert stage.passes(joined.slab) <= codec.slab
+            joined = chain(transform, codec)
+            assert transform.passes(joined.slab) <= codec.slab
             assert sum(np.dtype(dtype).itemsize * count for dtype, count in joined.layout(joined.slab)) <= 900_000
     odd = int8()._replace(slab=1)  # a codec that takes one value at a time
     assert chain(topk(0.5), odd).slab == 2
 
 
 def test_randomk_draws_one_place_of_each_stretch_and_anew_each_time():
-    stage, count = randomk(0.1), 1003
-    kept, state, hits = stage.passes(count), stage.init(count), np.zeros(count)
+    transform, count = randomk(0.1), 1003
+    kept, state, hits = transform.passes(count), transform.init(count), np.zeros(count)
     x = np.arange(1, count + 1, dtype=np.float32)
     for expected in range(2000):
-        (counter,), values, state = stage.forward(x, state)
+        (counter,), values, state = transform.forward(x, state)
         assert counter.tolist() == [expected] and state.tolist() == [expected + 1]
         places = (values - 1).astype(int)
         hits[places] += 1
@@ -213,41 +220,41 @@ def test_randomk_draws_one_place_of_each_stretch_and_anew_each_time():
     lengths = np.diff(np.arange(kept + 1) * count // kept)
     share = hits / 2000 * np.repeat(lengths, lengths)
     assert share.min() > 0.7 and share.max() < 1.3 and abs(share.mean() - 1) < 0.01
-    last = stage.forward(x, np.array([2**32 - 1], np.uint32))
+    last = transform.forward(x, np.array([2**32 - 1], np.uint32))
     assert last[0][0].tolist() == [2**32 - 1] and last[2].tolist() == [0]
 
 
-@every_stage
+@every_transform
 @pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
 def test_a_delta_that_is_not_finite_is_refused_wherever_it_is(name, bits):
     for position in (0, 299, 300, 601):
         x = np.ones(602, np.float32)
         x.view(np.uint32)[position] = bits
         with pytest.raises(NonFiniteDelta, match="602 values"):
-            STAGES[name].forward(x, STAGES[name].init(602))
+            TRANSFORMS[name].forward(x, TRANSFORMS[name].init(602))
 
 
-@every_stage
+@every_transform
 @pytest.mark.parametrize(
     "wrong", [np.ones(5, np.int32), np.ones(5, np.float64), np.ones((2, 3), np.float32), np.ones(0, np.float32), [1.0]]
 )
 def test_only_flat_float32_is_taken(name, wrong):
     with pytest.raises(CodecError, match=r"float32\[n\]"):
-        STAGES[name].forward(wrong, ())
+        TRANSFORMS[name].forward(wrong, ())
 
 
-@every_stage
+@every_transform
 def test_more_than_a_slab_is_refused(name):
-    stage = STAGES[name]
-    with pytest.raises(CodecError, match=f"takes 1 to {stage.slab} values"):
-        stage.forward(np.ones(stage.slab + 1, np.float32), stage.init(1))
-    assert stage.slab == (262_144 if name.startswith("topk") else 65_536)
+    transform = TRANSFORMS[name]
+    with pytest.raises(CodecError, match=f"takes 1 to {transform.slab} values"):
+        transform.forward(np.ones(transform.slab + 1, np.float32), transform.init(1))
+    assert transform.slab == (262_144 if name.startswith("topk") else 65_536)
 
 
-@every_stage
+@every_transform
 def test_a_strided_view_is_treated_like_its_copy(name):
-    stage, x = STAGES[name], np.random.default_rng(0).standard_normal(1400).astype(np.float32)[::2]
-    ours, copied = (stage.forward(slab, stage.init(700)) for slab in (x, x.copy()))
+    transform, x = TRANSFORMS[name], np.random.default_rng(0).standard_normal(1400).astype(np.float32)[::2]
+    ours, copied = (transform.forward(slab, transform.init(700)) for slab in (x, x.copy()))
     assert raw(*ours[0], ours[1]) == raw(*copied[0], copied[1])
 
 
@@ -280,38 +287,38 @@ def test_buffers_of_wrong_number_or_length_are_refused_and_nothing_is_written(na
         assert (out == 7).all()
 
 
-@every_stage
+@every_transform
 @settings(max_examples=60)
 @given(data=st.data())
 def test_what_check_lets_through_writes_each_place_once_and_in_range(name, data):
-    stage, size = STAGES[name], data.draw(st.sampled_from([1, 5, 12, 259]))
-    good = raw(*stage.forward(np.ones(size, np.float32), stage.init(size))[0])
+    transform, size = TRANSFORMS[name], data.draw(st.sampled_from([1, 5, 12, 259]))
+    good = raw(*transform.forward(np.ones(size, np.float32), transform.init(size))[0])
     lie = [data.draw(st.binary(min_size=len(buffer), max_size=len(buffer)) | st.just(buffer)) for buffer in good]
     try:
-        stage.check(lie, size)
+        transform.check(lie, size)
     except CodecError:
         return
     total = np.zeros(size, np.float32)
-    stage.backward_into(lie, np.ones(stage.passes(size), np.float32), total, True)
-    assert set(total.tolist()) <= {0.0, 1.0} and total.sum() == stage.passes(size)
+    transform.backward_into(lie, np.ones(transform.passes(size), np.float32), total, True)
+    assert set(total.tolist()) <= {0.0, 1.0} and total.sum() == transform.passes(size)
 
 
 @pytest.mark.parametrize(
     "places", [[3, 3, 0, 1], [5, 3, 0, 1], [3, 5, 1, 0], [3, 5, 2, 2], [3, 5, 0, 4], [3, 5, 1, 255]]
 )
 def test_places_of_a_block_that_no_encoder_makes_are_refused(places):
-    stage = blocktopk(2)
-    stage.check([bytes([3, 5, 0, 3])], 260)
+    transform = blocktopk(2)
+    transform.check([bytes([3, 5, 0, 3])], 260)
     with pytest.raises(CodecError, match="blocktopk:keep=2"):
-        stage.check([bytes(places)], 260)
+        transform.check([bytes(places)], 260)
 
 
 def test_an_index_that_no_encoder_makes_is_refused_by_the_name_of_the_stage():
-    stage = topk(0.01)
-    assert stage.layout(100) == ((np.uint8, 1),)
-    stage.check([bytes([35 | 1 << 7])], 100)
+    transform = topk(0.01)
+    assert transform.layout(100) == ((np.uint8, 1),)
+    transform.check([bytes([35 | 1 << 7])], 100)
     with pytest.raises(CodecError, match=r"topk:density=0\.01: the places"):
-        stage.check([bytes([36 | 1 << 7])], 100)
+        transform.check([bytes([36 | 1 << 7])], 100)
 
 
 @every_chain

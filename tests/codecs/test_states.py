@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from zmqtrain.codecs.base import codec_from_spec
+from zmqtrain.codecs.codec import fill_states, pack_states
 from zmqtrain.codecs.payload import encode_payload, initial_states
-from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.core.errors import CodecError
 
 CODECS = ["lowrank:rank=2", "randomk:density=0.1+int8", "feedback+topk:density=0.1+int4", "momentum+int8", "ternary"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_bytes, parse_count, parse_duration, parse_rate
+from zmqtrain.core.specs import parse_bytes, parse_count, parse_duration, parse_rate
 
 
 @pytest.mark.parametrize(

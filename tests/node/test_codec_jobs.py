@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.fixed import fixed_run
-from zmqtrain.averaging.delta import DeltaCoder
+from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.types import LeafSpec, Offer
 from zmqtrain.node.codec_jobs import CodecJobs, say_codec_failure

@@ -9,9 +9,8 @@ import pytest
 
 from tests.fixed import fixed_run
 from zmqtrain.checkpoint import background_writer
-from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.files import read_arrays, write_arrays
-from zmqtrain.checkpoint.folder import CheckpointFolder
+from zmqtrain.checkpoint.folder import CheckpointFolder, Every
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.node.keeper import NodeKeeper, read_saved
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
-from zmqtrain.averaging.delta import DeltaCoder, Encoded, encode_snapshot
-from zmqtrain.averaging.moments import encode_moments
+from zmqtrain.averaging.coder import DeltaCoder, Encoded, encode_snapshot
+from zmqtrain.averaging.snapshot import encode_optimizer_state
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import (
@@ -287,7 +287,7 @@ def test_what_was_wanted_by_a_broker_that_is_lost_is_wanted_no_more(node):
 def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     population(node)
     for transfer, version, reset in [(1, -1, True), (2, -1, True), (3, -1, True), (4, 0, False)]:
-        hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_moments(LEAVES)))
+        hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_optimizer_state(LEAVES)))
     assert node.founded and node.next_fragments() == ()  # the anchor is here, and not applied
     node._worker.submit(lambda: None)
     updates = []

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.fixed import fixed_run
-from zmqtrain.averaging.delta import DENSE, DeltaCoder, decode_snapshot, encode_snapshot
-from zmqtrain.averaging.digest import digest_of
+from zmqtrain.averaging.coder import DENSE, DeltaCoder, decode_snapshot, encode_snapshot
+from zmqtrain.averaging.snapshot import digest_of
 from zmqtrain.broker import snapshots as shelf
 from zmqtrain.broker.broker import Broker
 from zmqtrain.codecs import payload

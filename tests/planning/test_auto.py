@@ -13,8 +13,7 @@ from zmqtrain.core.settings import RunSettings, pieces_of
 from zmqtrain.core.types import LeafSpec, PeerId, count_values
 from zmqtrain.planning.auto import ASSUMED_BITS, LoadPlanner, link_share, typical_rate
 from zmqtrain.planning.costs import exchange_costs
-from zmqtrain.planning.learning import density_of
-from zmqtrain.planning.schedule import Load, exchange_bytes, payload_rate
+from zmqtrain.planning.schedule import Load, density_of, exchange_bytes, payload_rate
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.schedules import Plan

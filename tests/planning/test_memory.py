@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.fixed import fixed_run
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.planning.memory import estimate
+from zmqtrain.planning.costs import estimate
 from zmqtrain.planning.schedule import model_of
 
 PARAMETERS = 10_000_000

@@ -9,9 +9,8 @@ import pytest
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import pieces_of
 from zmqtrain.planning.costs import COSTS
-from zmqtrain.planning.learning import CODECS, density_of, ideal_speedup
 from zmqtrain.planning.planning import Wish, load_of, make_plan, variants
-from zmqtrain.planning.schedule import CODEC_WEIGHT, fitting_delay, nicer_slowdown
+from zmqtrain.planning.schedule import CODEC_WEIGHT, CODECS, density_of, fitting_delay, ideal_speedup, nicer_slowdown
 
 WISH = Wish(parameters=25_000_000, nodes=4, step_seconds=0.05)
 

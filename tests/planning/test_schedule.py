@@ -13,13 +13,13 @@ from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import payload_size
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec, count_values
-from zmqtrain.planning.learning import density_of
 from zmqtrain.planning.schedule import (
     BUSIEST,
     HELD,
     Load,
     Schedule,
     best_option,
+    density_of,
     exchange_bytes,
     fit,
     fitting_delay,

@@ -16,7 +16,7 @@ from zmqtrain.programs import (
     program_names,
     program_source,
 )
-from zmqtrain.programs.signatures import read_source
+from zmqtrain.programs.arguments import read_source
 from zmqtrain.train.program import Program
 
 SOURCE = """

@@ -6,7 +6,7 @@ import pytest
 
 from tests.protocol.hubs import hub_of, in_state, join, live_hub
 from tests.protocol.said import EXAMPLES
-from zmqtrain.averaging.delta import snapshot_codecs, snapshot_counts
+from zmqtrain.averaging.coder import snapshot_codecs, snapshot_counts
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import plan_payload
 from zmqtrain.core.errors import RemoteProtocolError

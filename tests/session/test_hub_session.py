@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.fixed import fixed_run
-from zmqtrain.averaging.digest import digest_of
+from zmqtrain.averaging.snapshot import digest_of
 from zmqtrain.core.errors import FramingError
 from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.effects import Send, Withdraw

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.strategies.outer import FAMILIES, adam, delayed_nesterov, nesterov, outer_from_spec, sgd
+from zmqtrain.strategies.outer import OUTER_OPTIMIZERS, adam, delayed_nesterov, nesterov, outer_from_spec, sgd
 
 
 def gradients(rounds, count):
@@ -119,7 +119,7 @@ def test_adam_outlives_a_gradient_whose_square_is_no_float32():
     assert all(np.isfinite(array).all() for array in state.values())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OUTER_OPTIMIZERS.defaults)
 def test_no_gradient_from_the_beginning_is_no_step(name):
     optimizer = outer_from_spec(name)
     state, nothing = optimizer.init(5), np.zeros(5, np.float32)

@@ -1,4 +1,4 @@
-"""Keep the hub's side of the one equation: the parameters, and what has been published of them.
+"""The hub's side of the equation: the parameters, and what has been published of them.
 
     g = 1/N_live * sum D(u);  parameters += outer(g);  U = C_down(parameters - published);  published += D(U)
 
@@ -8,9 +8,9 @@ whole before any of it counts.
 Rule 4: where nothing of a fragment counts in a round (all is too stale, or the sum overflows), its parameters and its
 outer optimizer stay as they are.
 Rule 5: where the plain mean is asked for, a publish is added when it comes; any other rule looks at all of a round: its
-publishes are held until it closes (`held_round`).
+publishes are held until it closes (`HeldRound`).
 Rule 6: sparse publishes, of codecs that pick values, are held as they came until their fragment is released
-(`sparse_round`): they are then added part by part in a core's cache, to the same bits.
+(`SparseRound`): they are then added part by part in a core's cache, to the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.averaging.delta import (
+from zmqtrain.averaging.coder import (
     DENSE,
     cut,
     decode_snapshot,
@@ -32,14 +32,11 @@ from zmqtrain.averaging.delta import (
     snapshot_codecs,
     snapshot_counts,
 )
-from zmqtrain.averaging.digest import digest_of
 from zmqtrain.averaging.gate import DeltaGate
-from zmqtrain.averaging.held_round import HeldRound
-from zmqtrain.averaging.meter import DeltaMeter
-from zmqtrain.averaging.moments import check_moments, split_snapshot
-from zmqtrain.averaging.sparse_round import SparseRound
+from zmqtrain.averaging.held_rounds import DeltaMeter, HeldRound, SparseRound
+from zmqtrain.averaging.snapshot import check_optimizer_state, digest_of, split_snapshot
 from zmqtrain.codecs.base import Codec, Coding, coding_from_spec
-from zmqtrain.codecs.codec import SLAB_VALUES, State
+from zmqtrain.codecs.codec import SLAB_VALUES, State, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import (
     Slab,
@@ -51,7 +48,6 @@ from zmqtrain.codecs.payload import (
     payload_size,
     plan_payload,
 )
-from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.core.errors import CheckpointError, CodecError, ConfigError, FramingError, ModelMismatch
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
@@ -171,7 +167,7 @@ class Aggregator:
             raise CodecError("a snapshot's bytes are not those that were sent: its digest is another")
         parameters, moments = split_snapshot(snapshot, frames)
         check_payload(snapshot_codecs(self.layout), parameters, snapshot_counts(self.layout))
-        check_moments(moments)
+        check_optimizer_state(moments)
 
     def average(self, snapshots: Mapping[str, Sequence[Buffer]]) -> tuple[tuple[Buffer, ...], str]:
         """Return the mean of checked snapshots as one, and ""; or nothing, and why they cannot be averaged.

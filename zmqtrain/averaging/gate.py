@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.codecs.norm import payload_norm
-from zmqtrain.codecs.payload import payload_size
+from zmqtrain.codecs.payload import payload_norm, payload_size
 from zmqtrain.core.errors import CodecError, EnormousDelta, NonFiniteDelta, OutlyingDelta
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Score

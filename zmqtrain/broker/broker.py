@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import encode_snapshot
-from zmqtrain.averaging.moments import MOMENT_MODELS
+from zmqtrain.averaging.coder import encode_snapshot
+from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
 from zmqtrain.broker.checkpoint import Keeper, new_run
 from zmqtrain.broker.codec_executor import CodecExecutor
 from zmqtrain.broker.deltas import PendingUploads, ReleasePipeline
 from zmqtrain.broker.log import BrokerLog
 from zmqtrain.broker.snapshots import SnapshotService
 from zmqtrain.broker.standby import OpenLine, Registration, Replicas, TakeoverState
-from zmqtrain.checkpoint.every import every_from_text
+from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.collectives.reducer import Reducers
 from zmqtrain.collectives.relays import Relays
@@ -646,7 +646,7 @@ class Broker:
         return self.parameters.describe(replace(roster, hub=roster.hub | here))
 
     def _queue_bytes(self) -> int:
-        models = OUTBOX_MODELS + (1 + MOMENT_MODELS if takes_moments(self.settings) else 0)
+        models = OUTBOX_MODELS + (1 + OPTIMIZER_STATE_MODELS if takes_moments(self.settings) else 0)
         return models * self._model_bytes()
 
     def _model_bytes(self) -> int:

@@ -20,9 +20,8 @@ from safetensors import safe_open
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.checkpoint.background_writer import CLOSE_SECONDS, BackgroundWriter
-from zmqtrain.checkpoint.every import Every
 from zmqtrain.checkpoint.files import describe_difference, write_arrays
-from zmqtrain.checkpoint.folder import CheckpointFolder, is_locked
+from zmqtrain.checkpoint.folder import CheckpointFolder, Every, is_locked
 from zmqtrain.checkpoint.model_files import (
     ModelFacts,
     facts_from_metadata,

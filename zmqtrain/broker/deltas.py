@@ -11,7 +11,7 @@ from typing import Any
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.averaging.gate import error_of, reason_of
-from zmqtrain.averaging.moments import check_sizes, split_snapshot
+from zmqtrain.averaging.snapshot import check_sizes, split_snapshot
 from zmqtrain.broker.checkpoint import Keeper
 from zmqtrain.broker.codec_executor import CodecExecutor
 from zmqtrain.broker.log import BrokerLog

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zmqtrain.averaging.aggregator import Aggregator, Released, Vector
-from zmqtrain.averaging.delta import encode_snapshot
-from zmqtrain.averaging.digest import digest_of
+from zmqtrain.averaging.coder import encode_snapshot
+from zmqtrain.averaging.snapshot import digest_of
 from zmqtrain.broker.codec_executor import CodecExecutor
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import CodecError

@@ -1,8 +1,8 @@
-"""Keep the newest checkpoints of one broker or one node in a folder that is its own.
+"""The newest checkpoints of one broker or one node, in a folder of its own, and how often one is due.
 
-Rule 1: a file is named by its version, and whole or not there (`files`); the newest good one counts, and a torn one is
+Rule 1: a file is named by its version, and whole or absent (`files`); the newest good one counts, and a torn one is
 skipped with a warning.  Rule 2: one process has a folder at a time: a lock says so, which dies with the process.
-Rule 3: what is in the folder and not named as here is somebody else's, and is left alone.
+Rule 3: other files in the folder belong to somebody else, and are left alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,66 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from zmqtrain.checkpoint.files import read_arrays, sync_folder, write_arrays
-from zmqtrain.checkpoint.journal import Journal, read_journal
-from zmqtrain.core.errors import CheckpointError
+from zmqtrain.checkpoint.files import Journal, read_arrays, read_journal, sync_folder, write_arrays
+from zmqtrain.core.errors import CheckpointError, ConfigError
+from zmqtrain.core.specs import parse_duration
+
+LEAST_SECONDS = 0.1
+STRICT_VERSIONS = 64
+"""Of the default in strict mode, whose nodes and broker save at the same versions."""
+USUAL_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often to save: every so many seconds, or, if that is not 0, every so many versions.
+
+    together: at the versions that are a multiple of that, as all others of the run do (strict mode).
+    """
+
+    seconds: float = USUAL_SECONDS
+    versions: int = 0
+    together: bool = False
+
+    def is_due(self, version: int, saved_version: int, since_seconds: float) -> bool:
+        """Return whether a checkpoint is due at `version`.
+
+        saved_version: of the last one; since_seconds: since that was begun.
+        """
+        if self.together:
+            return version != saved_version and version % self.versions == 0
+        if self.versions:
+            return version - saved_version >= self.versions
+        return since_seconds >= self.seconds
+
+
+def every_from_text(text: str, strict: bool = False) -> Every:
+    """Return what was typed: "60s" or "5min", or "64" for a count of versions; "" is 60 s, in strict mode 64 versions.
+
+    Raises ConfigError, also for a time in strict mode, and for less than 0.1 s.
+    """
+    if not text:
+        return Every(versions=STRICT_VERSIONS, together=True) if strict else Every()
+    if text.isdecimal():
+        if int(text) < 1:
+            raise ConfigError(f"checkpoint_every must be at least 1 version, or 0.1s, got {text!r}")
+        return Every(versions=int(text), together=strict)
+    seconds = parse_duration(text, "checkpoint_every, where it is no count of versions such as 64,")
+    if seconds < LEAST_SECONDS:
+        raise ConfigError(f"checkpoint_every must be at least {LEAST_SECONDS:g}s, or 1 version, got {text!r}")
+    if strict:
+        raise ConfigError(
+            f"checkpoint_every = {text!r}: in strict mode the broker and all nodes save at the same versions, and a "
+            f"time falls on others everywhere: give their number, the same for all, as {STRICT_VERSIONS}"
+        )
+    return Every(seconds=seconds)
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from zmqtrain.cli.node_settings import NodeConfig
 from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_bytes
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.planning.memory import Place, estimate
+from zmqtrain.core.specs import parse_bytes
+from zmqtrain.planning.costs import Place, estimate
 
 if TYPE_CHECKING:
     from zmqtrain.train.program import Program

@@ -14,8 +14,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from zmqtrain.averaging.aggregator import Aggregator
-from zmqtrain.averaging.delta import decode_snapshot
-from zmqtrain.averaging.moments import split_snapshot
+from zmqtrain.averaging.coder import decode_snapshot
+from zmqtrain.averaging.snapshot import split_snapshot
 from zmqtrain.broker.checkpoint import MODEL_FILE, RunFolder, join_parts, model_arrays, part_file
 from zmqtrain.checkpoint.model_files import ModelFacts, facts_from_state, read_model
 from zmqtrain.codecs.fragment import Layout

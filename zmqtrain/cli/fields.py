@@ -12,7 +12,7 @@ from typing import Annotated, Protocol
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from zmqtrain.checkpoint.every import every_from_text
+from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings
 

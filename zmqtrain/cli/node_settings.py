@@ -10,7 +10,7 @@ from typing import Literal
 
 from zmqtrain.cli.fields import File, Folder, Hubs, Verbose, check_checkpoints, require
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_bytes
+from zmqtrain.core.specs import parse_bytes
 from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP
 from zmqtrain.planning.auto import link_share
 from zmqtrain.synchronous.lockstep import read_exchange

@@ -21,13 +21,12 @@ from zmqtrain.cli.settings import read_config
 from zmqtrain.cli.terminal import Terminal
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.specs import parse_bytes, parse_count, parse_rate
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.planning.learning import NODE_BATCHES, SPREAD
-from zmqtrain.planning.memory import MemoryEstimate, Place, estimate
+from zmqtrain.planning.costs import MemoryEstimate, Place, estimate
 from zmqtrain.planning.planning import Plan, Wish, make_plan, variants
-from zmqtrain.planning.schedule import model_of
+from zmqtrain.planning.schedule import NODE_BATCHES, SPREAD, model_of
 
 PROGRAM = "zmqtrain plan"
 DOES_NOT_FIT = 1

@@ -2,7 +2,7 @@
 
     model    = chain *( ";" override )               what a run takes: `coding_from_spec`
     override = ( path-pattern / "<" values ) "=" chain
-    chain    = *( wrapper "+" ) *( stage "+" ) codec  what one array takes: `codec_from_spec`
+    chain    = *( wrapper "+" ) *( transform "+" ) codec  what one array takes: `codec_from_spec`
     member   = name [ ":" argument "=" number *( "," argument "=" number ) ]
     `fragments=n` is an argument of every codec: one n-th of the array is sent each time, in turn.
 
@@ -16,29 +16,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from inspect import signature
-from typing import TypeVar
 
-from zmqtrain.codecs.chain import chain
-from zmqtrain.codecs.codec import Codec, Stage
+from zmqtrain.codecs.codec import Codec, Transform, chain
 from zmqtrain.codecs.dct import dct
-from zmqtrain.codecs.feedback import error_feedback, momentum_correction
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.levels import int2, sign
 from zmqtrain.codecs.lowrank import lowrank
 from zmqtrain.codecs.plain import bf16, float32
 from zmqtrain.codecs.quantize import int4, int4_stochastic, int8, int8_stochastic
-from zmqtrain.codecs.rotate import fragment
-from zmqtrain.codecs.sparsify import blocktopk, randomk
+from zmqtrain.codecs.sparsify import blocktopk, randomk, topk
 from zmqtrain.codecs.ternary import ternary
-from zmqtrain.codecs.topk import topk
+from zmqtrain.codecs.wrappers import error_feedback, fragment, momentum_correction
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.specs import Number, parse_spec
+from zmqtrain.core.specs import Made, Number, defaults_of, parse_spec
 from zmqtrain.core.types import LeafSpec
 
 __all__ = [
     "CODECS",
-    "STAGES",
+    "TRANSFORMS",
     "WRAPPERS",
     "Codec",
     "Coding",
@@ -62,7 +57,7 @@ CODECS: dict[str, Callable[..., Codec]] = {
 }
 """What turns values into bytes."""
 
-STAGES: dict[str, Callable[..., Stage]] = {"topk": topk, "blocktopk": blocktopk, "randomk": randomk, "dct": dct}
+TRANSFORMS: dict[str, Callable[..., Transform]] = {"topk": topk, "blocktopk": blocktopk, "randomk": randomk, "dct": dct}
 """What picks or turns values before a codec takes them."""
 
 WRAPPERS: dict[str, Callable[..., Codec]] = {"feedback": error_feedback, "momentum": momentum_correction}
@@ -74,17 +69,8 @@ _LONGEST_SPEC = 4096
 _LONGEST_OVERRIDE = 512
 """A spec may come from another machine: reading it, and matching its patterns, must cost next to nothing."""
 
-Made = TypeVar("Made")
-
-
-def _defaults(factory: Callable[..., object]) -> dict[str, Number]:
-    """Return the arguments of a factory that have a default: those that a spec may give."""
-    parameters = signature(factory).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
-
-
-_BEFORE = {name: _defaults(factory) for name, factory in (STAGES | WRAPPERS).items()}
-_LAST = {name: {**_defaults(factory), "fragments": 1} for name, factory in CODECS.items()}
+_BEFORE = {name: defaults_of(factory) for name, factory in (TRANSFORMS | WRAPPERS).items()}
+_LAST = {name: {**defaults_of(factory), "fragments": 1} for name, factory in CODECS.items()}
 """The arguments of each member and their defaults: of what stands before the codec, and of the codec."""
 
 
@@ -108,18 +94,20 @@ def _chain_from_spec(text: str) -> Codec:
     for member in members:
         _check_name(text, member, member is last)
     wrappers: list[tuple[Callable[..., Codec], dict[str, Number]]] = []
-    stages: list[Stage] = []
+    transforms: list[Transform] = []
     for member in first:
         name, arguments = _parse(text, member, _BEFORE)
-        if name in STAGES:
-            stages.append(_make(text, STAGES[name], arguments))
-        elif stages:
-            raise ConfigError(f"{text!r}: {member!r} keeps a residual around all of the chain: it stands before stages")
+        if name in TRANSFORMS:
+            transforms.append(_make(text, TRANSFORMS[name], arguments))
+        elif transforms:
+            raise ConfigError(
+                f"{text!r}: {member!r} keeps a residual around all of the chain: it stands before transforms"
+            )
         else:
             wrappers.append((WRAPPERS[name], arguments))
     name, arguments = _parse(text, last, _LAST)
     fragments = int(arguments.pop("fragments"))
-    codec = chain(*stages, _make(text, CODECS[name], arguments))
+    codec = chain(*transforms, _make(text, CODECS[name], arguments))
     if fragments != 1:
         codec = _make(text, fragment, {"codec": codec, "fragments": fragments})
     for wrapper, arguments in reversed(wrappers):

@@ -1,22 +1,23 @@
-"""Say what a codec is, and hold what all members of the family need to keep their word.
+"""The codec family's contract: Codec, Transform, `chain` of them, and the helpers that members share.
 
 Rule 1: the bytes are the same from numpy and from jitted JAX.  So: no float sum (its order differs) unless every
 partial sum is exact, no a*b+c in floats (XLA fuses it) unless a*b is exact, no division by a float (a GPU approximates
 it), no arithmetic that could meet a denormal (XLA flushes them): reductions are of integers, scales are built from
 bits.  Every codec has one function written against the array's own namespace; numpy has a faster twin beside it, and a
 law in the tests holds the two equal.
-Rule 2: the sizes of all buffers follow from the number of values alone: a receiver knows them before anything comes.
-Rule 3: every array is little-endian; a buffer is checked before it is decoded; decoding writes nowhere but in `out`.
+Rule 2: the sizes of all buffers follow from the number of values alone: a receiver knows them in advance.
+Rule 3: every array is little-endian; a buffer is checked before it is decoded; decoding writes only to `out`.
 Rule 4: scratch memory belongs to a thread; nothing that a codec returns lies in it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
@@ -95,8 +96,8 @@ class Codec(NamedTuple):
         return hash(self.name)
 
 
-class Stage(NamedTuple):
-    """What is done to n values before a codec takes them: pick some, or turn them; `chain` joins stages and a codec.
+class Transform(NamedTuple):
+    """What is done to n values before a codec takes them: some are picked, or all are turned.
 
     name: the canonical spec.  init(n): as of a Codec.
     passes(n): how many values m it hands on, m >= 1.
@@ -109,7 +110,7 @@ class Stage(NamedTuple):
     backward_into(buffers, values, out, add): numpy; as `decode_into` of a Codec.
     slab: the most values it takes at once.
     places(buffers, n): of own buffers that have passed `check`, where the values were, int32[m], ascending. None: of a
-      stage that does more than pick.
+      transform that does more than pick.
     """
 
     name: str
@@ -217,3 +218,129 @@ def energy_of_scales(scales: Buffer | Array, most: int, block: int, count: int) 
     steps = np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
     missing = block * steps.size - count
     return most * most * max(0.0, block * float(np.dot(steps, steps)) - missing * float(steps[-1]) ** 2)
+
+
+_LONGEST_SLAB = 1 << 18
+"""The most values of a chain's slab, unless the codec's own is longer: a megabyte of float32."""
+
+_MOST_BYTES = 900_000
+"""The most bytes of an encoded slab: it fits in a frame, with room for the header and the sections' padding."""
+
+
+def chain(*parts: Transform | Codec) -> Codec:
+    """Return the codec that puts a slab through each transform and then through the codec, which stands last.
+
+    Its error is what the transforms drop, plus the codec's error on what they pass on. Its buffers are those of the
+    transforms in order, then those of the codec. Its slab is the longest transform.slab / 2^i of which no more is
+    passed on than the codec's slab, that has at most 2^18 values (or as many as the codec's), and that is at most
+    900,000 bytes when encoded. Raises TypeError unless all parts but the last are transforms, and the last is a codec.
+    Source of the shape: optax.chain.
+    """
+    *transforms, codec = parts
+    if not isinstance(codec, Codec) or not all(isinstance(transform, Transform) for transform in transforms):
+        raise TypeError("a chain is transforms first, and one codec last")
+    for transform in reversed(transforms):
+        assert isinstance(transform, Transform)
+        codec = _join(transform, codec)
+    return codec
+
+
+def _join(transform: Transform, codec: Codec) -> Codec:
+    name = f"{transform.name}+{codec.name}"
+
+    def init(count: int) -> State:
+        return transform.init(count), codec.init(transform.passes(count))
+
+    def layout(count: int) -> Sections:
+        return (*transform.layout(count), *codec.layout(transform.passes(count)))
+
+    def cut(buffers: Sequence[Buffer | Array], count: int) -> tuple[Sequence[Buffer | Array], Sequence[Buffer | Array]]:
+        own = len(transform.layout(count))
+        return buffers[:own], buffers[own:]
+
+    def encode(x: Array, state: State) -> tuple[tuple[Array, ...], State]:
+        needs_slab(x, name)
+        own, values, transform_state = transform.forward(x, state[0])
+        coded, codec_state = codec.encode(values, state[1])
+        return (*own, *coded), (transform_state, codec_state)
+
+    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
+        own, coded = cut(buffers, count)
+        return transform.backward(own, codec.decode(coded, transform.passes(count)), count)
+
+    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+        own, coded = cut(buffers, count)
+        transform.check(own, count)
+        codec.check(coded, transform.passes(count))
+
+    def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
+        own, coded = cut(buffers, out.size)
+        values = np.empty(transform.passes(out.size), np.float32)
+        codec.decode_into(coded, values, False)
+        transform.backward_into(own, values, out, add)
+
+    inner = codec.energy
+
+    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+        assert inner is not None
+        return inner(cut(buffers, count)[1], transform.passes(count))
+
+    def sparse(buffers: Sequence[Buffer | Array], count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        assert transform.places is not None
+        own, coded = cut(buffers, count)
+        values = np.empty(transform.passes(count), np.float32)
+        codec.decode_into(coded, values, False)
+        return np.asarray(transform.places(own, count)), values
+
+    return Codec(
+        *(name, init, layout, encode, decode, check, decode_into, _slab(transform, codec)),
+        energy=energy if inner else None,
+        sparse=sparse if transform.places else None,
+    )
+
+
+def _slab(transform: Transform, codec: Codec) -> int:
+    slab = transform.slab
+    while slab > 1 and not _fits(slab, transform, codec):
+        slab //= 2
+    return slab
+
+
+def _fits(slab: int, transform: Transform, codec: Codec) -> bool:
+    if slab > max(_LONGEST_SLAB, codec.slab) or (passed := transform.passes(slab)) > codec.slab:
+        return False
+    sections = (*transform.layout(slab), *codec.layout(passed))
+    return sum(np.dtype(dtype).itemsize * count for dtype, count in sections) <= _MOST_BYTES
+
+
+def pack_states(states: Sequence[State]) -> list[NDArray[Any]]:
+    """Return a copy of every array in the states of a payload's slabs, on the host, in a fixed order."""
+    return [np.array(array) for state in states for array in _arrays(state)]
+
+
+def fill_states(like: Sequence[State], arrays: Sequence[NDArray[Any]]) -> list[State]:
+    """Return states of the form of `like` with the arrays that `pack_states` gave. Raises CodecError if they differ."""
+    coming = iter(arrays)
+    filled = [_filled(state, coming) for state in like]
+    if next(coming, None) is not None:
+        raise CodecError("the state of a codec has more arrays than this one keeps")
+    return filled
+
+
+def _arrays(state: State) -> Iterator[Any]:
+    if isinstance(state, tuple | list):
+        for part in state:
+            yield from _arrays(part)
+    else:
+        yield state
+
+
+def _filled(like: State, coming: Iterator[NDArray[Any]]) -> State:
+    if isinstance(like, tuple | list):
+        parts = [_filled(part, coming) for part in like]
+        return type(like)(parts)
+    array = next(coming, None)
+    dtype = getattr(like, "dtype", None) or np.asarray(like).dtype
+    if array is None or array.shape != np.shape(like) or array.dtype != dtype:
+        raise CodecError(f"the state of a codec is not one of {np.shape(like)} {dtype}")
+    return array.copy()

@@ -1,4 +1,4 @@
-"""Turn blocks of values into their cosine coefficients, where smooth blocks have few large ones: a stage, no bytes.
+"""Turn blocks of values into their cosine coefficients, where smooth blocks have few large ones: a transform, no bytes.
 
 Rule 1: the transform is exact in float32, whatever the order of its sums and however few bits a matrix unit takes in: a
 block is brought to whole numbers of 15 bits by a power of two and cut in two halves of 8 bits; the cosines are whole
@@ -20,8 +20,8 @@ import numpy as np
 from zmqtrain.codecs.codec import (
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
-    Stage,
     Stateless,
+    Transform,
     block_count,
     needs_finite,
     needs_slab,
@@ -40,7 +40,7 @@ _HALF = 256.0
 _ONE_THREAD = 1 << 17  # multiplications in a product; OpenBLAS uses threads from 2^18
 
 
-def dct(block: int = 64) -> Stage:
+def dct(block: int = 64) -> Transform:
     """Pass on the orthonormal DCT-II of each block of 8, 16, 32, 64 or 128 values; the last is filled up with zeros.
 
     float32[n] -> float32[m], m = whole blocks; backward is the DCT-III, cut to n. No buffers, no state.
@@ -88,7 +88,7 @@ def dct(block: int = 64) -> Stage:
     def check(buffers: Sequence[Buffer | Array], count: int) -> None:
         read_buffers(buffers, (), name)
 
-    return Stage(name, lambda count: (), passes, lambda count: (), forward, backward, check, backward_into)
+    return Transform(name, lambda count: (), passes, lambda count: (), forward, backward, check, backward_into)
 
 
 @cache

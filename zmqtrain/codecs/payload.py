@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.codecs.codec import Codec, State
+from zmqtrain.codecs.codec import Codec, Scratch, State
 from zmqtrain.codecs.sparsify import put_at
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import MAX_FRAME_BYTES, Array, Buffer
@@ -403,3 +404,23 @@ def open_slabs(
         view, known = _open(plan, frame)
         for number in known.slabs:
             yield plan.slabs[number], _sections(view, plan.slabs[number])
+
+
+_scratch = Scratch()
+
+
+def payload_norm(codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> float:
+    """Return what stands for the L2 norm of a payload that `check_payload` has passed; inf where float32 has no square.
+
+    codecs, counts: of each segment.  Cost: of scales alone a twentieth of a decode; else that of a decode.
+    """
+    with np.errstate(over="ignore"):
+        return sqrt(sum(_energy(slab, sections) for slab, sections in open_slabs(codecs, frames, counts)))
+
+
+def _energy(slab: Slab, sections: Sequence[Buffer]) -> float:
+    if slab.codec.energy is not None:
+        return slab.codec.energy(sections, slab.values)
+    values = _scratch.take("values", slab.values, np.float32)
+    slab.codec.decode_into(sections, values, False)
+    return float(np.dot(values, values))

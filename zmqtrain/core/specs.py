@@ -1,15 +1,20 @@
-"""Read and write the short texts that name a thing and its numbers: `ternary:block=128`, `sgd:rate=0.8`.
+"""Texts that people type: specs (`ternary:block=128`) and quantities ("100M" parameters, "6GB", "1gbit", "5min").
 
-Rule 1: a text is `name` or `name:argument=number,...`; an argument that is left out takes its default.
-Rule 2: `format_spec` writes every argument, in the family's order: the canonical text, which parses to itself.
-Rule 3: a text that cannot be read is a ConfigError that quotes the place and lists the choices.
+Rule 1: a spec is `name` or `name:argument=number,...`; an argument that is left out takes its default; `format_spec`
+writes every argument, in the family's order: the canonical text, which parses to itself.
+Rule 2: prefixes of quantities are powers of 1000, as links and cards are sold; memory needs a unit, because to most
+people a 6 is a card's gigabytes.
+Rule 3: a text that cannot be read is a ConfigError that quotes the place and shows how it is written.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from math import isfinite
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from math import inf, isfinite
+from typing import Generic, TypeVar
 
 from zmqtrain.core.errors import ConfigError
 
@@ -52,6 +57,60 @@ def format_spec(name: str, arguments: Mapping[str, Number]) -> str:
     return f"{name}:{written}" if written else name
 
 
+def defaults_of(factory: Callable[..., object]) -> dict[str, Number]:
+    """Return the arguments of a factory that have a default: those that a spec may give."""
+    parameters = signature(factory).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What an argument may be: least <= value <= most; without the ends where `above` and `below` say so."""
+
+    least: float
+    most: float = inf
+    above: bool = False
+    below: bool = False
+
+    def check(self, text: str, argument: str, value: Number) -> None:
+        """Raise ConfigError, quoting the spec, for a value outside."""
+        high = value < self.most if self.below else value <= self.most
+        if high and (value > self.least if self.above else value >= self.least):
+            return
+        if self.most == inf:
+            raise ConfigError(f"{text!r}: {argument}={value:g} is not at least {self.least:g}")
+        low = f"{self.least:g} {'<' if self.above else '<='}"
+        raise ConfigError(
+            f"{text!r}: {argument}={value:g} is not in {low} {argument} {'<' if self.below else '<='} {self.most:g}"
+        )
+
+
+Made = TypeVar("Made")
+
+
+class Family(Generic[Made]):
+    """Rules of one kind, by name: their factories, whose signatures say the arguments and defaults, and the limits."""
+
+    def __init__(self, factories: Mapping[str, Callable[..., Made]], **limits: Range) -> None:
+        self.defaults: Families = {name: defaults_of(factory) for name, factory in factories.items()}
+        self._factories, self._limits = factories, limits
+        self._made: dict[str, Made] = {}
+
+    def from_spec(self, text: str) -> Made:
+        """Return the rule of a spec; an argument that is left out takes its default. Equal specs give the same object.
+
+        Raises ConfigError: an unknown name or argument, or an argument outside its limits.
+        """
+        name, arguments = parse_spec(text, self.defaults)
+        for argument, value in arguments.items():
+            if argument in self._limits:
+                self._limits[argument].check(text, argument, value)
+        canonical = format_spec(name, arguments)
+        if canonical not in self._made:
+            self._made.setdefault(canonical, self._factories[name](**arguments))
+        return self._made[canonical]
+
+
 def split_argument(text: str, argument: str) -> tuple[str, int | None]:
     """Take one whole-number argument out of a text: return (the text without it, its value or None if it is not there).
 
@@ -90,3 +149,57 @@ def _write(number: Number) -> str:
 
 def _choices(families: Families) -> str:
     return ", ".join(format_spec(name, arguments) for name, arguments in families.items())
+
+
+_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
+
+
+def require_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
+    """Raise ConfigError, naming what it is and how it is written, unless a caller's value is of one of these kinds."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ConfigError(f"{name} is written like {example}, not {value!r} (of type {type(value).__name__})")
+
+
+def parse_count(text: str, name: str = "a count") -> int:
+    """Return how many "100M", "1.3B" or "25e6" is. Raises ConfigError, naming what it is, unless it is 1 or more."""
+    return _quantity(text, rf"{_NUMBER}([kmgbt]?)", f"{name} is written like 100M, 1.3B or 25000000, not {text!r}")
+
+
+def parse_bytes(text: str, name: str = "an amount of memory") -> int:
+    """Return the bytes of "6GB", "512 MB" or "2e9". Raises ConfigError, naming what it is, unless it is 1 or more, and
+    for a number under a million that has no unit."""
+    wrong = f"{name} is written like 6GB, 512MB or 2e9, not {text!r}"
+    value = _quantity(text, rf"{_NUMBER}([kmgt]?)b?", wrong)
+    if value < 10**6 and not re.search("[kmgtb]", text.lower()):
+        raise ConfigError(f"{wrong}: that would be {text.strip()} bytes; {text.strip()}GB?")
+    return value
+
+
+def parse_rate(text: str, name: str = "a link's rate") -> int:
+    """Return the bits per second of "1gbit", "2.5 Gbit/s", "100mbit", "1e9", or, in bytes, of "12.5MB/s".
+
+    Raises ConfigError, naming what it is, unless it is 1 or more.
+    """
+    wrong = f"{name} is written like 1gbit, 100mbit or 12.5MB/s, not {text!r}"
+    if re.fullmatch(rf"{_NUMBER}[kKmMgG]?B(?:/s|ps)?\s*", text):  # a large B is bytes, as everywhere
+        return 8 * _quantity(text, rf"{_NUMBER}([kmg]?)b(?:/s|ps)?\s*", wrong)
+    return _quantity(text, rf"{_NUMBER}([kmg]?)(?:bit|b)?(?:/s|ps)?\s*", wrong)
+
+
+def parse_duration(text: str, name: str = "a time") -> float:
+    """Return the seconds of "60s", "5min", "1.5h" or "250ms". Raises ConfigError, naming what it is, for others."""
+    match = re.fullmatch(rf"{_NUMBER}(ms|s|min|h)\s*", text.lower())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not (isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"{name} is written like 60s, 5min or 1h, not {text!r}")
+    return seconds
+
+
+def _quantity(text: str, pattern: str, wrong: str) -> int:
+    match = re.fullmatch(pattern, text.lower())
+    value = float(match[1]) * _PREFIXES[match[2]] if match else 0.0
+    if not (isfinite(value) and value >= 1):
+        raise ConfigError(wrong)
+    return round(value)

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from zmqtrain.checkpoint.every import Every, every_from_text
-from zmqtrain.checkpoint.folder import CheckpointFolder
+from zmqtrain.checkpoint.folder import CheckpointFolder, Every, every_from_text
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import ModelSpec, spec_to_plain
 from zmqtrain.node.codec_jobs import CodecJobs

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.averaging.delta import DeltaCoder, Encoded, encode_snapshot, mean_score
-from zmqtrain.averaging.digest import digest_of
-from zmqtrain.averaging.moments import encode_moments
+from zmqtrain.averaging.coder import DeltaCoder, Encoded, encode_snapshot, mean_score
+from zmqtrain.averaging.snapshot import digest_of, encode_optimizer_state
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Offer, Version
@@ -130,7 +129,7 @@ class CodecJobs:
         layout = self.joined_coder.layout
         try:
             frames = encode_snapshot(layout, layout.split(leaves))
-            state = encode_moments(moments)
+            state = encode_optimizer_state(moments)
         except NonFiniteDelta as error:
             bad = (
                 one.path

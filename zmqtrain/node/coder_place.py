@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from zmqtrain.averaging.delta import DeltaCoder, OnDevice
+from zmqtrain.averaging.coder import DeltaCoder, OnDevice
 from zmqtrain.core.types import Array
 
 logger = logging.getLogger(__name__)

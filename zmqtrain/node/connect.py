@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from zmqtrain.checkpoint.every import every_from_text
-from zmqtrain.checkpoint.folder import CheckpointFolder
+from zmqtrain.checkpoint.folder import CheckpointFolder, every_from_text
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.interfaces import Channel
-from zmqtrain.core.quantities import require_kind
+from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import PeerId, Version
 from zmqtrain.node.coder_place import CodecOn
 from zmqtrain.node.keeper import SavedNode, read_saved

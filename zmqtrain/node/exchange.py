@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from zmqtrain.averaging.delta import DeltaCoder, Encoded
+from zmqtrain.averaging.coder import DeltaCoder, Encoded
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CodecError, LocalProtocolError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.interfaces import Clock, Layout

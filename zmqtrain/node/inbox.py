@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from zmqtrain.averaging.delta import DeltaCoder
+from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Buffer, Update, Version
 from zmqtrain.protocol.effects import Deliver

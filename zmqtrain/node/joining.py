@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zmqtrain.averaging.delta import DeltaCoder
+from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.core.types import Update, Version
 from zmqtrain.node.checkpoint import NodeCheckpoint
 from zmqtrain.node.codec_jobs import CodecJobs

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.checkpoint.background_writer import BackgroundWriter
-from zmqtrain.checkpoint.every import Every
-from zmqtrain.checkpoint.folder import CheckpointFolder
+from zmqtrain.checkpoint.folder import CheckpointFolder, Every
 from zmqtrain.core.errors import CheckpointError, FramingError, ModelMismatch
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, ModelSpec, PeerId, describe_mismatch, spec_from_plain

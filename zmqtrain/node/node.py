@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zmqtrain.averaging.delta import DeltaCoder, Encoded, OnDevice
+from zmqtrain.averaging.coder import DeltaCoder, Encoded, OnDevice
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.core.errors import (

@@ -14,12 +14,12 @@ from math import isfinite
 import numpy as np
 
 from zmqtrain.codecs.base import coding_from_spec
-from zmqtrain.core.quantities import parse_rate
 from zmqtrain.core.settings import AUTO, RunSettings
+from zmqtrain.core.specs import parse_rate
 from zmqtrain.core.types import ModelSpec, count_values
 from zmqtrain.planning.costs import exchange_costs
-from zmqtrain.planning.learning import CODECS
 from zmqtrain.planning.schedule import (
+    CODECS,
     PAYLOAD_SHARE,
     Load,
     Option,

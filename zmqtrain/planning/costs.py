@@ -1,17 +1,252 @@
-"""Hold what an exchange costs processors: the numbers that plans are made from, and their sums (data; pure).
+"""What an exchange costs processors of nodes and hub, and what training costs a node's memory (data; pure: no jax).
 
 Rule 1: every number is here and nowhere else, with the command that measures it; a user's own numbers take their place.
-Rule 2: they are of one core of one machine (AMD EPYC, Zen 4, with numba); what a codec on a card costs is an estimate.
+Times are of one core of one machine (AMD EPYC, Zen 4, with numba); what a codec on a card costs is an estimate.
+Rule 2: every line of memory is counted from sizes, and is there at the worst moment; what is not known here, what the
+program's own activations take, is given or left out, and then stated.
+Rule 3: a plan that does not fit is answered with one that would, by the same counting.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import combinations, product
+from typing import Literal, NamedTuple
 
-from zmqtrain.averaging.slab_threads import MOST_THREADS
+from zmqtrain.averaging.held_rounds import MOST_THREADS
 from zmqtrain.codecs.base import coding_from_spec
-from zmqtrain.planning.memory import Place
+from zmqtrain.codecs.fragment import BLOCK_VALUES, check_model
+from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.types import LeafSpec, ModelSpec, count_values
+from zmqtrain.planning.schedule import exchange_bytes
+
+Place = Literal["device", "host"]
+"""On the card that trains, or in the memory of the PC around it."""
+
+_FLOAT32_BYTES = 4
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_FRAGMENTS_TRIED = (4, 8, 16, 32)
+_PARTS_TRIED = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """What one thing takes, in bytes, on the card and on the host."""
+
+    what: str
+    device_bytes: int
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """What a node's memory holds; made by `estimate`, whose arguments it keeps.
+
+    opt_state_bytes: of the optimizer's whole state.  in_flight: offers of a node that are on their way at a time.
+    batches: gradients that one step is made of.  activation_bytes: of one gradient's forward and backward pass; 0: not
+    known.
+    """
+
+    model: ModelSpec
+    opt_state_bytes: int
+    fragments: int
+    in_flight: int
+    codec: str
+    broadcast_codec: str
+    anchor: Place
+    codec_on: Place
+    batches: int
+    activation_bytes: int
+
+    @property
+    def lines(self) -> tuple[MemoryLine, ...]:
+        """What is there while an exchange runs beside a step; and what starting needs more than that, last."""
+        parameters, values = self._parameter_bytes, count_values(self.model)
+        dense = _FLOAT32_BYTES * values
+        piece = -(-dense // self.fragments)
+        sent = exchange_bytes(self.model, self.codec, self.broadcast_codec, self.fragments)
+        summed = dense if self.batches > 1 else 0
+        lines = [
+            MemoryLine("parameters", parameters),
+            MemoryLine("gradients", parameters),
+            MemoryLine("sum of gradients (several batches a step)", summed),
+            MemoryLine("optimizer", self.opt_state_bytes),
+            MemoryLine("activations of one batch", self.activation_bytes),
+            self._placed("anchor", self.anchor, dense),
+            *self._exchange_lines(piece),
+            MemoryLine("sent, not yet landed", 0, sent.up * self.in_flight),
+            MemoryLine("aggregate and snapshot as they come", 0, sent.down + 2 * dense),
+        ]
+        training = sum(line.device_bytes for line in lines)
+        more = max(0, self._starting_bytes - training)
+        lines.append(MemoryLine("more, while the exchange is compiled on copies at the start", more))
+        return tuple(line for line in lines if line.device_bytes or line.host_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the card must hold."""
+        return sum(line.device_bytes for line in self.lines)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the PC's memory must hold besides, for this."""
+        return sum(line.host_bytes for line in self.lines)
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Return whether a card of which `limit_bytes` can be used holds it."""
+        return self.device_bytes <= limit_bytes
+
+    def advice(self, limit_bytes: int) -> str:
+        """Return, for people, whether it fits a card of which `limit_bytes` can be used, and if not, what would.
+
+        The fewest changes that help are named, each with what the card must hold then.
+        """
+        needed = _gigabytes(self.device_bytes)
+        if self.fits(limit_bytes):
+            unknown = "" if self.activation_bytes else ", activations not counted"
+            return f"fits: {needed} of {_gigabytes(limit_bytes)} on the card{unknown}"
+        begin = f"does not fit: {needed} on the card, of which {_gigabytes(limit_bytes)} can be used"
+        choices = list(self._choices())
+        for together in range(1, len(choices) + 1):
+            found = []
+            for chosen in combinations(choices, together):
+                for changes in product(*chosen):
+                    if (changed := self._changed(changes)).fits(limit_bytes):
+                        said = " and ".join(change.text for change in changes)
+                        found.append(f"{said} ({_gigabytes(changed.device_bytes)})")
+                        break
+            if found:
+                return f"{begin}. It would with {'; or with '.join(found)}"
+        all_of_it = [variants[-1] for variants in choices]
+        least = _gigabytes(self._changed(all_of_it).device_bytes)
+        even = f" Even with {' and '.join(change.text for change in all_of_it)} it needs {least}." if choices else ""
+        return f"{begin}.{even} Take a smaller model, an optimizer with less state, or a larger card"
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def _parameter_bytes(self) -> int:
+        return sum(_ITEM_BYTES[leaf.dtype] * leaf.values for leaf in self.model)
+
+    @property
+    def _starting_bytes(self) -> int:
+        """What the card holds while the exchange is compiled on copies, or, with the anchor on the host, without."""
+        parameters, dense = self._parameter_bytes, _FLOAT32_BYTES * count_values(self.model)
+        anchors = 2 * dense + 3 * -(-dense // self.fragments) if self.anchor == "device" else 0
+        return 2 * parameters + self.opt_state_bytes + anchors
+
+    def _placed(self, what: str, place: Place, size: int) -> MemoryLine:
+        return MemoryLine(what, size, 0) if place == "device" else MemoryLine(what, 0, size)
+
+    def _exchange_lines(self, piece: int) -> Iterator[MemoryLine]:
+        """One fragment on its way out, and one on its way in.
+
+        piece: its bytes as float32. A coder on the card lays a fragment out once more; with several offers in flight
+        it decodes those too, to subtract them.
+        """
+        again = 1 if self.in_flight > 1 else 0
+        if self.anchor == "host":
+            two_leaves = 2 * _FLOAT32_BYTES * max(leaf.values for leaf in self.model)
+            passing = min(piece, two_leaves)  # leaf by leaf, and one ahead
+            yield MemoryLine("offered fragment", passing, (1 + again) * piece)
+            yield MemoryLine("landing fragment: the step taken", passing, 2 * piece)
+        elif self.codec_on == "host":
+            yield MemoryLine("offered fragment", piece, (1 + again) * piece)
+            yield MemoryLine("landing fragment: aggregate, own part, their difference", 3 * piece, 2 * piece)
+        else:
+            yield MemoryLine("offered fragment", (2 + again) * piece)
+            yield MemoryLine("landing fragment: aggregate, own part, their difference", 3 * piece)
+
+    # ------------------------------------------------------------------ what would fit
+
+    def _choices(self) -> Iterator[list[_Change]]:
+        """What can be changed without another model or another card, the mildest first; each in steps."""
+        if self.anchor == "device":
+            yield [_Change("the anchor on the host", lambda plan: replace(plan, anchor="host"))]
+        blocks = sum(-(-leaf.values // BLOCK_VALUES) for leaf in self.model)
+        if fragments := [n for n in _FRAGMENTS_TRIED if self.fragments < n <= blocks]:
+            yield [_Change(f"{n} fragments", partial(_cut, fragments=n)) for n in fragments]
+        if self.activation_bytes:
+            yield [
+                _Change(f"{self.batches * n} batches a step, each 1/{n} as large", partial(_accumulate, parts=n))
+                for n in _PARTS_TRIED
+            ]
+        if any(_ITEM_BYTES[leaf.dtype] > 2 for leaf in self.model):
+            yield [_Change("parameters in bfloat16", _in_bfloat16)]
+
+    def _changed(self, changes: Sequence[_Change]) -> MemoryEstimate:
+        plan = self
+        for change in changes:
+            plan = change.apply(plan)
+        return plan
+
+
+class _Change(NamedTuple):
+    """Another plan, and how people call what is different."""
+
+    text: str
+    apply: Callable[[MemoryEstimate], MemoryEstimate]
+
+
+def _cut(plan: MemoryEstimate, fragments: int) -> MemoryEstimate:
+    return replace(plan, fragments=fragments)
+
+
+def _accumulate(plan: MemoryEstimate, parts: int) -> MemoryEstimate:
+    return replace(plan, batches=parts * plan.batches, activation_bytes=-(-plan.activation_bytes // parts))
+
+
+def _in_bfloat16(plan: MemoryEstimate) -> MemoryEstimate:
+    """The moments of an optimizer have the parameters' dtype, and shrink with them."""
+    model = tuple(LeafSpec(leaf.path, leaf.shape, "bfloat16") for leaf in plan.model)
+    share = 2 * count_values(model) / sum(_ITEM_BYTES[leaf.dtype] * leaf.values for leaf in plan.model)
+    return replace(plan, model=model, opt_state_bytes=round(share * plan.opt_state_bytes))
+
+
+def estimate(
+    model: ModelSpec,
+    opt_state_bytes: int,
+    settings: RunSettings,
+    anchor: Place = "device",
+    batches: int = 1,
+    *,
+    codec_on: Place = "device",
+    activation_bytes: int = 0,
+) -> MemoryEstimate:
+    """Return what a node of a run with these settings needs.
+
+    opt_state_bytes: of the optimizer's state (Adam: twice the parameters).  anchor, codec_on: where they are.
+    batches: gradients that a step is made of; more than one are summed in float32.  activation_bytes: of one gradient.
+    Raises ConfigError for a number that cannot be, ModelMismatch for a leaf that cannot be trained.
+    """
+    check_model(model)
+    if batches < 1 or opt_state_bytes < 0 or activation_bytes < 0:
+        raise ConfigError(
+            f"a step is made of at least one batch ({batches}), and memory is not negative: {opt_state_bytes} bytes of "
+            f"optimizer state, {activation_bytes} of activations"
+        )
+    return MemoryEstimate(
+        model=model,
+        opt_state_bytes=opt_state_bytes,
+        fragments=settings.fragments_of(count_values(model)),
+        in_flight=settings.at_first.offers_in_flight,
+        codec=settings.at_first.codec,
+        broadcast_codec=settings.at_first.broadcast_codec,
+        anchor=anchor,
+        codec_on=codec_on,
+        batches=batches,
+        activation_bytes=activation_bytes,
+    )
+
+
+def _gigabytes(count: int) -> str:
+    if count < 1e8:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.2f} GB" if count < 99.5e9 else f"{count / 1e9:.0f} GB"
 
 
 @dataclass(frozen=True, kw_only=True)

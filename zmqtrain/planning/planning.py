@@ -13,10 +13,10 @@ from math import inf
 from zmqtrain.codecs.fragment import BLOCK_VALUES
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import pieces_of
-from zmqtrain.planning.costs import exchange_costs, hub_threads
-from zmqtrain.planning.learning import CODECS, NODE_BATCHES, ideal_speedup
-from zmqtrain.planning.memory import Place
+from zmqtrain.planning.costs import Place, exchange_costs, hub_threads
 from zmqtrain.planning.schedule import (
+    CODECS,
+    NODE_BATCHES,
     Load,
     Option,
     Prediction,
@@ -24,6 +24,7 @@ from zmqtrain.planning.schedule import (
     best_option,
     exchange_bytes,
     held_seconds,
+    ideal_speedup,
     model_of,
     nicer_slowdown,
     payload_rate,

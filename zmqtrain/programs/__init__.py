@@ -13,9 +13,16 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.programs.arguments import check_arguments, describe_arguments, parse_arguments, read_arguments
-from zmqtrain.programs.checks import check_image, check_text
-from zmqtrain.programs.signatures import FactorySource, read_source
+from zmqtrain.programs.arguments import (
+    FactorySource,
+    check_arguments,
+    check_image,
+    check_text,
+    describe_arguments,
+    parse_arguments,
+    read_arguments,
+    read_source,
+)
 from zmqtrain.train.program import Program, missing_members
 
 __all__ = [

@@ -1,15 +1,22 @@
-"""Read the arguments of a program: what a factory takes, and what a user typed, brought together or refused by name.
+"""The arguments of a program: what its factory takes, what a user typed, and which values the built-in ones allow.
 
 Rule 1: a factory's own signature is the only list of its arguments; defaults say the type where annotations do not.
 Rule 2: an argument that is not understood is an error that names its place, what came and what can be typed instead.
+Rule 3: nothing here reaches jax: the broker, where these arguments are typed, checks them too. It reads a factory's
+signature from its source, because importing it would load jax; what cannot be read so (a factory made at run time, a
+package without sources) is not known, and nobody guesses.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
@@ -146,3 +153,160 @@ def _read_value(place: str, value: Any, kind: type | None) -> Any:
     if wanted is None or (kind is float and not isfinite(wanted)):
         raise ConfigError(f"{place} must be {KIND_WORDS[kind]}, got {value!r}")
     return wanted
+
+
+@dataclass(frozen=True)
+class FactorySource:
+    """A factory as its source describes it. signature: of the call, annotations as texts."""
+
+    signature: inspect.Signature
+    documentation: str
+
+
+def read_source(place: str) -> FactorySource | None:
+    """Return what the source says of the factory at "package.module:name"; None if that cannot be read.
+
+    Imports nothing. A dataclass is called with its fields, another class with the arguments of its `__init__`.
+    """
+    module, _, name = place.partition(":")
+    try:
+        tree = ast.parse(_file_of(module).read_text("utf-8"))
+        constants = _constants(tree)
+        found = next(
+            node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+        )
+        if isinstance(found, ast.FunctionDef):
+            parameters = [] if found.decorator_list else _of_function(found, constants)
+            known = not found.decorator_list
+        else:
+            parameters, known = _of_class(found, constants)
+        return FactorySource(inspect.Signature(parameters), ast.get_docstring(found) or "") if known else None
+    except (OSError, ImportError, AttributeError, StopIteration, SyntaxError, ValueError):
+        return None
+
+
+def _file_of(module: str) -> Path:
+    """Return the source file of a module; only the folder of its outermost package is asked of the import system."""
+    outermost, *inner = module.split(".")
+    spec = find_spec(outermost)
+    if spec is None or (not inner and not spec.origin):
+        raise ImportError(module)
+    if not inner:
+        return Path(str(spec.origin))
+    for folder in spec.submodule_search_locations or ():
+        place = Path(folder).joinpath(*inner)
+        for file in (place.with_name(place.name + ".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+    raise ImportError(module)
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the names that the module gives to literals."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def _of_function(function: ast.FunctionDef, constants: dict[str, Any], skip: int = 0) -> list[inspect.Parameter]:
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    without = len(positional) - len(arguments.defaults)
+    pairs = [(one, arguments.defaults[at - without] if at >= without else None) for at, one in enumerate(positional)]
+    pairs = pairs[skip:] + list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+    parameters = [_parameter(one.arg, one.annotation, default, constants) for one, default in pairs]
+    if arguments.kwarg is not None:
+        parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return parameters
+
+
+def _of_class(found: ast.ClassDef, constants: dict[str, Any]) -> tuple[list[inspect.Parameter], bool]:
+    """Return the parameters, and whether these are all: a class that inherits may have more."""
+    made = next((one for one in found.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    if made is not None:
+        return _of_function(made, constants, skip=1), True
+    names = {ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in found.decorator_list}
+    if found.bases or not names & {"dataclass", "dataclasses.dataclass"}:
+        return [], False
+    parameters = []
+    for one in found.body:
+        if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
+            continue
+        default, call = one.value, one.value
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("field", "dataclasses.field"):
+            said = {keyword.arg: keyword.value for keyword in call.keywords}
+            if "init" in said and ast.unparse(said["init"]) == "False":
+                continue
+            default = said.get("default", said.get("default_factory"))
+        parameters.append(_parameter(one.target.id, one.annotation, default, constants))
+    return parameters, True
+
+
+def _parameter(
+    name: str, annotation: ast.expr | None, default: ast.expr | None, constants: dict[str, Any]
+) -> inspect.Parameter:
+    kind: Any = inspect.Parameter.empty if annotation is None else ast.unparse(annotation)
+    value: Any = inspect.Parameter.empty
+    if default is not None:
+        try:
+            value = ast.literal_eval(default)
+        except ValueError:
+            value = constants.get(ast.unparse(default), ast.unparse(default))
+            kind = "?" if annotation is None else kind  # what its type is, only the program knows
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=kind)
+
+
+BYTES = 256
+OPTIMIZERS = ("adamw", "muon")
+MOST_RATE = 10**9
+
+
+def check_text(
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    context: int,
+    batch: int,
+    batches_per_unit: int,
+    inner_optimizer: str,
+    rate: float,
+    warmup: int,
+    weight_decay: float,
+    clip: float,
+    tied: bool,
+    seed: int,
+    **others: object,
+) -> None:
+    """Raise ConfigError, naming its place, for an argument of the text program that cannot be."""
+    sizes = {"width": width, "layers": layers, "heads": heads, "context": context, "batch": batch}
+    for name, value in (sizes | {"batches_per_unit": batches_per_unit}).items():
+        require_at_least(name, value, 1)
+    for name, rate_value in {"rate": rate, "warmup": warmup, "weight_decay": weight_decay}.items():
+        require_at_least(name, rate_value, 0, MOST_RATE)
+    require_at_least("seed", seed, 0, MOST_SEED)
+    require_at_least("layers", layers, 1, 9999)
+    values = layers * (12 * width + 2) * width + (2 - tied) * BYTES * width + width
+    require_trainable(values, f"width={width} and layers={layers}")
+    require_at_least("clip", clip, 1e-6)
+    require_choice("inner_optimizer", inner_optimizer, OPTIMIZERS)
+    if width % (2 * heads):
+        raise ConfigError(
+            f"{PLACE}.width must be a multiple of twice the heads (2 x {heads}, for the rotary positions), got {width}"
+        )
+
+
+def check_image(
+    *, width: int, batch: int, batches_per_unit: int, rate: float, weight_decay: float, seed: int, **others: object
+) -> None:
+    """Raise ConfigError, naming its place, for an argument of the image program that cannot be."""
+    for name, value in {"width": width, "batch": batch, "batches_per_unit": batches_per_unit}.items():
+        require_at_least(name, value, 1)
+    for name, rate_value in {"rate": rate, "weight_decay": weight_decay}.items():
+        require_at_least(name, rate_value, 0, MOST_RATE)
+    require_at_least("seed", seed, 0, MOST_SEED)

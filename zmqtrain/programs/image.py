@@ -21,8 +21,7 @@ import numpy.typing as npt
 import optax
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.programs.arguments import PLACE, require_trainable
-from zmqtrain.programs.checks import check_image
+from zmqtrain.programs.arguments import PLACE, check_image, require_trainable
 from zmqtrain.programs.datasets import digest, load_digits, load_image_folder
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 

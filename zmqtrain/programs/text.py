@@ -22,7 +22,7 @@ import numpy.typing as npt
 import optax
 
 from zmqtrain.core.errors import ConfigError, DataError
-from zmqtrain.programs.checks import BYTES, check_text
+from zmqtrain.programs.arguments import BYTES, check_text
 from zmqtrain.programs.datasets import digest, load_text
 from zmqtrain.programs.initial import Constant, Normal, draw_params
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import ClassVar, NamedTuple, Protocol
 
-from zmqtrain.averaging.delta import Encoded
-from zmqtrain.averaging.digest import Digest
+from zmqtrain.averaging.coder import Encoded
+from zmqtrain.averaging.snapshot import Digest
 from zmqtrain.core.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, RunStopped, ZmqTrainError
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.types import Buffer, Lane, Offer, PeerId, Version

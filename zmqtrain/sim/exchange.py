@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqtrain.averaging.delta import DeltaCoder, Encoded
+from zmqtrain.averaging.coder import DeltaCoder, Encoded
 from zmqtrain.core.errors import AggregateTimeout, LocalProtocolError, NonFiniteDelta
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version

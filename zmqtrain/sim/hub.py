@@ -15,13 +15,12 @@ from typing import Any, Protocol, assert_never
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
 from zmqtrain.averaging.gate import error_of, reason_of
-from zmqtrain.averaging.moments import check_sizes, split_snapshot
+from zmqtrain.averaging.snapshot import check_sizes, split_snapshot
 from zmqtrain.core.errors import CodecError, ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, PeerId, Version, count_values
 from zmqtrain.planning.auto import LoadPlanner
-from zmqtrain.planning.costs import ExchangeCosts, exchange_costs
-from zmqtrain.planning.memory import Place
+from zmqtrain.planning.costs import ExchangeCosts, Place, exchange_costs
 from zmqtrain.planning.rules import canonical
 from zmqtrain.planning.schedule import exchange_bytes, model_of
 from zmqtrain.protocol.effects import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from zmqtrain.averaging.delta import Encoded
+from zmqtrain.averaging.coder import Encoded
 from zmqtrain.core.errors import JoinRefused, ModelMismatch
 from zmqtrain.core.types import Buffer, Offer, Version
 from zmqtrain.protocol.effects import Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw

@@ -12,7 +12,7 @@ from typing import Literal
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.planning.memory import Place
+from zmqtrain.planning.costs import Place
 from zmqtrain.sim.faults import check_faults, pauses_and_cuts
 from zmqtrain.train.corrupt import CORRUPTIONS
 from zmqtrain.train.induce import Induced, induced_from_spec

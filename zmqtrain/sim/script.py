@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from zmqtrain.averaging.delta import DeltaCoder, encode_snapshot
-from zmqtrain.averaging.moments import encode_moments
+from zmqtrain.averaging.coder import DeltaCoder, encode_snapshot
+from zmqtrain.averaging.snapshot import encode_optimizer_state
 from zmqtrain.core.errors import AggregateTimeout
 from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
@@ -107,7 +107,7 @@ class ScriptedExchange:
         layout, founds = self._coder.layout, self.script.peer in self._hub.founders
         if founds:
             frames = encode_snapshot(layout, layout.split(leaves))
-            self._hub.found(self.script.peer, model, frames, encode_moments(moments))
+            self._hub.found(self.script.peer, model, frames, encode_optimizer_state(moments))
         self.founded = True
         if founds and self.settings.initial != "mean":
             self._offers.version = 0

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import floor, isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.core.errors import ConfigError, LocalProtocolError
-from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.core.specs import Family, Range, format_spec
 
 Vector = NDArray[np.float32]
 
@@ -99,7 +99,7 @@ def trimmed(share: float = 0.25) -> Aggregation:
             result += value * (weight / total)
         return result.astype(np.float32)
 
-    return Aggregation(_name("trimmed", share=share), False, _ones, _ones, _in_pieces(combine))
+    return Aggregation(format_spec("trimmed", {"share": share}), False, _ones, _ones, _in_pieces(combine))
 
 
 def median() -> Aggregation:
@@ -160,42 +160,22 @@ def clipped(factor: float = 2.0) -> Aggregation:
         longest = factor * known[(len(known) - 1) // 2]
         return [1.0 if norm <= longest else longest / norm if isfinite(norm) else 0.0 for norm in norms]
 
-    return Aggregation(_name("clipped", factor=factor), False, _ones, scales, _weighted_mean)
+    return Aggregation(format_spec("clipped", {"factor": factor}), False, _ones, scales, _weighted_mean)
 
 
-_FAMILIES: dict[str, dict[str, Number]] = {
-    "mean": {},
-    "weighted": {},
-    "trimmed": {"share": 0.25},
-    "median": {},
-    "majority": {},
-    "clipped": {"factor": 2.0},
-}
-_MEMBERS: dict[str, Callable[..., Aggregation]] = {
-    "mean": mean,
-    "weighted": weighted,
-    "trimmed": trimmed,
-    "median": median,
-    "majority": majority,
-    "clipped": clipped,
-}
-_made: dict[str, Aggregation] = {}
-
-
-def aggregation_from_spec(text: str) -> Aggregation:
-    """Return the rule of a spec such as "mean" or "trimmed:share=0.25"; what is left out takes its default.
-
-    Raises ConfigError: an unknown name or argument, a share outside [0, 0.5), a factor below 1.
-    """
-    name, arguments = parse_spec(text, _FAMILIES)
-    if not 0 <= arguments.get("share", 0) < 0.5:
-        raise ConfigError(f"{text!r}: share={arguments['share']:g} is not in 0 <= share < 0.5")
-    if not arguments.get("factor", 1) >= 1:
-        raise ConfigError(f"{text!r}: factor={arguments['factor']:g} is not at least 1")
-    canonical = format_spec(name, arguments)
-    if canonical not in _made:
-        _made.setdefault(canonical, _MEMBERS[name](**arguments))
-    return _made[canonical]
+aggregation_from_spec = Family(
+    {
+        "mean": mean,
+        "weighted": weighted,
+        "trimmed": trimmed,
+        "median": median,
+        "majority": majority,
+        "clipped": clipped,
+    },
+    share=Range(0, 0.5, below=True),
+    factor=Range(1),
+).from_spec
+"""Returns the rule of a spec such as "mean" or "trimmed:share=0.25" (see `Family`)."""
 
 
 def _ones(of_each: Sequence[float]) -> list[float]:
@@ -280,7 +260,3 @@ def _weighted_mean(contributions: Sequence[Vector], weights: Sequence[float]) ->
         np.multiply(one, np.float32(weight / total), out=product)
         np.add(result, product, out=result)
     return result
-
-
-def _name(name: str, **arguments: Any) -> str:
-    return format_spec(name, {key: float(value) for key, value in arguments.items()})

@@ -10,30 +10,19 @@ FedAdam, Reddi et al. 2021.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.specs import Family, Range, format_spec
 
 Vector = NDArray[np.float32]
 State = Mapping[str, Vector]
 
 _PIECE_VALUES = 65_536  # gradient, state and step stay in a core's cache between the passes
 
-_LARGEST_RATE = 1000.0
-_SMALLEST_EPSILON = 1e-12  # its square is still a normal float32
 _LARGEST_VALUE = np.finfo(np.float32).max
-
-FAMILIES: dict[str, dict[str, Number]] = {
-    "sgd": {"rate": 1.0},
-    "nesterov": {"rate": 0.8, "momentum": 0.5},
-    "delayed_nesterov": {"rate": 0.8, "momentum": 0.5, "share": 0.0},
-    "adam": {"rate": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 0.001},
-}
-"""Each member of the family and the defaults of its arguments."""
 
 
 class OuterOptimizer(NamedTuple):
@@ -60,7 +49,7 @@ def sgd(rate: float = 1.0) -> OuterOptimizer:
     def update(gradient: Vector, state: State, turn: bool) -> Vector:
         return gradient * np.float32(rate)
 
-    return OuterOptimizer(_name("sgd", rate=rate), lambda count: {}, update, rate)
+    return OuterOptimizer(format_spec("sgd", {"rate": rate}), lambda count: {}, update, rate)
 
 
 def nesterov(rate: float = 0.8, momentum: float = 0.5) -> OuterOptimizer:
@@ -83,7 +72,7 @@ def nesterov(rate: float = 0.8, momentum: float = 0.5) -> OuterOptimizer:
     def init(count: int) -> dict[str, Vector]:
         return {"momentum": np.zeros(count, np.float32)}
 
-    return OuterOptimizer(_name("nesterov", rate=rate, momentum=momentum), init, update)
+    return OuterOptimizer(format_spec("nesterov", {"rate": rate, "momentum": momentum}), init, update)
 
 
 def delayed_nesterov(rate: float = 0.8, momentum: float = 0.5, share: float = 0.0) -> OuterOptimizer:
@@ -138,7 +127,9 @@ def delayed_nesterov(rate: float = 0.8, momentum: float = 0.5, share: float = 0.
     def init(count: int) -> dict[str, Vector]:
         return {name: np.zeros(count, np.float32) for name in (("gathered", "ahead") if share else ("gathered",))}
 
-    return OuterOptimizer(_name("delayed_nesterov", rate=rate, momentum=momentum, share=share), init, update)
+    return OuterOptimizer(
+        format_spec("delayed_nesterov", {"rate": rate, "momentum": momentum, "share": share}), init, update
+    )
 
 
 def adam(rate: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, epsilon: float = 0.001) -> OuterOptimizer:
@@ -173,46 +164,25 @@ def adam(rate: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, epsilon: f
     def init(count: int) -> dict[str, Vector]:
         return {"mean": np.zeros(count, np.float32), "square": np.full(count, epsilon**2, np.float32)}
 
-    return OuterOptimizer(_name("adam", rate=rate, beta1=beta1, beta2=beta2, epsilon=epsilon), init, update)
+    return OuterOptimizer(
+        format_spec("adam", {"rate": rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}), init, update
+    )
 
 
-_MEMBERS: dict[str, Callable[..., OuterOptimizer]] = {
-    "sgd": sgd,
-    "nesterov": nesterov,
-    "delayed_nesterov": delayed_nesterov,
-    "adam": adam,
-}
-_made: dict[str, OuterOptimizer] = {}
-
-
-def outer_from_spec(text: str) -> OuterOptimizer:
-    """Return the optimizer of a spec such as "nesterov:rate=0.8,momentum=0.5"; what is left out takes its default.
-
-    Raises ConfigError: an unknown name or argument; a rate outside (0, 1000]; a momentum, beta1 or beta2 outside
-    [0, 1); a share outside [0, 1]; an epsilon outside [1e-12, 1].
-    """
-    name, arguments = parse_spec(text, FAMILIES)
-    for argument, value in arguments.items():
-        if argument == "rate":
-            fits, wanted = 0 < value <= _LARGEST_RATE, f"0 < rate <= {_LARGEST_RATE:g}"
-        elif argument == "share":
-            fits, wanted = 0 <= value <= 1, "0 <= share <= 1"
-        elif argument == "epsilon":
-            fits, wanted = _SMALLEST_EPSILON <= value <= 1, f"{_SMALLEST_EPSILON:g} <= epsilon <= 1"
-        else:
-            fits, wanted = 0 <= value < 1, f"0 <= {argument} < 1"
-        if not fits:
-            raise ConfigError(f"{text!r}: {argument}={value:g} is not in {wanted}")
-    canonical = format_spec(name, arguments)
-    if canonical not in _made:
-        _made.setdefault(canonical, _MEMBERS[name](**arguments))
-    return _made[canonical]
+_SHARE = Range(0, 1, below=True)
+OUTER_OPTIMIZERS = Family(
+    {"sgd": sgd, "nesterov": nesterov, "delayed_nesterov": delayed_nesterov, "adam": adam},
+    rate=Range(0, 1000, above=True),
+    share=Range(0, 1),
+    epsilon=Range(1e-12, 1),  # its square is still a normal float32
+    momentum=_SHARE,
+    beta1=_SHARE,
+    beta2=_SHARE,
+)
+outer_from_spec = OUTER_OPTIMIZERS.from_spec
+"""Returns the optimizer of a spec such as "nesterov:rate=0.8,momentum=0.5" (see `Family`)."""
 
 
 def _pieces(count: int) -> Iterator[slice]:
     for start in range(0, count, _PIECE_VALUES):
         yield slice(start, start + _PIECE_VALUES)
-
-
-def _name(name: str, **arguments: Any) -> str:
-    return format_spec(name, {key: float(value) for key, value in arguments.items()})

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, isfinite, isnan
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.specs import Family, Range, format_spec
 from zmqtrain.core.types import PeerId, Score
 
 _WORST = 1e100  # a loss beyond is as good as infinite; sums and differences of what is below stay finite
-_LARGEST_TEMPERATURE = 1e6
 
 
 class Selection(NamedTuple):
@@ -74,7 +73,7 @@ def healthy(factor: float = 1.1) -> Selection:
         middle = _median([score for score in known if isfinite(score)])
         return _qualified(known, lambda score: score <= middle + (factor - 1) * abs(middle))
 
-    return Selection(_name("healthy", factor=factor), weights)
+    return Selection(format_spec("healthy", {"factor": factor}), weights)
 
 
 def by_score(temperature: float = 1.0) -> Selection:
@@ -96,43 +95,16 @@ def by_score(temperature: float = 1.0) -> Selection:
             return [float(isfinite(score)) for score in known]
         return [exp(-min((score - lowest) / spread, _WORST)) for score in known]
 
-    return Selection(_name("score", temperature=temperature), weights)
+    return Selection(format_spec("score", {"temperature": temperature}), weights)
 
 
-_SELECTION_FAMILIES: dict[str, dict[str, Number]] = {
-    "all": {},
-    "best": {"count": 2},
-    "better": {},
-    "healthy": {"factor": 1.1},
-    "score": {"temperature": 1.0},
-}
-_SELECTIONS: dict[str, Callable[..., Selection]] = {
-    "all": everything,
-    "best": best,
-    "better": better,
-    "healthy": healthy,
-    "score": by_score,
-}
-_made: dict[str, Selection] = {}
-
-
-def selection_from_spec(text: str) -> Selection:
-    """Return the rule of a spec such as "all" or "healthy:factor=1.1"; what is left out takes its default.
-
-    Raises ConfigError: an unknown name or argument, a count or a factor below 1, a temperature outside (0, 1e6].
-    """
-    name, arguments = parse_spec(text, _SELECTION_FAMILIES)
-    for argument in ("count", "factor"):
-        if arguments.get(argument, 1) < 1:
-            raise ConfigError(f"{text!r}: {argument}={arguments[argument]:g} is not at least 1")
-    if not 0 < arguments.get("temperature", 1) <= _LARGEST_TEMPERATURE:
-        raise ConfigError(
-            f"{text!r}: temperature={arguments['temperature']:g} is not in 0 < temperature <= {_LARGEST_TEMPERATURE:g}"
-        )
-    canonical = format_spec(name, arguments)
-    if canonical not in _made:
-        _made.setdefault(canonical, _SELECTIONS[name](**arguments))
-    return _made[canonical]
+selection_from_spec = Family(
+    {"all": everything, "best": best, "better": better, "healthy": healthy, "score": by_score},
+    count=Range(1),
+    factor=Range(1),
+    temperature=Range(0, 1e6, above=True),
+).from_spec
+"""Returns the rule of a spec such as "all" or "healthy:factor=1.1" (see `Family`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +177,7 @@ class Laggards:
         self._lagged.pop(peer, None)
 
 
-_PREEMPTION_FAMILIES: dict[str, dict[str, Number]] = {"score": {"patience": 2, "margin": 0.0}, "none": {}}
+_PREEMPTIONS = Family[Preemption | None]({"score": Preemption, "none": lambda: None})
 
 
 def preemption_from_spec(text: str) -> Preemption | None:
@@ -213,13 +185,10 @@ def preemption_from_spec(text: str) -> Preemption | None:
 
     Raises ConfigError: an unknown name or argument, a patience below 1, a margin below 0.
     """
-    name, arguments = parse_spec(text, _PREEMPTION_FAMILIES)
-    if name == "none":
-        return None
     try:
-        return Preemption(patience=int(arguments["patience"]), margin=arguments["margin"])
+        return _PREEMPTIONS.from_spec(text)
     except ConfigError as error:
-        raise ConfigError(f"{text!r}: {error}") from None
+        raise ConfigError(str(error) if repr(text) in str(error) else f"{text!r}: {error}") from None
 
 
 def _known(scores: Sequence[Score]) -> list[Score]:
@@ -239,7 +208,3 @@ def _qualified(scores: Sequence[Score], qualifies: Callable[[Score], bool]) -> l
     if any(weights):
         return weights
     return [float(score == min(scores)) for score in scores]
-
-
-def _name(name: str, **arguments: Any) -> str:
-    return format_spec(name, {key: float(value) for key, value in arguments.items()})

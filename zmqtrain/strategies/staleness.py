@@ -8,19 +8,17 @@ Source: FedAsync, Xie et al. 2019; DC-ASGD, Zheng et al. 2017.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.core.errors import ConfigError, LocalProtocolError
-from zmqtrain.core.specs import Number, format_spec, parse_spec
+from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.core.specs import Family, Range, format_spec
 
 Vector = NDArray[np.float32]
 
 _PIECE_VALUES = 65_536  # so many at a time are made float64
-_LARGEST_POWER = 10.0
-_MOST_VERSIONS = 1024
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
@@ -51,12 +49,14 @@ def polynomial(power: float = 0.5) -> StalenessRule:
 
     Source: Xie et al. 2019, Asynchronous federated optimization (their a is power); FedBuff takes power 0.5 too.
     """
-    return StalenessRule(_name("polynomial", power=power), lambda staleness: _polynomial(staleness, power), 0.0, 0)
+    return StalenessRule(
+        format_spec("polynomial", {"power": power}), lambda staleness: _polynomial(staleness, power), 0.0, 0
+    )
 
 
 def compensation(strength: float = 0.1, versions: int = 8) -> StalenessRule:
     """Count late progress whole, as `compensate` corrects it for what was published since its base."""
-    name = format_spec("compensation", {"strength": float(strength), "versions": versions})
+    name = format_spec("compensation", {"strength": strength, "versions": versions})
     return StalenessRule(name, lambda staleness: _polynomial(staleness, 0.0), strength, versions)
 
 
@@ -96,43 +96,16 @@ def compensate(u: Vector, moved: Vector, strength: float) -> Vector:
     return result
 
 
-_FAMILIES: dict[str, dict[str, Number]] = {
-    "constant": {},
-    "polynomial": {"power": 0.5},
-    "compensation": {"strength": 0.1, "versions": 8},
-}
-_MEMBERS: dict[str, Callable[..., StalenessRule]] = {
-    "constant": constant,
-    "polynomial": polynomial,
-    "compensation": compensation,
-}
-_made: dict[str, StalenessRule] = {}
-
-
-def staleness_from_spec(text: str) -> StalenessRule:
-    """Return the rule of a spec such as "constant" or "polynomial:power=0.5"; what is left out takes its default.
-
-    Raises ConfigError: an unknown name or argument, a power outside (0, 10], a strength outside (0, 1], versions
-    outside 1..1024.
-    """
-    name, arguments = parse_spec(text, _FAMILIES)
-    if not 0 < arguments.get("power", 1) <= _LARGEST_POWER:
-        raise ConfigError(f"{text!r}: power={arguments['power']:g} is not in 0 < power <= {_LARGEST_POWER:g}")
-    if not 0 < arguments.get("strength", 1) <= 1:
-        raise ConfigError(f"{text!r}: strength={arguments['strength']:g} is not in 0 < strength <= 1")
-    if not 1 <= arguments.get("versions", 1) <= _MOST_VERSIONS:
-        raise ConfigError(f"{text!r}: versions={arguments['versions']} is not in 1 <= versions <= {_MOST_VERSIONS}")
-    canonical = format_spec(name, arguments)
-    if canonical not in _made:
-        _made.setdefault(canonical, _MEMBERS[name](**arguments))
-    return _made[canonical]
+staleness_from_spec = Family(
+    {"constant": constant, "polynomial": polynomial, "compensation": compensation},
+    power=Range(0, 10, above=True),
+    strength=Range(0, 1, above=True),
+    versions=Range(1, 1024),
+).from_spec
+"""Returns the rule of a spec such as "constant" or "polynomial:power=0.5" (see `Family`)."""
 
 
 def _polynomial(staleness: int, power: float) -> float:
     if staleness < 0:
         raise LocalProtocolError(f"a contribution that is {staleness} versions late: its base is yet to be published")
     return float((1 + staleness) ** -power)
-
-
-def _name(name: str, **arguments: Any) -> str:
-    return format_spec(name, {key: float(value) for key, value in arguments.items()})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import parse_bytes
+from zmqtrain.core.specs import parse_bytes
 
 BUCKET_BYTES = 8 << 20
 """At 1 Gb/s a bucket is about 0.1 s on the wire, its latencies a few ms, and its way from the device less."""

@@ -8,20 +8,14 @@ Source: Anytime Minibatch, Ferdinand et al. 2019; Async-Timed, Al-Lawati et al.,
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.specs import Number, format_spec, parse_spec
-
-FAMILIES: dict[str, dict[str, Number]] = {
-    "fixed": {"batches": 1},
-    "timed": {"seconds": 0.3, "partitions": 8},
-}
-"""Each member of the family and the defaults of its arguments."""
+from zmqtrain.core.specs import Family, format_spec
 
 REFERENCE_PERCENTILE = 90.0
 IMPROBABLE = 100.0
@@ -70,16 +64,8 @@ class TimedMinibatch:
 
 Minibatch = FixedMinibatch | TimedMinibatch
 
-_MEMBERS: dict[str, Callable[..., Minibatch]] = {"fixed": FixedMinibatch, "timed": TimedMinibatch}
-
-
-def minibatch_from_spec(text: str) -> Minibatch:
-    """Return the minibatch of a spec such as "timed:seconds=0.3,partitions=8"; what is left out takes its default.
-
-    Raises ConfigError: an unknown name or argument (with the choices), a number that is out of range.
-    """
-    name, arguments = parse_spec(text, FAMILIES)
-    return _MEMBERS[name](**arguments)
+minibatch_from_spec = Family[Minibatch]({"fixed": FixedMinibatch, "timed": TimedMinibatch}).from_spec
+"""Returns the minibatch of a spec such as "timed:seconds=0.3,partitions=8" (see `Family`)."""
 
 
 def dynamic_every(every: int, own: float, rates: Sequence[float]) -> int:

@@ -24,7 +24,7 @@ import zmq
 from zmq.auth.certs import load_certificate
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.core.quantities import require_kind
+from zmqtrain.core.specs import require_kind
 
 logger = logging.getLogger(__name__)
 

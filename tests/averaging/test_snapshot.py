@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zmqtrain.averaging.moments import (
-    MOMENT_MODELS,
-    check_moments,
+from zmqtrain.averaging.snapshot import (
+    OPTIMIZER_STATE_MODELS,
+    check_optimizer_state,
     check_sizes,
-    decode_moments,
-    encode_moments,
+    decode_optimizer_state,
+    encode_optimizer_state,
     split_snapshot,
 )
 from zmqtrain.core.errors import CodecError, FramingError, NonFiniteDelta
@@ -21,19 +21,19 @@ from zmqtrain.protocol.messages import Snapshot
 @pytest.mark.parametrize("counts", [(), (1,), (3, 5), (65_536, 1), (262_140,), (300_000, 262_141)])
 def test_a_state_comes_out_laid_end_to_end_in_frames_of_the_allowed_size(counts):
     arrays = [np.random.default_rng(count).normal(size=count).astype(np.float32) for count in counts]
-    frames = encode_moments(arrays)
+    frames = encode_optimizer_state(arrays)
     assert all(len(frame) <= MAX_FRAME_BYTES for frame in frames)
-    check_moments(frames)
-    np.testing.assert_array_equal(decode_moments(frames), np.concatenate([*arrays, np.zeros(0, np.float32)]))
+    check_optimizer_state(frames)
+    np.testing.assert_array_equal(decode_optimizer_state(frames), np.concatenate([*arrays, np.zeros(0, np.float32)]))
 
 
 def test_a_state_that_is_not_finite_is_neither_sent_nor_taken():
     with pytest.raises(NonFiniteDelta):
-        encode_moments([np.array([1.0, np.nan], np.float32)])
-    (frame,) = encode_moments([np.ones(4, np.float32)])
+        encode_optimizer_state([np.array([1.0, np.nan], np.float32)])
+    (frame,) = encode_optimizer_state([np.ones(4, np.float32)])
     for damaged in (frame[:-1], frame[:-4], frame[:16], b"", bytes(frame[:-1]) + b"\x7f"):
         with pytest.raises(CodecError):
-            check_moments([damaged])
+            check_optimizer_state([damaged])
 
 
 def test_a_snapshot_is_cut_where_its_state_begins():
@@ -54,7 +54,7 @@ def test_a_snapshot_is_cut_where_its_state_begins():
         ((), 0, True),
         ((101,), 0, True),  # more than the model
         ((101, 1), 1, True),
-        ((100, MOMENT_MODELS * 100 + (1 << 16) + 1), 1, True),
+        ((100, OPTIMIZER_STATE_MODELS * 100 + (1 << 16) + 1), 1, True),
     ],
 )
 def test_what_cannot_be_right_is_refused_before_it_comes(sizes, moments, takes):

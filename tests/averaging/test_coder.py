@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fixed import fixed_run
-from zmqtrain.averaging.delta import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
+from zmqtrain.averaging.coder import DeltaCoder, cut, decode_snapshot, encode_snapshot, snapshot_counts
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.codecs.payload import decode_payload, encode_payload
 from zmqtrain.codecs.payload_jax import DeviceCoder

@@ -1,15 +1,22 @@
-"""Keep a node's side of the one equation: what is offered, what of it is on its way, what has landed.
+"""A node's side of the equation: what is offered, what of it is in flight, what has been applied.
 
     params = anchor + pending;  a publish sends u = C(pending - unacked)
 
 Rule 1: pure: no clock, no socket, no thread; one thread calls it.  Rule 2: a u is kept compressed, just as it was sent.
 Rule 3: where the parameters live on an accelerator, a node gives its device's coder: what is compressed is encoded and
 decoded there, to the same bits; what is sent as it is (DENSE) goes by the host, which it would have to cross anyway.
+Rule 4: `Vectors` reuses the memory of what is decoded, because the kernel zeroes fresh memory page by page, which costs
+a codec as much as its own work, and because JAX on a CPU takes an array without a copy if it begins at a multiple of
+64 bytes. Memory is reused only when nothing refers to it: each time it is handed out as an array of its own, which
+every view of it holds, and so does a JAX array until the last computation that reads it is done; a weak reference says
+whether that array is gone. (Reference counts do not: where references are borrowed they are too low.) One thread takes;
+any thread may let go. What was lent last is lent first, and what was not needed for a while is freed.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -20,17 +27,85 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.averaging.gate import DeltaGate
-from zmqtrain.averaging.moments import decode_moments, split_snapshot
-from zmqtrain.averaging.vectors import Vectors
+from zmqtrain.averaging.snapshot import decode_optimizer_state, split_snapshot
 from zmqtrain.codecs.base import Codec, Coding, codec_from_spec, coding_from_spec
-from zmqtrain.codecs.codec import State
+from zmqtrain.codecs.codec import State, fill_states, pack_states
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.codecs.payload import check_payload, decode_payload, decode_segments, encode_payload, initial_states
-from zmqtrain.codecs.states import fill_states, pack_states
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.settings import AUTO, RunSettings
 from zmqtrain.core.types import Array, Buffer, ModelSpec, Offer, Part, PeerId, Update, count_values, number_of
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+
+ALIGNMENT_BYTES = 64
+SMALLEST_KEPT_BYTES = 1 << 20
+"""Smaller vectors come from the heap, which holds on to its pages by itself."""
+
+IDLE_TAKES = 8
+"""Memory that was not lent for so many takes is not kept any longer."""
+
+_ALIGNMENT_VALUES = ALIGNMENT_BYTES // 4
+
+
+class _Kept:
+    """Memory, at which take it was lent last, and whether somebody has it."""
+
+    __slots__ = ("_lent", "lent_at", "memory")
+
+    def __init__(self, memory: NDArray[np.float32]) -> None:
+        self.memory, self.lent_at = memory, 0
+        self._lent: weakref.ref[NDArray[np.float32]] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._lent is None or self._lent() is None
+
+    def lend(self, take: int) -> NDArray[np.float32]:
+        """Return an array of all the memory, which its views hold: of a memoryview they do not look behind it."""
+        array = np.frombuffer(self.memory.data, np.float32)
+        self._lent, self.lent_at = weakref.ref(array), take
+        return array
+
+
+class Vectors:
+    """Memory for vectors, which keeps what was lent last.  most: so many are kept."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most, self._takes = most, 0
+        self._kept: list[_Kept] = []  # what was lent last is last
+
+    def take(self, count: int) -> NDArray[np.float32]:
+        """Return float32[count] of undefined content at an address of a multiple of 64 bytes."""
+        needed = count + _ALIGNMENT_VALUES
+        if 4 * count < SMALLEST_KEPT_BYTES:
+            return _aligned(np.empty(needed, np.float32), count)
+        self._takes += 1
+        latest = None
+        for kept in reversed(self._kept):
+            if needed <= kept.memory.size <= needed + needed // 4 and kept.is_free:
+                latest = kept
+                self._kept.remove(kept)
+                break
+        oldest = self._takes - IDLE_TAKES
+        self._kept = [kept for kept in self._kept if kept.lent_at > oldest or not kept.is_free]
+        if latest is None:  # a little more than is needed: fragments differ by a block or two
+            latest = _Kept(np.empty(needed + needed // 16, np.float32))
+        self._kept.append(latest)
+        del self._kept[: -self._most]
+        return _aligned(latest.lend(self._takes), count)
+
+    def take_segments(self, counts: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Return float32[count] for each count, as `take` does: all of one memory, each at a multiple of 64 bytes."""
+        sizes = [-(-count // _ALIGNMENT_VALUES) * _ALIGNMENT_VALUES for count in counts]
+        memory = self.take(sum(sizes))
+        ends = np.cumsum(sizes).tolist()
+        return [memory[end - size : end - size + count] for end, size, count in zip(ends, sizes, counts, strict=True)]
+
+
+def _aligned(memory: NDArray[np.float32], count: int) -> NDArray[np.float32]:
+    first = -memory.ctypes.data % ALIGNMENT_BYTES // 4
+    return memory[first : first + count]
+
 
 DENSE = "float32"
 """The codec of snapshots, and of the exchanges that drain what is pending."""
@@ -312,7 +387,7 @@ class DeltaCoder:
         flats = decode_snapshot(self.layout, parameters)
         parts = enumerate(self.layout.join(flats))
         anchor = [Part(leaf, self.layout.part(leaf).start, values) for leaf, values in parts if values.size]
-        moments = [decode_moments(state)] if state else None
+        moments = [decode_optimizer_state(state)] if state else None
         own = {} if reset else self._own(landed)
         if reset:
             self.restart()
