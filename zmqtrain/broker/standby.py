@@ -237,7 +237,7 @@ class _Rival:
     def __init__(self, open_line: OpenLine, address: str, run: str, term: int) -> None:
         self.address = address
         peer = PeerId(f"first#{secrets.token_hex(4)}")
-        self.peer = Peer(peer, "the first broker", observer=True)
+        self.peer = Peer(peer, "the first broker", observer=True, incarnation=1)
         self.peer.run, self.peer.term = run, term
         self._link = HubSession(
             lambda: open_line(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
@@ -522,7 +522,7 @@ class Registration(NullListener):
         self.place, self.address = place, address
         self.name = f"master {place.shard}/{place.masters}"
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
-        self.peer = Peer(peer, self.name, claim=Claim(place.shard, address))
+        self.peer = Peer(peer, self.name, claim=Claim(place.shard, address), incarnation=1)
         self._link = HubSession(
             lambda: DealerChannel.connect(
                 place.first,

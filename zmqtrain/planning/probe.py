@@ -1,8 +1,8 @@
-"""Measure the link to a hub from outside of its run: round trips, rates both ways, the hub's clock.
+"""Measurement of the link to a hub from outside of its run: round trips, rates both ways, the hub's clock.
 
-Rule 1: an observer that says Hello, pings and probes, one at a time; nothing of a run is touched, and the hub bounds
-what all who probe may take.  Rule 2: a measurement ends after so many bytes or seconds, whichever comes first.
-Rule 3: what cannot be measured is None, never invented.
+Rule 1: an observer says Hello, pings and probes, one at a time; it changes nothing of a run, and the hub bounds the
+padding of all probes.  Rule 2: a measurement ends after so many bytes or seconds, whichever comes first.
+Rule 3: a figure that cannot be measured is None.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TypeVar
 
-from zmqtrain.core.errors import FramingError, HubUnreachable, JoinRefused
+from zmqtrain.core.errors import HubUnreachable, JoinRefused, ZmqTrainError
 from zmqtrain.core.interfaces import Channel
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, Lane, PeerId
-from zmqtrain.protocol.framing import decode_message, encode_message
+from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
-from zmqtrain.protocol.messages import Goodbye, Heartbeat, Hello, Message, Probe, Probed, Refused, Roster, Welcome
+from zmqtrain.protocol.messages import Heartbeat, Message, Probe, Probed, Refused, Roster, Welcome
+from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
 from zmqtrain.transport.found_keys import Access, find_access
 from zmqtrain.transport.zmq_dealer import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
@@ -33,10 +33,10 @@ TIMES_ASKED = 8
 RATE_BYTES = 8 << 20
 RATE_SECONDS = 3.0
 IN_FLIGHT = 4
-"""So many probes are on their way at a time: 1 MiB, as much as a hub grants its nodes together."""
+"""Probes in flight at a time: 1 MiB of padding, as much as a hub grants its nodes together."""
 
 ANSWER_SECONDS = 10.0
-"""A hub that answers nothing for so long is given up."""
+"""After so long without an answer the measurement ends."""
 
 PADDING = memoryview(bytes(PROBE_FRAME_BYTES))
 
@@ -80,51 +80,74 @@ def measure_link(
 
     server_key, keys: as for `zmqtrain.connect`.
 
-    Raises ConfigError for an address that is none, HubUnreachable if no broker answers within `wait_seconds` or it
-    falls silent, JoinRefused if it speaks another version of the protocol.
+    Raises ConfigError for an invalid address, HubUnreachable if no broker answers within `wait_seconds` or it falls
+    silent, JoinRefused if it speaks another version of the protocol.
     """
     peer = PeerId(f"doctor#{secrets.token_hex(4)}")
     access = find_access(address, server_key, keys)
-
-    async def measure() -> LinkFigures:
-        channel = DealerChannel.connect(address, peer=peer, access=access)
-        return await probe_link(channel, address, wait_seconds)
-
-    return asyncio.run(measure())
-
-
-async def probe_link(channel: Channel, address: str, wait_seconds: float) -> LinkFigures:
-    """Measure the link that a fresh channel is to the hub at `address`, and close it. Raises as `measure_link`."""
-    talk = _Talk(channel, address)
-    try:
-        return await talk.measure(wait_seconds)
-    finally:
-        await channel.close(0.1)
+    return asyncio.run(
+        _Probe(lambda: DealerChannel.connect(address, peer=peer, access=access), peer, address).measure(wait_seconds)
+    )
 
 
 class _Refusal(Exception):
-    """The hub gives no (more) padding: the text says why."""
+    """The hub answers no further probe; the text says why."""
 
 
-class _Talk:
-    """One conversation with a hub, as an observer."""
+class _Probe(NullListener):
+    """An observer's session that pings and probes, one measurement after the other."""
 
-    def __init__(self, channel: Channel, address: str) -> None:
-        self._channel, self._address = channel, address
+    messages = (Heartbeat, Probed, Refused, Roster, Welcome)
+
+    def __init__(self, open_channel: Callable[[], Channel], peer: PeerId, address: str) -> None:
+        machine = ProcessPeer(peer, "doctor", "observer", ANSWER_SECONDS, comes_again=False)
+        self._session = HubSession(open_channel, machine, address, self)
+        self._session.linger_seconds = 0.1
+        self._answers = asyncio.Queue[Message | ZmqTrainError]()
         self._number = 0
         self._software = ""
         self._round_trips: list[float] = []
-        self._pinging = False
+        self._ping_sent: float | None = None
         self._clock: tuple[float, float] | None = None
-        """(give or take, how far the hub's is ahead), of the quickest answer."""
+        """(error, how far the hub's clock is ahead), of the quickest answer."""
+
+    def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
+        """See NullListener."""
+        if isinstance(message, Heartbeat):
+            if message.sent != self._ping_sent:  # the session's own
+                return False
+            self._round_trips.append(time.monotonic() - message.sent)
+            self._ping_sent = None
+        self._answers.put_nowait(message)
+        return isinstance(message, Probed | Refused)
+
+    def on_ended(self, reason: str, text: str, error: ZmqTrainError) -> None:
+        """See NullListener."""
+        if reason == "garbage":
+            self.on_failed(
+                JoinRefused(f"the broker at {self._session.address} cannot be understood: {text}", "protocol")
+            )
+        else:
+            self.on_failed(HubUnreachable(f"{self._session.address}: {text}", self._session.address))
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """See NullListener."""
+        self._answers.put_nowait(error)
 
     async def measure(self, wait_seconds: float) -> LinkFigures:
-        """Say Hello, then measure one thing after the other."""
-        await self._say(Hello("doctor", "observer"), wait_seconds)
+        """Measure round trips, clocks and rates, in this order; then leave."""
+        self._session.begin()
+        try:
+            return await self._measure(wait_seconds)
+        finally:
+            self._session.leave("")
+            await self._session.wait_closed()
+
+    async def _measure(self, wait_seconds: float) -> LinkFigures:
         welcome = await self._answer(Welcome, wait_seconds)
         roster = await self._answer(Roster, wait_seconds)
         for _ in range(PINGS):
-            await self._ping()
+            self._ping()
             await self._answer(Heartbeat)
         idle, self._round_trips = _round_trips(self._round_trips), []
         refused, up, down = "", None, None
@@ -135,7 +158,6 @@ class _Talk:
         except _Refusal as refusal:
             refused = str(refusal)
         error, ahead = self._clock or (None, None)
-        await self._say(Goodbye())
         return LinkFigures(
             run=welcome.run,
             version=welcome.version,
@@ -153,8 +175,8 @@ class _Talk:
 
     async def _ask_the_time(self) -> None:
         began = time.monotonic()
-        sent = time.time()  # after it, so that what comes between the two is in the error
-        await self._probe(0, 0)
+        sent = time.time()  # after `began`, so that a delay between the two is part of the error
+        self._probe(0, 0)
         probed = await self._answer(Probed)
         error = (time.monotonic() - began) / 2
         self._software = probed.software[:80]
@@ -171,66 +193,46 @@ class _Talk:
 
         while len(arrived) < asked or not asked:
             while asked - len(arrived) < IN_FLIGHT and goes_on():
-                await self._probe(size, answer)
+                self._probe(size, answer)
                 asked += 1
-            if not self._pinging:
-                await self._ping()
+            if self._ping_sent is None:
+                self._ping()
             await self._answer(Probed)
             arrived.append(time.monotonic())
         seconds = arrived[-1] - arrived[0]
         return (size + answer) * (len(arrived) - 1) / seconds if seconds > 0 else None
 
-    async def _ping(self) -> None:
-        self._pinging = True
-        await self._say(Heartbeat(time.monotonic()))
+    def _ping(self) -> None:
+        self._ping_sent = time.monotonic()
+        self._session.send(Heartbeat(self._ping_sent))
 
-    async def _probe(self, size: int, answer: int) -> None:
+    def _probe(self, size: int, answer: int) -> None:
         self._number += 1
-        probe = encode_message(Probe(self._number, size, answer))
+        probe = Probe(self._number, size, answer)
         if size:
-            await self._send(Lane.BULK, [probe, PADDING[:size]])
+            self._session.send_bulk(probe, [PADDING[:size]])
         else:
-            await self._send(Lane.CONTROL, [probe])
-
-    async def _say(self, message: Message, wait_seconds: float = ANSWER_SECONDS) -> None:
-        await self._send(Lane.CONTROL, [encode_message(message)], wait_seconds)
-
-    async def _send(self, lane: Lane, frames: Sequence[Buffer], wait_seconds: float = ANSWER_SECONDS) -> None:
-        """Send as soon as there is room; to a hub with which no handshake succeeds there never is any."""
-        try:
-            async with asyncio.timeout(wait_seconds):
-                await self._channel.send(lane, frames)
-        except TimeoutError:
-            raise self._silent(wait_seconds) from None
-
-    def _silent(self, wait_seconds: float) -> HubUnreachable:
-        obstacle = f": {self._channel.obstacle}" if self._channel.obstacle else ""
-        text = f"the broker at {self._address} has not answered for {wait_seconds:g} s{obstacle}"
-        return HubUnreachable(text, self._address)
+            self._session.send(probe)
 
     async def _answer(self, kind: type[Answered], wait_seconds: float = ANSWER_SECONDS) -> Answered:
-        """Return the next message of a kind; those of others are taken note of on the way."""
+        """Return the next message of a kind. Raises HubUnreachable, JoinRefused."""
+        address = self._session.address
         try:
             async with asyncio.timeout(wait_seconds):
                 while True:
-                    message = self._read((await self._channel.receive())[1])
-                    if isinstance(message, Heartbeat):
-                        self._pinging = False
-                        self._round_trips.append(time.monotonic() - message.sent)
+                    message = await self._answers.get()
+                    if isinstance(message, ZmqTrainError):
+                        raise message
                     if isinstance(message, kind):
                         return message
                     if isinstance(message, Refused):
                         if kind is Probed:
                             raise _Refusal(message.text)
-                        raise JoinRefused(f"the broker at {self._address} refuses: {message.text}", message.reason)
+                        raise JoinRefused(f"the broker at {address} refuses: {message.text}", message.reason)
         except TimeoutError:
-            raise self._silent(wait_seconds) from None
-
-    def _read(self, frames: Sequence[Buffer]) -> Message:
-        try:
-            return decode_message(frames[0])
-        except FramingError as error:
-            raise JoinRefused(f"the broker at {self._address} cannot be understood: {error}", "protocol") from error
+            obstacle = f": {self._session.obstacle}" if self._session.obstacle else ""
+            text = f"the broker at {address} has not answered for {wait_seconds:g} s{obstacle}"
+            raise HubUnreachable(text, address) from None
 
 
 def _round_trips(seconds: Sequence[float]) -> RoundTrips | None:

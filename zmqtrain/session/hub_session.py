@@ -145,7 +145,8 @@ class ProcessPeer(Peer):
     """Machine of a client that is no node: a group member, a parameter-server client, a probe.
 
     It believes any hub that welcomes it.  role: as in Hello.  silence: after so many seconds the hub is lost.
-    comes_again: whether a welcomed client says Hello again after a loss; if not, the loss ends its session.
+    comes_again: whether a welcomed client says Hello again after a loss; if not, the loss ends its session. A hub that
+    cannot be understood always does.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class ProcessPeer(Peer):
         return []
 
     def _lose_hub(self, reason: str, text: str, now: float, hello_at: float) -> list[PeerEffect]:
-        ends = not self.comes_again and self.state is not PeerState.CONNECTING
+        ends = reason == "garbage" or not (self.comes_again or self.state is PeerState.CONNECTING)
         effects = super()._lose_hub(reason, text, now, hello_at)
         self._state = PeerState.CLOSED if ends else self._state
         return effects
