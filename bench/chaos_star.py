@@ -149,7 +149,7 @@ class StarRun(Run):
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         clock = folder / f"{name}.clock"
-        argv = [sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), module, *line]
+        argv = [sys.executable, "-m", "zmqtrain.chaos.services", str(clock), module, *line]
 
         def start() -> subprocess.Popen[Any]:
             return self.star.popen(

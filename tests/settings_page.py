@@ -10,9 +10,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.broker import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
-from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.node import NodeConfig
 from zmqtrain.core.settings import AUTO, FITTED, RunSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"

@@ -11,10 +11,10 @@ import pytest
 from tests import settings_page
 from zmqtrain.broker.checkpoint import FREE_SETTINGS
 from zmqtrain.checkpoint.folder import STRICT_VERSIONS, USUAL_SECONDS
-from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.broker import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
-from zmqtrain.cli.node_settings import NodeConfig
-from zmqtrain.cli.status import StatusConfig
+from zmqtrain.cli.node import NodeConfig
+from zmqtrain.cli.operate import StatusConfig
 from zmqtrain.core.settings import FIRST, FIXED, RunSettings
 from zmqtrain.planning.planning import Wish, make_plan
 from zmqtrain.transport.connections import ConnectionLimits

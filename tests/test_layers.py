@@ -40,7 +40,7 @@ SPOKEN_ONLY_IN = {
     "zmq": ("transport/zmq_*.py",),
     "msgpack": ("protocol/framing.py", "broker/checkpoint.py"),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
-    "asyncio": ("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/proxy.py", *LIVE),
+    "asyncio": ("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/services.py", *LIVE),
     "numba": ("codecs/fast.py",),
     **dict.fromkeys(["pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"], ()),
 }

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.broker import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
-from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.node import NodeConfig
 from zmqtrain.cli.settings import read_config
 from zmqtrain.collectives.allreduce import ALLREDUCE
 from zmqtrain.synchronous.lockstep import read_exchange

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.clocks import VirtualClock
-from zmqtrain.chaos import player as module
-from zmqtrain.chaos.player import Player
+from zmqtrain.chaos import run as module
+from zmqtrain.chaos.run import Player
 from zmqtrain.chaos.schedule import BROKER, Fault
 
 

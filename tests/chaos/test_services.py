@@ -128,7 +128,7 @@ def test_a_wall_clock_jumps_in_one_process_and_its_monotonic_clock_does_not(tmp_
     clock = tmp_path / "clock"
 
     def start():
-        argv = [sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), "teller"]
+        argv = [sys.executable, "-m", "zmqtrain.chaos.services", str(clock), "teller"]
         paths = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
         return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=paths)
 

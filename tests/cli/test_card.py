@@ -7,8 +7,7 @@ import logging
 import jax
 import pytest
 
-from zmqtrain.cli.card import check_card
-from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.node import NodeConfig, check_card
 from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings

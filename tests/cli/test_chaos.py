@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from zmqtrain.broker.checkpoint import History
-from zmqtrain.chaos.player import Deed
-from zmqtrain.chaos.run import Outcome
+from zmqtrain.chaos.run import Deed, Outcome
 from zmqtrain.chaos.schedule import Fault
 from zmqtrain.cli import main
 from zmqtrain.cli.chaos import outcome_table

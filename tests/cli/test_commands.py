@@ -18,6 +18,7 @@ import pytest
 import zmqtrain
 from zmqtrain.cli import COMMANDS, broker, broker_main, local, main, node_main
 from zmqtrain.cli.broker import (
+    BrokerConfig,
     check_checkpoint,
     check_program,
     describe_program,
@@ -31,11 +32,10 @@ from zmqtrain.cli.broker import (
     shard_greeting,
     stop_line,
 )
-from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli.display import say
 from zmqtrain.cli.ending import end_signals, first_interrupt, run_command
 from zmqtrain.cli.local import Departure, share_of_cores
 from zmqtrain.cli.node import Interruption, load_run_program, model_line, paced, say_alone
-from zmqtrain.cli.terminal import say
 from zmqtrain.core import installed
 from zmqtrain.core.errors import (
     CheckpointError,

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.terminals import pseudo_terminal
-from zmqtrain.cli import terminal
+from zmqtrain.cli import display as module
 from zmqtrain.cli.display import (
     Display,
+    Terminal,
     format_bytes,
     format_count,
     format_number,
@@ -25,7 +26,6 @@ from zmqtrain.cli.display import (
     roster_line,
     roster_table,
 )
-from zmqtrain.cli.terminal import Terminal
 from zmqtrain.protocol.messages import Roster
 
 
@@ -315,7 +315,7 @@ def test_a_log_line_holds_no_escape_code(capsys) -> None:
 
 
 def test_every_command_shows_its_text_on_the_terminal_that_reads_no_markup() -> None:
-    others = [path for path in Path(terminal.__file__).parent.glob("*.py") if path.name != "terminal.py"]
+    others = [path for path in Path(module.__file__).parent.glob("*.py") if path.name != "display.py"]
     assert others and not [path.name for path in others if "rich.console import Console" in path.read_text()]
 
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from zmqtrain.cli import doctor, main
-from zmqtrain.cli.doctor import judge_link, judge_machine, judge_way
-from zmqtrain.cli.machine import Machine, WayToHub, find_way
+from zmqtrain.cli.doctor import Machine, WayToHub, find_way, judge_link, judge_machine, judge_way
 from zmqtrain.core.errors import HubUnreachable
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.core.settings import RunSettings
@@ -194,7 +193,7 @@ def test_a_wrong_question_is_one_sentence_and_the_exit_code_2(wrong, words, caps
 
 
 def test_the_devices_are_asked_for_in_another_process_and_said_in_json():
-    from zmqtrain.cli.machine import look_at_machine
+    from zmqtrain.cli.doctor import look_at_machine
 
     machine = look_at_machine(doctor.Path())
     assert machine.devices is not None, machine.devices_error

@@ -29,7 +29,7 @@ def test_the_tables_hold_the_plan_its_variants_and_the_memory(capsys):
 
 
 def test_the_line_to_type_is_one_that_a_broker_takes(capsys):
-    from zmqtrain.cli.broker_settings import BrokerConfig
+    from zmqtrain.cli.broker import BrokerConfig
 
     _, document = asked(capsys)
     program, *argv = document["plan"]["command"].split()
@@ -42,7 +42,7 @@ def test_the_line_to_type_is_one_that_a_broker_takes(capsys):
 
 
 def test_fragments_that_are_told_take_turns_and_stand_in_the_line_to_type(capsys):
-    from zmqtrain.cli.broker_settings import BrokerConfig
+    from zmqtrain.cli.broker import BrokerConfig
 
     _, document = asked(capsys, "--fragments", "3")
     program, *argv = document["plan"]["command"].split()

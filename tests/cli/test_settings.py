@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.broker_settings import BrokerConfig
+from zmqtrain.cli import settings as reading
+from zmqtrain.cli.broker import BrokerConfig
 from zmqtrain.cli.chaos import ChaosConfig
 from zmqtrain.cli.demo import DemoConfig
 from zmqtrain.cli.doctor import DoctorConfig
+from zmqtrain.cli.export import ExportConfig, MergeConfig
 from zmqtrain.cli.local import LocalConfig
-from zmqtrain.cli.merge import MergeConfig
-from zmqtrain.cli.node_settings import NodeConfig
+from zmqtrain.cli.node import NodeConfig
+from zmqtrain.cli.operate import ListConfig, NewConfig, PromoteConfig, RevokeConfig, StatusConfig, StopConfig
 from zmqtrain.cli.plan import PlanConfig
 from zmqtrain.cli.programs import ProgramsConfig
-from zmqtrain.cli.promote import PromoteConfig
 from zmqtrain.cli.settings import check_host, read_config
 from zmqtrain.cli.sim import SimConfig
-from zmqtrain.cli.status import StatusConfig
-from zmqtrain.cli.stop import StopConfig
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, FITTED, FIXED, RunSettings
 from zmqtrain.sim.reading import read_scenario
@@ -127,6 +126,15 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_name_and_place(
     message = str(caught.value)
     assert path in message and "\n" not in message
     assert all(word in message for word in words), message
+
+
+def test_an_old_name_in_a_file_is_refused_with_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reading.RENAMED, "evry", "every")
+    with pytest.raises(ConfigError, match="'evry' is now 'every'"):
+        broker("--config", write(tmp_path, "evry = 3"))
+    for old, new in reading.RENAMED.items():
+        known = {field.name for kind in (BrokerConfig, NodeConfig, LocalConfig) for field in fields(kind)}
+        assert old not in known and new in known
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -254,7 +262,8 @@ def test_help_says_what_every_flag_is_for(kind: type, capsys: pytest.CaptureFixt
 
 
 EVERY_COMMAND = [BrokerConfig, ChaosConfig, DemoConfig, DoctorConfig, LocalConfig, MergeConfig, NodeConfig, PlanConfig]
-EVERY_COMMAND += [ProgramsConfig, PromoteConfig, SimConfig, StatusConfig, StopConfig]
+EVERY_COMMAND += [ExportConfig, ListConfig, NewConfig, ProgramsConfig, PromoteConfig, RevokeConfig, SimConfig]
+EVERY_COMMAND += [StatusConfig, StopConfig]
 
 
 @pytest.mark.parametrize("kind", EVERY_COMMAND)
@@ -264,7 +273,7 @@ def test_help_breaks_no_word_at_the_edge_of_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         read_config(kind, "zmqtrain", ["--help"])
-    _, _, text = capsys.readouterr().out.partition("\n\n")
+    text = capsys.readouterr().out
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert not re.search(r"[a-z]-\n *[a-z]", text), "no word is divided at its hyphen"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from zmqtrain.cli.status import roster_as_json
+from zmqtrain.cli.operate import roster_as_json
 from zmqtrain.protocol.messages import Roster
 
 

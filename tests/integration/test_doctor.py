@@ -9,7 +9,7 @@ import pytest
 from runs import Trainer, broker
 
 from zmqtrain.cli import doctor, main
-from zmqtrain.cli.machine import Machine
+from zmqtrain.cli.doctor import Machine
 from zmqtrain.core.errors import HubUnreachable
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.planning import probe

@@ -12,8 +12,7 @@ import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.checkpoint.model_files import read_model
-from zmqtrain.cli.export import main
-from zmqtrain.cli.exporting import model_of_folder, model_of_run
+from zmqtrain.cli.export import main, model_of_folder, model_of_run
 from zmqtrain.core.errors import CheckpointError, ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect

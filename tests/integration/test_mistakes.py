@@ -18,7 +18,7 @@ from mistakes import MISTAKES, Mistake, Place, page
 import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.cli import doctor, main
-from zmqtrain.cli.machine import Machine
+from zmqtrain.cli.doctor import Machine
 from zmqtrain.cli.node import Interruption
 from zmqtrain.core.errors import ZmqTrainError
 from zmqtrain.core.settings import RunSettings

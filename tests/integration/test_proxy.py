@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from zmqtrain.chaos.proxy import Proxy
+from zmqtrain.chaos.services import Proxy
 from zmqtrain.transport.address import parse_address
 
 BOUND_SECONDS = 60.0

@@ -1,25 +1,43 @@
-"""Keep a run's processes alive as a service manager would, and do to them what befalls processes.
+"""The processes of a run and the connections between them, into which faults are injected.
 
-Rule 1: a process that ends by anything but its own end (exit code 0) is started again with the same line, a breath
-later, for as long as it is wanted.  Rule 2: what it says is read here, so that a full disk of its own keeps nothing of
-it.  Rule 3: whatever is done to a process is undone by `close`: none stays stopped, limited or alive.
+Rule 1: a service is a process that is restarted with the same command line after any exit code but 0, as long as it is
+wanted.  Rule 2: its output is read here, so that a full disk of its own loses none of it.
+Rule 3: `close` undoes every fault: no process stays stopped, limited or alive.
+Rule 4: a proxy passes bytes on without knowing their meaning. Unplugged, it passes nothing and closes nothing: both
+sides write until their buffers are full. Torn, it passes half of the next bytes and resets both sides.
+
+As a program, this module runs another one whose wall clock jumps at SIGUSR1 by the days that FILE holds; the monotonic
+clock and the machine do not change:
+
+    python -m zmqtrain.chaos.services FILE MODULE ARGUMENTS...
+
 Sources: Linux signal(7), prlimit(2); systemd.service(5), Restart=on-failure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
+import runpy
 import signal
+import socket
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from zmqtrain.chaos.schedule import FaultKind
+from zmqtrain.transport.address import parse_address
+
 CLOSE_SECONDS = 5.0
+DAY_SECONDS = 86_400
 DUTY_SECONDS = 0.1
 """A slowed process stands still for a share of each such time."""
 LAST_LINES = 20
@@ -43,7 +61,7 @@ class Service:
 
     start: starts it once more, with its standard output a pipe.  log: where everything that it says is kept.
     ready: a text; the first line that holds it says that the process is at work.  restart_seconds: the breath before it
-    is started again.  clock_file: where a jump of its wall clock is written (see `zmqtrain.chaos.wall_clock`).
+    is started again.  clock_file: where a jump of its wall clock is written (see `zmqtrain.chaos.services`).
     """
 
     def __init__(
@@ -207,3 +225,150 @@ class Service:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+READ_BYTES = 64 << 10
+FULL_BYTES_PER_SECOND = 12.5e6
+"""What a slowed wire passes a share of: 100 Mb/s."""
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER so that closing a connection resets it."""
+
+
+class Proxy:
+    """A wire to the program that listens at `target` ("tcp://127.0.0.1:5555"): see `zmqtrain.chaos.run.Wire`.
+
+    address: where it listens itself, from the beginning of its block on.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = parse_address(target)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="zmqtrain-proxy", daemon=True)
+        self._ready = threading.Event()
+        self._torn: set[asyncio.Task[None]] = set()
+        self._open: set[asyncio.Task[None]] = set()
+        self._share = 0.0
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Reset all connections and end; twice is once."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        self._listener.close()
+
+    # ------------------------------------------------------------------ any thread: what befalls it
+
+    def unplug(self) -> None:
+        """See Wire."""
+        self._loop.call_soon_threadsafe(self._plugged.clear)
+
+    def plug(self) -> None:
+        """See Wire."""
+        self._loop.call_soon_threadsafe(self._plugged.set)
+
+    def drop(self) -> None:
+        """See Wire: each open connection is torn in the middle of what it carries next."""
+        self._loop.call_soon_threadsafe(lambda: self._torn.update(self._open))
+
+    def disturb(self, kind: FaultKind, share: float) -> None:
+        """See Wire; only "slow": what changes bytes of a stream is no fault that TCP lets through.
+
+        Raises RuntimeError for another kind.
+        """
+        if kind != "slow":
+            raise RuntimeError(
+                f"{kind} befalls frames of a network: it is played on a star of namespaces, or simulated"
+            )
+        self._share = share
+
+    # ------------------------------------------------------------------ the loop
+
+    async def _serve(self) -> None:
+        self._loop, self._stop, self._plugged = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._plugged.set()
+        server = await asyncio.start_server(self._connect, sock=self._listener)
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Be one connection, from its first byte to its end."""
+        own = asyncio.current_task()
+        assert own is not None
+        self._open.add(own)
+        writers = [writer]
+        try:
+            await self._plugged.wait()
+            there, back = await asyncio.open_connection(*self._target)
+            writers.append(back)
+            ways = [asyncio.ensure_future(self._pass(own, *way)) for way in ((reader, back), (there, writer))]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        except (OSError, asyncio.CancelledError):  # nobody listens there, or this ends
+            pass
+        finally:
+            self._open.discard(own)
+            self._torn.discard(own)
+            for one in writers:
+                _reset(one)
+
+    async def _pass(
+        self, connection: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while data := await reader.read(READ_BYTES):
+            await self._plugged.wait()
+            if torn := connection in self._torn:
+                data = data[: max(1, len(data) // 2)]
+            writer.write(data)
+            await writer.drain()
+            if torn:
+                return
+            if self._share:
+                await asyncio.sleep(len(data) / (FULL_BYTES_PER_SECOND * (1.0 - self._share)))
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    own = writer.get_extra_info("socket")
+    if own is not None and own.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    writer.transport.abort()
+
+
+def main(arguments: list[str]) -> None:
+    """Run MODULE in this process with a wall clock that jumps. arguments: FILE, MODULE, and the module's own."""
+    file, module, *own = arguments
+    jumped_seconds, now, now_ns = 0, time.time, time.time_ns
+
+    def jump(number: int, frame: object) -> None:
+        nonlocal jumped_seconds
+        jumped_seconds += round(float(Path(file).read_text()) * DAY_SECONDS)
+
+    time.time = lambda: now() + jumped_seconds
+    time.time_ns = lambda: now_ns() + 1_000_000_000 * jumped_seconds
+    signal.signal(signal.SIGUSR1, jump)
+    sys.argv = [module, *own]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,8 +1,8 @@
-"""Hold the command line: `zmqtrain-broker`, `zmqtrain-node`, and the umbrella `zmqtrain` with all commands.
+"""The command line: `zmqtrain-broker`, `zmqtrain-node`, and the umbrella `zmqtrain` with all commands.
 
-Rule 1: each command is a module with a `main` that returns an exit code; the umbrella only picks one.
-Rule 2: a command is imported when it is run, so that none pays for another, and the broker needs no jax; that takes
-a second on a slow PC, and Ctrl-C ends it as it ends a command: with no traceback, and 0.
+Rule 1: each command is a function that takes argv and returns an exit code; the umbrella only picks one.
+Rule 2: a command's module is imported when it is run, so that none pays for another, and the broker needs no jax.
+The import takes a second on a slow PC; Ctrl-C during it ends with exit code 0 and no traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ COMMANDS = {
     "chaos": "a broker and nodes on this PC, broken on purpose: what came of it",
     "demo": "several nodes against one alone on real text, with a plot",
 }
-"""The commands of the umbrella: each is the module of that name in this folder."""
+"""The commands of the umbrella: each is `main` of the module of that name in this folder, or stands in PLACES."""
+
+PLACES = {name: ("operate", f"{name}_main") for name in ("status", "stop", "promote", "keys")}
+PLACES["merge"] = ("export", "merge_main")
 
 USAGE = "usage: zmqtrain COMMAND [OPTIONS]      (zmqtrain COMMAND --help says more)\n\n"
 VERSION = "zmqtrain --version prints the version."
@@ -66,9 +69,10 @@ def node_main() -> int:
 
 
 def _run(name: str, arguments: Sequence[str] | None) -> int:
+    module, function = PLACES.get(name, (name, "main"))
     try:
-        command = import_module(f"zmqtrain.cli.{name}")
+        command = getattr(import_module(f"zmqtrain.cli.{module}"), function)
     except KeyboardInterrupt:
         return 0
-    code: int = command.main(arguments)
+    code: int = command(arguments)
     return code

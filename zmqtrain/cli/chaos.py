@@ -23,15 +23,12 @@ from typing import Annotated
 import tyro
 from rich.table import Table
 
-from zmqtrain.chaos.proxy import Proxy
 from zmqtrain.chaos.run import KEEP_ALL, READY, Outcome, Run, hub_folder, record_of
 from zmqtrain.chaos.schedule import BROKER, FaultKind, check_kinds, draw_schedule
-from zmqtrain.chaos.services import Service
-from zmqtrain.cli.display import format_count, format_number, format_seconds
+from zmqtrain.chaos.services import Proxy, Service
+from zmqtrain.cli.display import Terminal, format_count, format_number, format_seconds
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.fields import require
-from zmqtrain.cli.settings import read_config
-from zmqtrain.cli.terminal import Terminal
+from zmqtrain.cli.settings import read_config, require
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
 
@@ -161,7 +158,7 @@ def _make_run(
 
 def _service(folder: Path, name: str, module: str, line: Sequence[str], ready: str = "") -> Service:
     clock = folder / f"{name}.clock"
-    command = sharing_card([sys.executable, "-m", "zmqtrain.chaos.wall_clock", str(clock), module, *line])
+    command = sharing_card([sys.executable, "-m", "zmqtrain.chaos.services", str(clock), module, *line])
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(

@@ -23,12 +23,10 @@ import tyro
 from numpy.typing import NDArray
 from rich.table import Table
 
-from zmqtrain.cli.display import Display, format_bytes, format_count, format_number, log_to_stderr
+from zmqtrain.cli.display import Display, Terminal, format_bytes, format_count, format_number, log_to_stderr
 from zmqtrain.cli.ending import first_interrupt, run_command
-from zmqtrain.cli.fields import Verbose, require
 from zmqtrain.cli.local import LOOK_SECONDS, Federation
-from zmqtrain.cli.settings import read_config
-from zmqtrain.cli.terminal import Terminal
+from zmqtrain.cli.settings import LogOptions, read_config, require
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import how_to_install
 from zmqtrain.core.settings import RunSettings
@@ -58,7 +56,7 @@ COLOURS = {"federation": "#0b6e99", "alone": "#c2571a", "ideal": "#7a7a7a"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig:
+class DemoConfig(LogOptions):
     """Train a language model on real text with several nodes on this PC, then with one alone, and draw their curves.
 
     Beside them is the ideal: one computer with the batch of all nodes and no network.
@@ -77,8 +75,6 @@ class DemoConfig:
     """Every step of every node takes at least so long."""
     data: str = ""
     """A text file to train on; empty: the source of Python's standard library."""
-    verbose: Verbose = False
-    """Log what is of use only to who looks for an error."""
 
     def __post_init__(self) -> None:
         require("nodes", self.nodes, 2)

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO
 
-from zmqtrain.cli.terminal import visible
+from zmqtrain.cli.display import visible
 from zmqtrain.core.errors import (
     ConfigError,
     HubUnreachable,

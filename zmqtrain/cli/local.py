@@ -24,21 +24,13 @@ from zmqtrain.broker.serve import BrokerThread
 from zmqtrain.broker.standby import MasterPlace
 from zmqtrain.checkpoint.model_files import Beginning, read_beginning
 from zmqtrain.cli.broker import check_checkpoint, check_program, describe_program, finished, result, saving
-from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural
+from zmqtrain.cli.display import Display, format_scores, log_to_stderr, plural, say
 from zmqtrain.cli.ending import first_interrupt, run_command
-from zmqtrain.cli.fields import (
-    File,
-    Folder,
-    From,
+from zmqtrain.cli.settings import (
     RunOptions,
-    Verbose,
-    check_beginning,
-    check_checkpoints,
-    check_no_checkpoint,
+    read_config,
     require,
 )
-from zmqtrain.cli.settings import read_config
-from zmqtrain.cli.terminal import say
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
 from zmqtrain.core.installed import sharing_card
 from zmqtrain.core.settings import RunSettings
@@ -71,22 +63,6 @@ class LocalConfig(RunOptions):
     exchange: str = "hub"
     """To train in lockstep: "allreduce:ring", "server:async" ..., as for zmqtrain-node; the run then begins with all
     nodes."""
-    checkpoint: Folder = None
-    """Save the run and its model here, and resume it from here if there is one; if not given, in
-    zmqtrain-runs/RUN, a new folder for each run."""
-    no_checkpoint: bool = False
-    """Save nothing: the model is lost at the end."""
-    from_file: From = None
-    """Begin a new run with the parameters of this model file (model.safetensors of another run, or of
-    zmqtrain.save_model); their shapes must be those of the program."""
-    checkpoint_every: str = ""
-    """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
-    checkpoint_keep: int = 3
-    """How many checkpoints stay."""
-    config: File = None
-    """A TOML file with any of these settings as keys; flags count more."""
-    verbose: Verbose = False
-    """Log what is of use only to who looks for an error."""
 
     def __post_init__(self) -> None:
         if read_exchange(self.exchange) is not None and self.start_nodes == 1:
@@ -96,9 +72,7 @@ class LocalConfig(RunOptions):
         require("nodes", self.nodes, 1)
         require("seconds", self.seconds, 0)
         require("pace_seconds", self.pace_seconds, 0)
-        check_beginning(self.from_file, self)
-        check_no_checkpoint(self.checkpoint, self.no_checkpoint)
-        check_checkpoints(self, self.mode == "strict")
+        self.check_run_files()
         if not self.program:
             raise ConfigError("zmqtrain local needs a program to train: --program text, or --program image")
         if self.start_nodes > self.nodes:

@@ -7,6 +7,7 @@ before the first step has ended there is nothing to send, and it ends the node a
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
@@ -15,40 +16,196 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.table import Table
 
 from zmqtrain import __version__
-from zmqtrain.cli.card import check_card
 from zmqtrain.cli.display import (
     Display,
+    Terminal,
     format_bytes,
     format_count,
     format_number,
     format_scores,
     format_seconds,
     log_to_stderr,
+    say,
 )
 from zmqtrain.cli.ending import end_signals, leave_at_once, leave_without_teardown, run_command, watch_signals
-from zmqtrain.cli.node_settings import NodeConfig
-from zmqtrain.cli.settings import check_host, read_config
-from zmqtrain.cli.terminal import Terminal, say
+from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
+from zmqtrain.cli.settings import (
+    CheckpointOptions,
+    File,
+    FileOptions,
+    Folder,
+    HubOptions,
+    Hubs,
+    PortOptions,
+    check_host,
+    read_config,
+    require,
+)
 from zmqtrain.core.errors import ConfigError, DataError, ModelMismatch
 from zmqtrain.core.installed import command_word
 from zmqtrain.core.settings import RunSettings
+from zmqtrain.core.specs import parse_bytes
 from zmqtrain.monitor.recorder import NodeRecorder
-from zmqtrain.node.connect import connect
+from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
 from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
+from zmqtrain.planning.costs import Place, estimate
 from zmqtrain.session.hub_session import Solitude
-from zmqtrain.synchronous.lockstep import check_masters, open_gradients, unit_wait_seconds
+from zmqtrain.synchronous.lockstep import check_masters, open_gradients, read_exchange, unit_wait_seconds
 from zmqtrain.train.induce import Induced, induced_from_spec
-from zmqtrain.train.lockstep import Allreduce
+from zmqtrain.train.lockstep import Allreduce, Lockstep, Server
+from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.found_keys import Access, find_access
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(HubOptions, PortOptions, CheckpointOptions, FileOptions):
+    """Train on this PC as a node of the run at HUB (tcp://HOST:PORT, as the broker printed it).
+
+    What is trained, and how, the broker says. Ctrl-C ends this node after the current step: what it has computed is
+    sent first; a second Ctrl-C quits at once.
+    """
+
+    hub: Hubs
+    """The broker's address, for example tcp://192.168.1.10:5555. Several with commas are tried in turn: its own and
+    its standby's."""
+    name: str = ""
+    """What people call this node; empty: this PC's name."""
+    data: str = ""
+    """Where the program's data lies on this PC; empty: where the broker's program_arguments say."""
+    wait_seconds: float = 30.0
+    pace_seconds: float = 0.0
+    """Every step takes at least so long: to emulate a slower PC, or to leave the machine to others."""
+    induce: str = ""
+    """For experiments: delays of this node, drawn at random, as "cedar", "niagara,scale=0.1" or
+    "mixture=0.1:0.02:0.8/0.3:0.05:0.2,message=0.05": each step begins late by a draw from a mixture of Gaussians
+    (mean:deviation:weight, in seconds), each delta is sent late by |N(0, message)|, and overtakes none before it."""
+    exchange: str = "hub"
+    """hub: publish to the broker every so many steps, and wait for nobody. To train in lockstep with the other nodes,
+    which must say the same: "allreduce:ring" (or tree, halving, naive, auto; size=4, overlap=next, bucket=8MB,
+    check=100, timeout=600, codec=int8), or "server:bsp" (or async, bounded:s=3; optimizer=adam:rate=0.001)."""
+    masters: int = 0
+    """With --exchange server: how many masters the run must have (the broker's --shard); 0: as many as it has."""
+    codec_on: Literal["auto", "host", "device"] = "auto"
+    """Where deltas are compressed (to the same bytes): auto: on the device that trains, unless that is a processor."""
+    devices: Literal["one", "all"] = "one"
+    """all: the devices of this PC (its GPUs) share each batch; its first axis is cut in as many equal parts."""
+    anchor: Literal["device", "host"] = "device"
+    """Where this node keeps the shared parameters: host frees a card of as much memory as they take in float32."""
+    card_memory: str = ""
+    """What each device has, as 6GB: a plan that cannot fit is refused before it begins; empty: what the device says
+    it has, if it does."""
+    checkpoint: Folder = None
+    """A folder of this node's own: save here what it can go on from, and go on from that if there is something. It is
+    then the node that it was; what it had computed and not sent is not lost. It needs no broker to begin."""
+    new_run: bool = False
+    """If the broker's run is another than the checkpoint's, set that aside and join the new run."""
+    log_file: File = None
+    """Write the log to this file as well."""
+    record: File = None
+    """Write what happens here to this file, an event a line (JSON): `zmqtrain sim --replay` lives it again."""
+    follow_stdin: bool = False
+    """Quit at once when standard input closes: whoever starts nodes as children holds its other end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_addresses(self.hub)
+        self.check_port()
+        self.check_checkpoints(False)
+        require("pace_seconds", self.pace_seconds, 0)
+        self._check_exchange()
+        if self.new_run and self.checkpoint is None:
+            raise ConfigError(
+                "new_run is for a node with a --checkpoint folder; without one it joins whatever run there is"
+            )
+        if self.checkpoint is not None and self.lockstep is not None:
+            raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP)
+        if self.card_memory:
+            parse_bytes(self.card_memory, "card_memory")
+        if self.induce:
+            try:
+                induced_from_spec(self.induce)
+            except ConfigError as error:
+                raise ConfigError(f"induce = {error}") from error
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """How this node trains in lockstep with others; None: it publishes to the broker."""
+        choice = read_exchange(self.exchange)
+        return replace(choice, masters=self.masters) if self.masters and isinstance(choice, Server) else choice
+
+    def _check_exchange(self) -> None:
+        choice = read_exchange(self.exchange)
+        require("masters", self.masters, 0)
+        if self.masters and not isinstance(choice, Server):
+            raise ConfigError("masters is said with --exchange server; elsewhere how many there are is the broker's")
+        if self.masters and isinstance(choice, Server) and choice.masters not in (0, self.masters):
+            raise ConfigError(f"--exchange {self.exchange} and --masters {self.masters} say two numbers of masters")
+        if choice is not None and self.record is not None:
+            raise ConfigError(
+                f"what nodes exchange with --exchange {self.exchange} does not pass the broker, and cannot be recorded "
+                "nor lived again: leave --record out"
+            )
+
+
+if TYPE_CHECKING:
+    from zmqtrain.train.program import Program
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> None:
+    """Raise ConfigError, with what would fit, if a node of this run cannot fit the device that trains.
+
+    What it has is what the user says (`card_memory`, less what is not jax's to use) or else what the device says; where
+    neither says anything, as on a processor, nothing is measured.
+    """
+    from zmqtrain.train.footprint import card_bytes, measure_footprint, trains_on_processor  # imports jax
+    from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
+    from zmqtrain.train.parallel import DataParallel
+
+    limit = _limit(config.card_memory) if config.card_memory else card_bytes()
+    if limit is None:
+        return
+    minibatch = minibatch_from_spec(settings.minibatch)
+    sharding = program.everywhere if isinstance(program, DataParallel) else None
+    footprint = measure_footprint(program, minibatch, settings.seed, sharding)
+    codec_on: Place = "device" if config.codec_on == "device" else "host"
+    if config.codec_on == "auto" and config.anchor == "device" and not trains_on_processor():  # as `Node` decides it
+        codec_on = "device"
+    in_lockstep = 1 if config.lockstep is None else 2  # gradients in buckets, as large as a sum of them
+    plan = estimate(
+        footprint.model,
+        footprint.opt_state_bytes,
+        settings,
+        config.anchor,
+        max(in_lockstep, minibatch.batches if isinstance(minibatch, FixedMinibatch) else minibatch.partitions),
+        codec_on=codec_on,
+        activation_bytes=footprint.activation_bytes,
+    )
+    advice = plan.advice(limit)
+    if not plan.fits(limit):
+        lines = ", ".join(f"{line.what} {line.device_bytes / 1e9:.2f}" for line in plan.lines if line.device_bytes)
+        raise ConfigError(
+            f"this run {advice}. In GB: {lines}. The anchor is this node's affair (--anchor host); fragments, the "
+            "minibatch and the program's arguments are said where the broker is started"
+        )
+    logger.info("the card: %s", advice)
+
+
+def _limit(card_memory: str) -> int:
+    return max(0, parse_bytes(card_memory, "card_memory") - CARD_BYTES_OF_OTHERS)
+
 
 if TYPE_CHECKING:
     from zmqtrain.train.loop import TrainingResult

@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from zmqtrain.cli.display import format_bytes, format_count, plural
+from zmqtrain.cli.display import Terminal, format_bytes, format_count, plural
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
-from zmqtrain.cli.terminal import Terminal
 from zmqtrain.codecs.base import coding_from_spec
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import tyro
 
+from zmqtrain.cli.display import visible
 from zmqtrain.cli.ending import run_command
 from zmqtrain.cli.settings import read_config
-from zmqtrain.cli.terminal import visible
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.programs import ENTRY_POINT_GROUP, program_names, program_source
 

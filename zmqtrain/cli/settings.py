@@ -1,46 +1,209 @@
-"""Read what a user typed: one frozen dataclass per program, each field one key of a TOML file and one flag.
+"""Settings of the commands: one frozen dataclass per program, each field one key of a TOML file and one flag.
 
-Rule 1: a flag counts more than the file, the file more than the default; nothing comes from the environment.
-Rule 2: a record is checked once, in `__post_init__`; what cannot be used is a ConfigError that says what to type.
-Rule 3: each record stands with its program (of broker and node in a file of its own), what several have in `fields`.
+Rule 1: a flag overrides the file, the file overrides the default; nothing comes from the environment.
+Rule 2: a record is checked once, in `__post_init__`; a bad value is a ConfigError that says what to type.
+Rule 3: options that several programs have stand here; a program's own stand in its module.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import inspect
+import io
 import itertools
+import re
 import reprlib
 import shutil
 import socket
 import sys
 import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zmqtrain import __version__
+from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.core.errors import ConfigError, NotHereYet
-from zmqtrain.core.settings import read_steps
+from zmqtrain.core.settings import AUTO_DELAY, AUTO_EVERY, AUTO_FRAGMENTS, RunSettings, read_steps
+from zmqtrain.planning.auto import link_share
 from zmqtrain.transport.address import parse_address, parse_addresses
 
 Config = TypeVar("Config")
 
 NOT_IN_A_FILE = ("config",)
-MOST_COLUMNS = 100
-"""How wide a paragraph of a command's description is at most."""
+RENAMED: dict[str, str] = {}
+"""By setting of version 0.1 its name of today: a file with the old one is refused with the new one."""
+MOST_COLUMNS, USAGE_COLUMNS = 100, 80
+"""The widest paragraph of a description, and the widest usage line."""
+MOST = 10**9
+"""The largest number of seconds, nodes or files that can be typed."""
+
+# ---------------------------------------------------------------------- kinds of fields
+
+Hub = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB")]
+Hubs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HUB[,HUB...]")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+From = Annotated[Path | None, tyro.conf.arg(name="from", metavar="FILE")]
+"""`--from FILE`; a field cannot have that name."""
+
+
+def _number(name: str, least: int, auto: int, what: str) -> PrimitiveConstructorSpec[int]:
+    """How a flag that is "auto" or a number is read. what: it counts, for --help."""
+
+    def read(written: list[str]) -> int:
+        if written[0] == "auto":
+            return auto
+        if not written[0].isdecimal() or int(written[0]) < least:
+            raise ValueError(f"{name} is auto, or a number of at least {least}")
+        return int(written[0])
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{auto,{what}}}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: ["auto" if value == auto else str(value)],
+    )
+
+
+Every = Annotated[int, _number("every", 1, AUTO_EVERY, "STEPS")]
+Delay = Annotated[int, _number("delay", 0, AUTO_DELAY, "STEPS")]
+Fragments = Annotated[int, _number("fragments", 1, AUTO_FRAGMENTS, "FRAGMENTS")]
+
+# ---------------------------------------------------------------------- options of several programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """How much is logged."""
+
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    """Log details for finding an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions(LogOptions):
+    """Where other settings are read."""
+
+    config: File = None
+    """A TOML file with any of these settings as keys (checkpoint_keep = 5); flags override it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """How a program of this PC comes into a hub."""
+
+    keys: File = None
+    """This PC's keys, where the hub wants them: the file that was made for it (NAME.key_secret); not given: that in
+    the working folder, the home folder or ~/.config/zmqtrain/keys."""
+    server_key: str = ""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the file of --keys says."""
+    wait_seconds: float = 5.0
+    """How long to wait for the broker's answer."""
+
+    def __post_init__(self) -> None:
+        require("wait_seconds", self.wait_seconds, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortOptions:
+    """How much of this PC's port a program may use."""
+
+    link: str = ""
+    """The rate of this PC's port, as 1gbit, 2.5gbit or 12.5MB/s; empty: as the broker measures it, or, of its own port,
+    as that of a typical node."""
+    share: float = 1.0
+    """The share of this PC's port that training may use, each way; the rest is left to others (0.8). With 1 and no
+    link, nothing is limited."""
+
+    def check_port(self) -> None:
+        """Raise ConfigError for a rate or a share out of range."""
+        link_share(self.link, self.share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """How checkpoints are kept."""
+
+    checkpoint_every: str = ""
+    """How often to save: after a time ("60s", "5min"), or a count of versions ("64"); empty: 60s, in strict mode 64."""
+    checkpoint_keep: int = 3
+    """How many checkpoints stay."""
+
+    def check_checkpoints(self, strict: bool) -> None:
+        """Raise ConfigError for a bad interval or count. strict: of a broker in strict mode."""
+        every_from_text(self.checkpoint_every, strict)
+        require("checkpoint_keep", self.checkpoint_keep, 2 if strict else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(CheckpointOptions, FileOptions, RunSettings):
+    """The settings of a run as they are typed, and where it is saved."""
+
+    every: Every = AUTO_EVERY
+    """k: a node offers a delta every so many steps; auto: as often as is best for the loss on these links and machines,
+    as measured."""
+    delay: Delay = AUTO_DELAY
+    """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; auto: when
+    it has come, as measured."""
+    fragments: Fragments = AUTO_FRAGMENTS
+    """Each exchange carries one of so many parts of the model, in turn; auto: each carries the whole model in a few
+    parts, and the aggregate of the first comes down while the others go up."""
+    checkpoint: Folder = None
+    """Save the run and its model here, and resume it from here if there is one; if not given, in
+    zmqtrain-runs/RUN, a new folder for each run."""
+    no_checkpoint: bool = False
+    """Save nothing: the model is lost when the broker ends."""
+    from_file: From = None
+    """Begin a new run with the parameters of this model file (model.safetensors of another run, or of
+    zmqtrain.save_model); their shapes must be those of the program."""
+
+    def check_run_files(self) -> None:
+        """Raise ConfigError where checkpoints, or a file to begin with, contradict other settings."""
+        if self.from_file is not None and self.initial in ("mean", "own"):
+            raise ConfigError(
+                f"--from says with which parameters the run begins, and initial {self.initial!r} that its nodes give "
+                "them: leave one out"
+            )
+        if self.from_file is not None and self.masters > 1:
+            raise ConfigError(
+                "--from is for one broker that has the whole model, not for several masters: begin the run with one "
+                "broker"
+            )
+        if self.checkpoint is not None and self.no_checkpoint:
+            raise ConfigError("--no-checkpoint says that nothing is saved, and --checkpoint where: leave one out")
+        self.check_checkpoints(self.mode == "strict")
+
+
+def require(name: str, value: float, least: float, most: int = MOST) -> None:
+    """Raise ConfigError unless least <= value <= most."""
+    if not value >= least:
+        raise ConfigError(f"{name} must be at least {least:g}, got {value}")
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most:,}, got {value}")
+
+
+def check_new_file(path: Path) -> None:
+    """Raise ConfigError if a file that is to be written (--out) exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists: name another file (--out), or remove it first")
+
+
+# ---------------------------------------------------------------------- reading
 
 
 def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = None) -> Config:
-    """Return the record of one program, from argv (None: of this process) and from the TOML file that --config names.
+    """Return the record of one program, from argv (None: of this process) and from the TOML file of --config.
 
     Raises ConfigError; SystemExit for --help, --version and flags that do not exist.
     """
@@ -48,23 +211,52 @@ def read_config(kind: type[Config], program: str, argv: Sequence[str] | None = N
     if "--version" in arguments:
         print(f"zmqtrain {__version__}")
         raise SystemExit(0)
-    if not {"-h", "--help"}.isdisjoint(arguments):
+    asks_help = not {"-h", "--help"}.isdisjoint(arguments)
+    if asks_help:
         _describe_fields(kind)
-    path = _config_path(arguments) if "config" in _kinds(kind) else None
+    path = _config_path(arguments) if "config" in get_type_hints(kind) else None
     default = _unchecked(kind, _read_file(kind, path) if path is not None else {})
-    return tyro.cli(
-        kind,
-        prog=program,
-        description=_describe(f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{program} --version prints the version."),
-        args=arguments,
-        default=default,
-        config=(tyro.conf.FlagCreatePairsOff,),
-        registry=NUMBERS,
-    )
+    with _short_usage(program) if asks_help else contextlib.nullcontext():
+        return tyro.cli(
+            kind,
+            prog=program,
+            description=_describe(f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{program} --version prints the version."),
+            args=arguments,
+            default=default,
+            config=(tyro.conf.FlagCreatePairsOff,),
+            registry=NUMBERS,
+        )
+
+
+class _Page(io.StringIO):
+    """A help page before it is printed; it takes colours where standard output does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._terminal = sys.stdout.isatty()
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@contextlib.contextmanager
+def _short_usage(program: str) -> Iterator[None]:
+    """Print help with a usage line of at most USAGE_COLUMNS: tyro's names every option until it has 80 of its own."""
+    page = _Page()
+    try:
+        with contextlib.redirect_stdout(page):
+            yield
+    finally:
+        usage, _, rest = page.getvalue().partition("\n")
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", usage)
+        if len(plain) > USAGE_COLUMNS:
+            positional = re.sub(r" \[[^]]*\]", "", plain.partition(" [-h]")[2])
+            usage = f"usage: {program} [-h] [OPTIONS]{positional}"
+        print(f"{usage}\n{rest}", end="")
 
 
 NUMBERS = ConstructorRegistry()
-"""How whole numbers and numbers are read from flags: what is none is refused in words of ours, not of Python's."""
+"""Reads whole numbers and numbers from flags, with errors in our words instead of Python's."""
 
 
 @NUMBERS.primitive_rule
@@ -127,12 +319,8 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
     return path
 
 
-def _kinds(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
 def _unchecked(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """A record that was not checked: it only carries the defaults to the parser, which makes the one that is."""
+    """Return an unchecked record: it carries the defaults to the parser, which makes the checked one."""
     record = object.__new__(kind)
     for field in fields(kind):  # type: ignore[arg-type]
         default = tyro.MISSING if field.default is MISSING else field.default
@@ -150,11 +338,13 @@ def _read_file(kind: type[Any], path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is nested too deeply: a setting is a number, a text or a list") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}; a line is, for example: every = 16") from error
-    kinds = _kinds(kind)
+    kinds = get_type_hints(kind)
     known = [field.name for field in fields(kind) if field.name not in NOT_IN_A_FILE]
     values = {}
     for typed, value in table.items():
         key = "from_file" if typed == "from" else typed.replace("-", "_")  # as the flag has it, or as the field
+        if key in RENAMED and key not in known:
+            raise ConfigError(f"{path}: the setting {typed!r} is now {RENAMED[key]!r}: write that")
         if key not in known:
             close = difflib.get_close_matches(key, known, n=3) or known
             raise ConfigError(f"{path}: there is no setting {typed!r}; did you mean {' or '.join(close[:3])}?")
@@ -178,24 +368,21 @@ def _join_arguments(place: Path, table: Mapping[str, Any]) -> str:
 def _checked(place: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ConfigError(f"{place} must be one of {', '.join(map(repr, get_args(kind)))}, got {_short(value)}")
+            raise ConfigError(
+                f"{place} must be one of {', '.join(map(repr, get_args(kind)))}, got {reprlib.repr(value)}"
+            )
         return value
     wants_path = kind is Path or Path in get_args(kind)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not (str if wants_path else kind):
         word = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
-        raise ConfigError(f"{place} must be {word}, got {_short(value)}")
+        raise ConfigError(f"{place} must be {word}, got {reprlib.repr(value)}")
     return Path(value) if wants_path else value
 
 
-def _short(value: Any) -> str:
-    """Return a value as a message says it."""
-    return reprlib.repr(value)
-
-
 def check_host(address: str) -> None:
-    """Raise NotHereYet if this PC knows no host of the name in `address`; a silent name service is no reason.
+    """Raise NotHereYet if this PC knows no host of the name in `address`; a name service that times out is no reason.
 
     Of several addresses with commas one must be known: the PC of another may be gone, and its name with it.
     """

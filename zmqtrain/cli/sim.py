@@ -18,6 +18,7 @@ import tyro
 from rich.table import Table
 
 from zmqtrain.cli.display import (
+    Terminal,
     format_bytes,
     format_count,
     format_number,
@@ -26,8 +27,7 @@ from zmqtrain.cli.display import (
     log_to_stderr,
 )
 from zmqtrain.cli.ending import run_command
-from zmqtrain.cli.settings import read_config
-from zmqtrain.cli.terminal import Terminal
+from zmqtrain.cli.settings import LogOptions, read_config
 from zmqtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimConfig:
+class SimConfig(LogOptions):
     """Simulate the run that SCENARIO (a TOML file) describes: real training and codecs, modelled computers and wires.
 
     The same scenario and seed give the same run, bit for bit. Example: zmqtrain sim bench/scenarios/straggler.toml
@@ -62,8 +62,6 @@ class SimConfig:
     """The files that the broker and all nodes of a run have written (--record), the broker's first: replay that run."""
     quiet: bool = False
     """Print no progress."""
-    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
-    """Log what is of use only to who looks for an error."""
 
     def __post_init__(self) -> None:
         if self.seed < -1:

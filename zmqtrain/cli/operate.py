@@ -1,0 +1,333 @@
+"""Commands of the run's operator: `zmqtrain status`, `stop`, `promote` and `keys`.
+
+Rule: a secret key goes from a file to a file, never to the terminal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from zmqtrain.cli.display import Display, Terminal, log_to_stderr, roster_headline, roster_legend, roster_table
+from zmqtrain.cli.ending import run_command
+from zmqtrain.cli.settings import File, Folder, Hub, HubOptions, Hubs, check_host, read_config
+from zmqtrain.core.errors import ConfigError, HubUnreachable
+from zmqtrain.core.installed import command_word
+from zmqtrain.node.connect import connect, promote, stop
+from zmqtrain.node.masters import MastersNode
+from zmqtrain.node.node import Node
+from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, printable
+from zmqtrain.transport.address import parse_address, parse_addresses
+from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
+
+LOOK_SECONDS = 0.05
+KEYS = "zmqtrain keys"
+KEYS_USAGE = """usage: zmqtrain keys COMMAND [OPTIONS]
+       zmqtrain keys COMMAND --help says more
+
+  new NAME...    make a key for each of these PCs, and authorise it
+  list           show whose keys are authorised, and whose were revoked
+  revoke NAME    shut this key out, of a running broker within seconds too
+"""
+
+# ---------------------------------------------------------------------- status
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig(HubOptions):
+    """Show how the run at HUB stands: its nodes, their steps and losses. Looks on; changes nothing.
+
+    age: steps from an offer to the aggregate that answers it. stale: how many versions the node's last delta was
+    behind. up, down: the bytes it has sent and received. link: the rate of its port, as it said or as the broker
+    measured it. device: what the node trains on. k, d: steps between two offers, and until their aggregate is applied.
+    *: the node that scores the shared model on held-out data.
+    """
+
+    hub: Hubs
+    """The broker's address, for example tcp://192.168.1.10:5555. Several with commas are tried in turn: its own and
+    its standby's."""
+    watch: bool = False
+    """Go on showing it until Ctrl-C."""
+    json: bool = False
+    """One JSON object (with --watch: one a line for each report of the broker)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_addresses(self.hub)
+
+
+def status_main(argv: Sequence[str] | None = None) -> int:
+    """Print the roster of a run (or go on showing it); return the exit code."""
+    return run_command("zmqtrain status", lambda: _show_status(read_config(StatusConfig, "zmqtrain status", argv)))
+
+
+def _show_status(config: StatusConfig) -> int:
+    log_to_stderr(False)
+    check_host(config.hub)
+    with connect(
+        config.hub, "status", config.server_key, config.keys, observer=True, timeout_seconds=config.wait_seconds
+    ) as node:
+        roster = _first_roster(node, config.wait_seconds)
+        title = f"{node.settings.program or 'custom loops'} at {node.address}"
+        if config.watch:
+            _watch(node, title, config.json)
+        elif config.json:
+            print(roster_as_json(roster))
+        else:
+            _print_roster(roster, title)
+    return 0
+
+
+def _print_roster(roster: Roster, title: str) -> None:
+    console, headline = Terminal(), roster_headline(roster, "\n")
+    console.print(f"{title}\n{headline}")
+    if plan := roster.hub.get("plan"):
+        outer = printable(str(roster.hub["outer"]))
+        console.print(f"chosen for {printable(str(plan), MAX_SENTENCE)}, outer optimizer {outer}")
+    for shard, address in enumerate(roster.masters):
+        if shard:
+            console.print(f"shard {shard} is at {address or 'no address: its master is not here'}")
+    if roster.members:
+        console.print(roster_table(roster))
+        console.print(f"\n{roster_legend(roster)}", style="dim")
+
+
+def _first_roster(node: Node | MastersNode, wait_seconds: float) -> Roster:
+    until = time.monotonic() + wait_seconds
+    while (roster := node.roster) is None:
+        if time.monotonic() >= until:
+            raise HubUnreachable(
+                f"the broker at {node.address} answers, but does not say how its run stands (waited {wait_seconds:g} "
+                "s); look at its own terminal, and try again with a longer --wait-seconds",
+                node.address,
+            )
+        time.sleep(LOOK_SECONDS)
+    return roster
+
+
+def _watch(node: Node | MastersNode, title: str, as_json: bool) -> None:
+    if not as_json:
+        with Display(lambda: node.roster, title):
+            while True:
+                node.peek()  # raises if the broker has sent us away
+                time.sleep(1.0)
+    shown = None
+    while True:
+        if (roster := node.roster) is not None and roster is not shown:
+            shown = roster
+            print(roster_as_json(roster), flush=True)
+        time.sleep(LOOK_SECONDS)
+
+
+def roster_as_json(roster: Roster) -> str:
+    """Return a roster as one line of JSON; unknown figures (NaN) are null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            return {key: clean(entry) for key, entry in value.items()}
+        return [clean(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(clean(asdict(roster)), allow_nan=False)
+
+
+# ---------------------------------------------------------------------- stop and promote
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions(HubOptions):
+    """How an operator shows a broker who asks."""
+
+    hub: Hub
+    """The address of the broker (for promote: of the standby), for example tcp://127.0.0.1:5555."""
+    keys: File = None
+    """The hub's own pair, where the hub has keys: hub.key_secret, from its keys folder; not given: that in
+    ~/.config/zmqtrain/keys, if it is there."""
+    server_key: str = ""
+    """The hub's public key (40 characters), or the file that holds it (NAME.key); empty: as the pair of --keys says."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_address(self.hub)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig(OperatorOptions):
+    """End the run at HUB: every node finishes its step, sends what it has computed and ends; the broker saves the run
+    and its model, and ends.
+
+    A standby and other masters end too. A node that has no connection at that moment trains on alone: end it with
+    Ctrl-C.  (Ctrl-C at the broker ends the broker alone; its nodes train on, and wait for it to be started again.)
+
+    Only an operator is obeyed: with the hub's own keys, or, where the hub has none (--insecure, or on the loopback), on
+    the hub's own PC.
+    """
+
+    wait_seconds: float = 120.0
+    """How long to wait for the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromoteConfig(OperatorOptions):
+    """Tell the standby at HUB to take over its run now, whether or not the broker that it follows is there.
+
+    For maintenance, and where too few nodes are left to say that the broker is gone. The broker that was followed steps
+    down as soon as it hears of it; what it has accepted and not sent to the standby is offered again by the nodes.
+
+    Only an operator is obeyed: with the hub's own keys, or, where the brokers have none (--insecure), on the standby's
+    own PC.
+    """
+
+    wait_seconds: float = 10.0
+    """How long to wait for the takeover."""
+
+
+def stop_main(argv: Sequence[str] | None = None) -> int:
+    """End a run, and say when it has ended; return the exit code."""
+    return run_command("zmqtrain stop", lambda: _stop(read_config(StopConfig, "zmqtrain stop", argv)))
+
+
+def _stop(config: StopConfig) -> int:
+    log_to_stderr(False)
+    check_host(config.hub)
+
+    def say(node: Node) -> None:
+        print(
+            f"{node.run} is asked to end: every node then finishes its step and sends what it has computed", flush=True
+        )
+
+    run, version = stop(config.hub, config.server_key, config.keys, wait_seconds=config.wait_seconds, welcomed=say)
+    trained = "; its broker saves it and says where the model is" if version >= 0 else " untrained"
+    print(f"{run} has ended{trained}")
+    return 0
+
+
+def promote_main(argv: Sequence[str] | None = None) -> int:
+    """Have a standby take over, and say what it serves then; return the exit code."""
+    return run_command("zmqtrain promote", lambda: _promote(read_config(PromoteConfig, "zmqtrain promote", argv)))
+
+
+def _promote(config: PromoteConfig) -> int:
+    log_to_stderr(False)
+    check_host(config.hub)
+    run, version, term = promote(config.hub, config.server_key, config.keys, config.wait_seconds)
+    print(f"{config.hub} serves {run} now, from version {max(0, version)} on, as term {term}")
+    return 0
+
+
+# ---------------------------------------------------------------------- keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyOptions:
+    """Which folder of keys."""
+
+    folder: Folder = None
+    """The hub's folder of keys; ~/.config/zmqtrain/keys if not given."""
+
+    @property
+    def key_folder(self) -> KeyFolder:
+        """The folder."""
+        return KeyFolder(self.folder or default_key_folder())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewConfig(KeyOptions):
+    """Make a key for each of these PCs, and authorise it; the hub's own is made with the first. A broker that runs
+    lets them in within seconds.
+
+    Each PC needs one file, which holds its pair and the hub's public key. Several PCs may share one: then nothing tells
+    them apart, and revoking it shuts all of them out.
+
+    Example: zmqtrain keys new pc1 pc2 pc3
+    """
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...")]
+    """What the keys are called: as the PCs, say; "hub" for the hub's own alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListConfig(KeyOptions):
+    """Show the keys of this hub: their names, digits of the public keys to compare, and when they were made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeConfig(KeyOptions):
+    """Shut a key out. Within a second a running broker refuses messages with that key, tells the node, and ends its
+    connections; other nodes are not affected.
+
+    Example: zmqtrain keys revoke pc3
+    """
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """What the key is called."""
+
+
+def keys_main(argv: Sequence[str] | None = None) -> int:
+    """Make, list or revoke keys; return the exit code, 2 if there is no such command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[], int]] = {
+        "new": lambda: _new(read_config(NewConfig, f"{KEYS} new", arguments[1:])),
+        "list": lambda: _list(read_config(ListConfig, f"{KEYS} list", arguments[1:])),
+        "revoke": lambda: _revoke(read_config(RevokeConfig, f"{KEYS} revoke", arguments[1:])),
+    }
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(KEYS_USAGE, end="")
+        return 0 if arguments else 2
+    if (command := commands.get(arguments[0])) is None:
+        close = difflib.get_close_matches(arguments[0], commands, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}."
+        print(f"{KEYS}: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
+        return 2
+    log_to_stderr(False)
+    return run_command(KEYS, command)
+
+
+def _new(config: NewConfig) -> int:
+    if not config.names:
+        raise ConfigError("keys new needs a name for each PC, as in: zmqtrain keys new pc1 pc2 pc3")
+    folder = config.key_folder
+    if config.names == (HUB,):
+        folder.hub()
+        print(f"the hub's keys are in {folder.path}; its broker finds them there")
+        return 0
+    files = folder.new(config.names)
+    print(f"{', '.join(config.names)} may come in; a broker that runs sees it within seconds.")
+    print("Copy its file to each PC, and keep it secret (here it can then be deleted):")
+    for name, path in zip(config.names, files, strict=True):
+        print(f"    scp {shlex.quote(str(path))} {name}:")
+    file = files[0].name if len(files) == 1 else "NAME.key_secret"
+    print(f"and type on each:  {command_word('zmqtrain-node')} tcp://HUB:5555 --keys ~/{file}")
+    return 0
+
+
+def _list(config: ListConfig) -> int:
+    folder = config.key_folder
+    entries = folder.entries()
+    if not entries:
+        print(f"there are no keys in {folder.path}; zmqtrain keys new NAME makes one")
+        return 0
+    table = Table("name", "public key", "made", "", box=None, pad_edge=False)
+    states = {"hub": "the hub's own", "authorised": "authorised", "revoked": "revoked"}
+    for entry in entries:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
+        table.add_row(entry.name, entry.fingerprint, made, states[entry.state])
+    Terminal().print(table)
+    return 0
+
+
+def _revoke(config: RevokeConfig) -> int:
+    kept = config.key_folder.revoke(config.name)
+    print(f"{config.name} is shut out, of a running broker within seconds; its public key is kept as {kept}")
+    return 0
