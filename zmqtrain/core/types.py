@@ -14,7 +14,7 @@ from enum import IntEnum
 from math import isfinite, nan, prod
 from typing import Any, NamedTuple, NewType
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """Of this package: `zmqtrain.__version__`."""
 
 PeerId = NewType("PeerId", str)

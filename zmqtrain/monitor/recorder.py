@@ -37,7 +37,7 @@ HELD_BYTES = 16 << 20
 class Recorder:
     """A file of records; any thread may write.
 
-    facts: what else its first record holds, as {"zmqtrain": "0.1.0"}.  clock: the run's own.
+    facts: what else its first record holds, as {"zmqtrain": "0.2.0"}.  clock: the run's own.
     Raises ConfigError if the file cannot be written.
     """
 
