@@ -26,7 +26,7 @@ class Lives:
     def __init__(self, folder):
         self.folder, self.random = folder, np.random.default_rng(3)
         self.begin()
-        self.hub.founding.resume(MODEL)
+        self.hub.initialization.resume(MODEL)
         self.hub.version = 0
         self.aggregator.plan(MODEL)
         layout = self.aggregator.layout

@@ -41,7 +41,7 @@ class Run:
         self.resumed = self.keeper.resume(self.hub, self.aggregator)
 
     def found(self, moments=()):
-        self.hub.founding.resume(MODEL)
+        self.hub.initialization.resume(MODEL)
         self.hub.version = 0
         self.aggregator.plan(MODEL)
         self.aggregator.found(encode_snapshot(self.aggregator.layout, [np.zeros(10, np.float32)]))

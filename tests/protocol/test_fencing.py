@@ -59,7 +59,7 @@ def test_what_one_side_says_the_other_hears_once_and_in_order():
     assert node.stamp() == Stamp(7, 1)
     stamps = [node.stamp() for _ in range(3)]
     assert [at_hub.judge(stamp) for stamp in stamps] == [Verdict.NOW] * 3
-    assert [at_hub.judge(stamp) for stamp in stamps] == [Verdict.DOUBLE] * 3
+    assert [at_hub.judge(stamp) for stamp in stamps] == [Verdict.DUPLICATE] * 3
     node.stamp()
     assert at_hub.judge(node.stamp()) is Verdict.GAP
     assert at_hub.judge(Stamp(6, 5)) is Verdict.FORMER

@@ -224,7 +224,7 @@ def test_a_single_node_founds_at_once():
 
 def test_nobody_is_compared_before_enough_nodes_are_there():
     hub, effects = population(0.5, 0.25, start_nodes=3)
-    assert effects == [] and hub.founding._preemption.scores == {}
+    assert effects == [] and hub.initialization._preemption.scores == {}
     assert set(states(hub).values()) == {"APART"}
 
 
@@ -290,7 +290,7 @@ def test_where_nobody_knows_a_score_the_first_founds_and_the_others_take_its_par
 def test_who_was_lent_parameters_has_no_score_until_it_tells_the_new_one():
     hub, _ = population(0.25, 0.5, 0.3)
     give(hub, "a")
-    assert hub.members["b"].score != hub.members["b"].score and "b" in hub.founding._preemption.forgotten
+    assert hub.members["b"].score != hub.members["b"].score and "b" in hub.initialization._preemption.forgotten
 
 
 def declines(hub, peer, score):
@@ -303,7 +303,7 @@ def test_who_declines_what_it_was_lent_keeps_its_lineage_and_most_that_do_have_t
     assert asked(effects) == ["b"]
     assert give(hub, "b") == [Lend("b", PARAMETERS, ("c",))]
     declines(hub, "c", 0.4)
-    assert hub.members["c"].lineage == "c" and hub.founding._disbelieved == {"b"}
+    assert hub.members["c"].lineage == "c" and hub.initialization._disbelieved == {"b"}
     effects = tell(hub, "a", 0.5)  # which lags behind c now, the best that is believed
     assert asked(effects) == ["c"]
     effects = give(hub, "c")
@@ -317,7 +317,7 @@ def test_who_says_its_score_again_declines_nothing():
     hub, _ = population(0.5, 0.1, 0.4)
     give(hub, "b")
     tell(hub, "c", 0.1)
-    assert hub.members["c"].lineage == "b" and hub.founding._disbelieved == set()
+    assert hub.members["c"].lineage == "b" and hub.initialization._disbelieved == set()
 
 
 def test_who_was_not_asked_may_not_give_its_parameters():

@@ -9,7 +9,7 @@ from zmqtrain.core.types import LeafSpec
 from zmqtrain.protocol.effects import Broadcast, Expect, Found, Reduce, SendTo, Serve
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.members import RUN_OVER, Claim, Masters, MemberState, name_missing
+from zmqtrain.protocol.members import RUN_OVER, Claim, MemberState, ShardRegistry, name_missing
 from zmqtrain.protocol.messages import (
     Fetch,
     Goodbye,
@@ -133,7 +133,7 @@ def test_a_shard_has_one_master_but_one_at_the_same_address_succeeds():
     assert "has a master already, at tcp://one:5556" in text and "m9#1" not in hub.members
     effects = register(hub, "m1#2")
     assert not refusals(effects) and "m1#1" not in hub.members and hub.members["m1#2"].state is MemberState.MASTER
-    assert hub.masters.addresses == ("", "tcp://one:5556", "")
+    assert hub.shards.addresses == ("", "tcp://one:5556", "")
     assert not refusals(register(hub, "m1#2")), "a master that says Hello again"
 
 
@@ -148,7 +148,7 @@ def test_the_missing_are_named():
     assert name_missing(()) == "" and name_missing(("", "x", "y")) == ""
     assert name_missing(("", "", "y")) == "the master of shard 1 of 3"
     assert name_missing(("", "", "y", "", "")) == "the masters of shards 1, 3 and 4 of 5"
-    assert Masters(2).claim("m#1", Claim(1, "tcp://x:1")) == ("", None)
+    assert ShardRegistry(2).claim("m#1", Claim(1, "tcp://x:1")) == ("", None)
 
 
 # ---------------------------------------------------------------------- how a run begins

@@ -31,7 +31,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import MOST_LEARNT, Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Patience, Succession, Tenure
+from zmqtrain.protocol.standby import STANDBY, TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
 
 
 def follower(books=None, holds=5):
@@ -60,7 +60,7 @@ def turned(succession, *peers, version=5, now=2.0, incarnation=0, without=0):
 
 def test_a_standby_takes_over_when_the_first_is_gone_and_half_of_the_nodes_say_so():
     one = follower()
-    succession = Succession(one, 1.0)
+    succession = TakeoverPolicy(one, 1.0)
     turned(succession, "a", "b")
     assert not succession.is_due(9.0)  # the first is there
     one.gone(1.0)
@@ -73,15 +73,15 @@ def test_a_standby_takes_over_when_the_first_is_gone_and_half_of_the_nodes_say_s
 def test_a_standby_that_was_not_in_step_or_knows_less_than_a_node_says_so_and_does_not_take_over():
     behind = follower(told("a", in_step=False))
     behind.gone(1.0)
-    succession = Succession(behind, 1.0)
+    succession = TakeoverPolicy(behind, 1.0)
     turned(succession, "a")
     assert not succession.is_due(3.0) and "not in step" in succession.obstacle(3.0)
     ignorant = follower()
     ignorant.gone(1.0)
-    succession = Succession(ignorant, 1.0)
+    succession = TakeoverPolicy(ignorant, 1.0)
     turned(succession, "a", version=6), turned(succession, "b")
     assert not succession.is_due(3.0) and "a node has seen version 6" in succession.obstacle(3.0)
-    assert "never heard" in Succession(Follower("s#1", "s", SECOND), 1.0).obstacle(3.0)
+    assert "never heard" in TakeoverPolicy(Follower("s#1", "s", SECOND), 1.0).obstacle(3.0)
 
 
 def test_a_standby_that_is_welcomed_again_is_in_step_only_once_the_first_says_so():
@@ -103,39 +103,39 @@ def test_a_standby_ends_with_the_run_and_reads_no_nonsense():
     assert one.over
 
 
-def tenure_of(*crew):
+def lease_of(*crew):
     """A hub whose standby has read this crew at 5.0, and is lost."""
-    tenure = Tenure()
-    tenure.joined(SECOND)
-    tenure.read(tenure.tell(crew, 5.0))
-    tenure.lost()
-    return tenure
+    lease = PrimaryLease()
+    lease.joined(SECOND)
+    lease.read(lease.tell(crew, 5.0))
+    lease.lost()
+    return lease
 
 
-def holds(tenure, nodes, joined=0.0):
+def holds(lease, nodes, joined=0.0):
     """Whether these nodes are enough: on a copy."""
-    again = deepcopy(tenure)
+    again = deepcopy(lease)
     for peer in nodes:
         again.let_go_on(peer, again.without, joined)
     return again.holds
 
 
 def test_a_first_goes_on_without_its_standby_only_if_more_than_half_of_its_crew_let_it():
-    assert Tenure().holds and not Tenure().without, "it never had one"
-    tenure = tenure_of(*"abcd")
-    assert [holds(tenure, nodes) for nodes in ("ab", "abc", "abxyz", "wxyz")] == [False, True, False, False]
-    tenure.let_go_on("a", 0, 0.0), tenure.let_go_on("b", 7, 0.0)
-    assert not holds(tenure, "c"), "what was said of another tenure is not of this one"
-    tenure.dismissed("")
-    assert tenure.holds and (tenure.standby, tenure.without) == ("", 0)
+    assert PrimaryLease().holds and not PrimaryLease().without, "it never had one"
+    lease = lease_of(*"abcd")
+    assert [holds(lease, nodes) for nodes in ("ab", "abc", "abxyz", "wxyz")] == [False, True, False, False]
+    lease.let_go_on("a", 0, 0.0), lease.let_go_on("b", 7, 0.0)
+    assert not holds(lease, "c"), "what was said of another lease is not of this one"
+    lease.dismissed("")
+    assert lease.holds and (lease.standby, lease.without) == ("", 0)
 
 
 def test_a_node_that_came_to_its_hub_after_the_standby_read_of_the_crew_may_have_given_that_its_word():
-    assert not holds(tenure_of("a"), "a", joined=3.1) and holds(tenure_of("a"), "a", joined=3.0)
-    left = tenure_of("a")
+    assert not holds(lease_of("a"), "a", joined=3.1) and holds(lease_of("a"), "a", joined=3.0)
+    left = lease_of("a")
     left.said_goodbye("a", 3.1)
     assert not left.holds
-    unread = Tenure()
+    unread = PrimaryLease()
     unread.joined(SECOND)
     unread.tell("a", 5.0)
     unread.lost()
@@ -143,55 +143,55 @@ def test_a_node_that_came_to_its_hub_after_the_standby_read_of_the_crew_may_have
 
 
 def test_only_a_node_of_the_crew_counts_as_one_that_has_left():
-    tenure = tenure_of(*"abcd")
-    tenure.said_goodbye("process", 0.0), tenure.said_goodbye("x", 0.0)
-    assert not holds(tenure, "ab")
-    tenure.said_goodbye("d", 0.0)
-    assert holds(tenure, "ab") and not holds(tenure, "a")
+    lease = lease_of(*"abcd")
+    lease.said_goodbye("process", 0.0), lease.said_goodbye("x", 0.0)
+    assert not holds(lease, "ab")
+    lease.said_goodbye("d", 0.0)
+    assert holds(lease, "ab") and not holds(lease, "a")
 
 
 def test_a_node_that_left_and_came_again_while_the_standby_followed_is_of_the_crew_again():
-    tenure = Tenure()
-    tenure.joined(SECOND)
-    tenure.tell("ab", 4.0), tenure.said_goodbye("b", 0.0)
-    tenure.read(tenure.tell("ab", 5.0))
-    tenure.lost()
-    assert not holds(tenure, "a") and holds(tenure, "ab")
+    lease = PrimaryLease()
+    lease.joined(SECOND)
+    lease.tell("ab", 4.0), lease.said_goodbye("b", 0.0)
+    lease.read(lease.tell("ab", 5.0))
+    lease.lost()
+    assert not holds(lease, "a") and holds(lease, "ab")
 
 
 def test_a_first_needs_more_than_half_of_every_crew_that_its_standby_may_have_been_told_last():
-    tenure = Tenure()
-    tenure.joined(SECOND)
-    tenure.read(tenure.tell("ab", 5.0))
-    second = tenure.tell("abcdef", 6.0)
-    tenure.lost()
-    assert not holds(tenure, "cdef"), "the standby may have read the first books alone, and needs one of a and b"
-    assert not holds(tenure, "ab") and holds(tenure, "abcd")
-    tenure.read(second)
-    assert not holds(tenure, "cdef"), "what it reads from now on says nothing of what it has read"
-    tenure.joined(SECOND)
-    tenure.tell("ab", 5.0)
-    tenure.read(tenure.tell("abcdef", 6.0))
-    tenure.lost()
-    assert holds(tenure, "cdef")
+    lease = PrimaryLease()
+    lease.joined(SECOND)
+    lease.read(lease.tell("ab", 5.0))
+    second = lease.tell("abcdef", 6.0)
+    lease.lost()
+    assert not holds(lease, "cdef"), "the standby may have read the first books alone, and needs one of a and b"
+    assert not holds(lease, "ab") and holds(lease, "abcd")
+    lease.read(second)
+    assert not holds(lease, "cdef"), "what it reads from now on says nothing of what it has read"
+    lease.joined(SECOND)
+    lease.tell("ab", 5.0)
+    lease.read(lease.tell("abcdef", 6.0))
+    lease.lost()
+    assert holds(lease, "cdef")
 
 
 def test_a_first_that_was_started_again_waits_for_a_standby_as_it_does_not_know_by_whom_that_goes():
-    tenure, again, older = tenure_of(*"abcd"), Tenure(), Tenure()
-    again.restore(json.loads(json.dumps(tenure.state())))
+    lease, again, older = lease_of(*"abcd"), PrimaryLease(), PrimaryLease()
+    again.restore(json.loads(json.dumps(lease.state())))
     older.restore({"standby": SECOND, "crew": 3})  # of a release that counted
     for one in (again, older):
         assert one.standby == SECOND and not holds(one, "abcd")
-        assert one.without > tenure.without + 1000, "nodes let it go on without what came in step since, too"
+        assert one.without > lease.without + 1000, "nodes let it go on without what came in step since, too"
         one.joined(SECOND)
         one.read(one.tell("a", 5.0))
         one.lost()
         assert not one.holds and holds(one, "a")
-    alone = Tenure()
+    alone = PrimaryLease()
     alone.restore({"standby": "", "crew": 0})
     assert alone.holds
-    tenure.dismissed(TAKES_OVER)
-    assert tenure.ended and not holds(tenure, "abcd")
+    lease.dismissed(TAKES_OVER)
+    assert lease.ended and not holds(lease, "abcd")
 
 
 def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_books_it_has_read():
@@ -201,7 +201,7 @@ def test_a_hub_tells_its_standby_the_crew_and_hears_in_its_heartbeats_which_book
     one = follower()
     (books,) = (effect.message for effect in hub.in_step(0.0) if getattr(effect, "peer", "") == "s#1")
     one.receive(books, 0.5)
-    assert one.crew == {"a#1": 7} and one.in_step and one.tenure == 1
+    assert one.electorate == {"a#1": 7} and one.in_step and one.lease == 1
     (beat, *_) = (effect.message for effect in one.tick(2.0) if isinstance(effect, Send))
     hub.receive("b#1", Hello("b"), 2.0)
     hub.receive("s#1", beat, 2.0)
@@ -223,7 +223,7 @@ def test_nodes_that_join_and_never_publish_have_no_word_between_a_hub_and_its_st
     one = follower()
     (books,) = (effect.message for effect in hub.in_step(0.0) if getattr(effect, "peer", "") == "s#1")
     one.receive(books, 0.5)
-    assert [*one.crew] == ["a#1"]
+    assert [*one.electorate] == ["a#1"]
     (beat, *_) = (effect.message for effect in one.tick(2.0) if isinstance(effect, Send))
     hub.receive("s#1", beat, 2.0)
     hub.gone("s#1", "cut", 2.0)
@@ -251,12 +251,12 @@ def test_a_node_that_lets_its_hub_go_on_says_so_at_once_and_to_the_standby():
 def test_a_standby_does_not_count_the_word_of_nodes_that_let_the_first_go_on_without_it():
     one = follower(told("a", "b", "c", tenure=3))
     one.gone(1.0)
-    succession = Succession(one, 1.0)
+    succession = TakeoverPolicy(one, 1.0)
     turned(succession, "a"), turned(succession, "b", "c", without=3)
     assert not succession.is_due(3.0) and "let the first broker go on without it" in succession.obstacle(3.0)
     of_four = follower(told("a", "b", "c", "d", tenure=3))
     of_four.gone(1.0)
-    one_word = Succession(of_four, 1.0)
+    one_word = TakeoverPolicy(of_four, 1.0)
     turned(one_word, "a"), turned(one_word, "b", "c", without=3)
     assert not one_word.is_due(3.0), "the first may go on with b, c and a fourth that has left"
     turned(one_word, "b")
@@ -268,7 +268,7 @@ def test_a_standby_does_not_count_the_word_of_nodes_that_let_the_first_go_on_wit
 def test_of_a_node_that_was_started_anew_since_the_crew_was_told_the_standby_does_not_count_the_word():
     one = follower(told(a=100, b=100))
     one.gone(1.0)
-    succession = Succession(one, 1.0)
+    succession = TakeoverPolicy(one, 1.0)
     turned(succession, "a", incarnation=100 + LIFE)
     assert not succession.is_due(3.0)
     turned(succession, "a", incarnation=105)
@@ -278,7 +278,7 @@ def test_of_a_node_that_was_started_anew_since_the_crew_was_told_the_standby_doe
 def test_a_standby_that_was_told_of_no_node_takes_over_only_when_it_is_told_to():
     one = follower(told())
     one.gone(1.0)
-    succession = Succession(one, 1.0)
+    succession = TakeoverPolicy(one, 1.0)
     turned(succession, "a", "b")
     assert not succession.is_due(3.0), "the first may go on with whoever comes"
 
@@ -291,7 +291,7 @@ def said_to(succession, *said, peer="p#1", is_operator=True):
 
 def test_a_standby_obeys_promote_only_after_hello_on_a_connection_of_now_and_only_an_operator():
     hello, promote = (Stamp(7, 1), Hello("p", "observer", incarnation=7)), (Stamp(7, 2), Promote())
-    stranger = Succession(follower(), 1.0)
+    stranger = TakeoverPolicy(follower(), 1.0)
     assert said_to(stranger, hello, promote, is_operator=False) == ["standby", "keys"]
     assert said_to(stranger, promote) == ["unknown"], "without a Hello"
     assert said_to(stranger, (Stamp(), Hello("p", "observer")), (Stamp(), Promote())) == ["standby", "unknown"]
@@ -302,7 +302,7 @@ def test_a_standby_obeys_promote_only_after_hello_on_a_connection_of_now_and_onl
 
 
 def test_a_standby_remembers_few_operators_and_answers_others_that_it_is_one():
-    succession = Succession(follower(), 1.0)
+    succession = TakeoverPolicy(follower(), 1.0)
     for number in range(40):
         said_to(succession, (Stamp(7, 1), Hello("p", "observer", incarnation=7)), peer=f"p#{number}")
     assert said_to(succession, (Stamp(7, 2), Promote()), peer="p#0") == ["unknown"]
@@ -325,7 +325,7 @@ def test_a_hub_takes_one_standby_and_says_why_not_another():
 def test_who_was_not_there_when_the_first_was_lost_has_no_vote_for_the_standby():
     one = follower(told("a", "b", "c"))
     one.gone(1.0)
-    succession = Succession(one, 1.0)
+    succession = TakeoverPolicy(one, 1.0)
     turned(succession, "a", *(f"stranger {number}" for number in range(3000)))
     assert not succession.is_due(3.0) and len(succession._votes) == 1024
     turned(succession, "a", "b")
@@ -336,13 +336,13 @@ def test_a_standby_that_comes_again_or_another_in_its_place_holds_up_nobody_unti
     hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
     hub.in_step(0.0)
-    assert hub.tenure.follows
+    assert hub.lease.follows
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 1.0)
-    assert not hub.tenure.follows and hub.may_announce
+    assert not hub.lease.follows and hub.may_announce
     hub.in_step(0.0)
     effects = hub.receive("t#1", Hello("t", "standby", address=SECOND), 2.0)
     assert any(isinstance(effect, Disconnect) and effect.peer == "s#1" for effect in effects)
-    assert hub.standby.peer == "t#1" and list(hub.members) == ["t#1"] and not hub.tenure.follows
+    assert hub.standby.peer == "t#1" and list(hub.members) == ["t#1"] and not hub.lease.follows
 
 
 def test_a_standby_is_copied_after_the_releases_that_its_own_hello_brings_about():
@@ -363,7 +363,7 @@ def test_a_run_that_goes_back_waits_for_its_standby_to_hold_the_new_course_of_it
     replicas, told = Replicas(hub, lambda peer, text: None, lambda effects: None), []
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
     replicas.holds(9, 0.0)
-    assert hub.tenure.follows
+    assert hub.lease.follows
     replicas.go_back(4)
     replicas.announce(5, lambda: told.append(5), 1.0)
     assert not told
@@ -375,9 +375,9 @@ def test_a_first_that_waits_for_its_nodes_takes_its_standby_back():
     hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
     sent_away, told = [], []
     replicas = Replicas(hub, lambda peer, text: sent_away.append(peer), lambda effects: None)
-    hub.tenure.joined(SECOND)
-    hub.tenure.tell(["a", "b"], 0.0)
-    hub.tenure.lost()
+    hub.lease.joined(SECOND)
+    hub.lease.tell(["a", "b"], 0.0)
+    hub.lease.lost()
     replicas.announce(1, lambda: told.append(1), 0.0)
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 10.0)
     replicas.tick(15.0)  # it is being copied, which takes its time

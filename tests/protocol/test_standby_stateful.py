@@ -38,7 +38,7 @@ from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import Aggregate, Goodbye, Hello, Promote, Publish, Refused, Replica, Snapshot
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import Follower, Succession, Tenure
+from zmqtrain.protocol.standby import Follower, PrimaryLease, TakeoverPolicy
 
 TAKEOVER_SECONDS = 1.0
 NAMES = "abcdef"
@@ -131,7 +131,7 @@ class Broker:
         self.carry_out(self.hub.tick(self.world.now))
         self.replicas.tick(self.world.now)
         other = self.world.brokers[SECOND]
-        lost = self.hub.tenure.standby and self.hub.standby is None
+        lost = self.hub.lease.standby and self.hub.standby is None
         if lost and other.alive and isinstance(other, Broker) and frozenset((FIRST, SECOND)) not in self.world.cut:
             self.alive = other.hub.term <= self.hub.term  # it asks there, and steps down
 
@@ -142,7 +142,7 @@ class Waiting:
     def __init__(self, world):
         self.world, self.address, self.alive = world, SECOND, True
         self.follower = Follower("s#1", "s", SECOND, incarnation=1)
-        self.succession = Succession(self.follower, TAKEOVER_SECONDS)
+        self.succession = TakeoverPolicy(self.follower, TAKEOVER_SECONDS)
         self.hub, self.course = None, {}
         self.do(self.follower.start(world.now))
 
@@ -174,7 +174,7 @@ class Waiting:
         self.do(self.follower.tick(self.world.now))
         if self.hub is not None and self.succession.is_due(self.world.now):
             self.world.seen["taken over"] += 1
-            state = {**self.hub.state(), "term": self.follower.term + 1, "tenure": Tenure().state()}
+            state = {**self.hub.state(), "term": self.follower.term + 1, "tenure": PrimaryLease().state()}
             self.world.brokers[SECOND] = Broker(self.world, SECOND, state, self.course)
 
 
@@ -257,7 +257,7 @@ class World(RuleBasedStateMachine):
         for name in NAMES[:nodes]:
             self.come(name)
         self.run(3.0)
-        assert self.brokers[FIRST].hub.tenure.follows
+        assert self.brokers[FIRST].hub.lease.follows
 
     def come(self, name):
         node = self.nodes[f"{name}#1"] = Node(self, name)
@@ -427,11 +427,11 @@ class World(RuleBasedStateMachine):
         follower = waiting.follower
         turned = [
             peer
-            for peer, incarnation in follower.crew.items()
+            for peer, incarnation in follower.electorate.items()
             if (node := self.nodes[peer]).alive and node.peer.incarnation - incarnation < LIFE
-            if node.peer.without < follower.tenure
+            if node.peer.without < follower.lease
         ]
-        return bool(turned) and 2 * len(turned) >= len(follower.crew)
+        return bool(turned) and 2 * len(turned) >= len(follower.electorate)
 
 
 def world_of(nodes):
@@ -508,7 +508,7 @@ def test_a_standby_that_is_back_in_time_is_in_step_again_once_it_may_be_though_n
     for node in world.nodes.values():
         node.publish = lambda: None
     world.run(70.0)
-    assert world.brokers[FIRST].hub.tenure.follows
+    assert world.brokers[FIRST].hub.lease.follows
 
 
 TestWorld = World.TestCase

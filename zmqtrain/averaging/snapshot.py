@@ -101,17 +101,17 @@ def split_snapshot(snapshot: Snapshot, frames: Sequence[Buffer]) -> tuple[Sequen
     return frames[:parameters], frames[parameters:]
 
 
-def check_sizes(snapshot: Snapshot, model_bytes: int, takes_moments: bool) -> None:
+def check_sizes(snapshot: Snapshot, model_bytes: int, sends_optimizer_state: bool) -> None:
     """Raise FramingError unless a snapshot announces a model of just that size, and a state within its bounds."""
     most_frames = FEW_FRAMES + (1 + OPTIMIZER_STATE_MODELS) * model_bytes // LEAST_FRAME_BYTES
     if len(snapshot.sizes) > most_frames:
         raise FramingError(f"{len(snapshot.sizes)} frames are announced; at most {most_frames} can be right")
     if snapshot.first:
         raise FramingError(f"a snapshot from its frame {snapshot.first} on; nobody here holds those before")
-    if not 0 <= snapshot.moments < max(1, len(snapshot.sizes)) or (snapshot.moments and not takes_moments):
+    if not 0 <= snapshot.moments < max(1, len(snapshot.sizes)) or (snapshot.moments and not sends_optimizer_state):
         raise FramingError(
             f"{snapshot.moments} of {len(snapshot.sizes)} frames are announced as an optimizer's state; this run takes "
-            + ("fewer than there are" if takes_moments else "none")
+            + ("fewer than there are" if sends_optimizer_state else "none")
         )
     parameters = sum(snapshot.sizes[: len(snapshot.sizes) - snapshot.moments])
     if not 0 < parameters <= model_bytes:

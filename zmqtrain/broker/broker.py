@@ -51,7 +51,7 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.fencing import Verdict, latest_incarnation
 from zmqtrain.protocol.framing import ProtocolVersionError, open_head, read_fields
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.initialization import takes_moments
+from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.limits import (
     FAULT_SECONDS,
     LOOP_SHARE,
@@ -305,7 +305,7 @@ class Receiver:
             raise FramingError("a chunk is a head and one frame")
         self._hub.saw(peer, now)
         if self._downlink.uploads.has_chunk(peer, chunk):
-            return self._hub.fence.count(Verdict.DOUBLE)
+            return self._hub.fence.count(Verdict.DUPLICATE)
         if (whole := self._downlink.uploads.take_chunk(peer, chunk, frames[1])) is not None:
             if isinstance(whole[0], Initialise | Push):
                 self._parameters.whole(peer, whole[0], whole[1])
@@ -646,7 +646,7 @@ class Broker:
         return self.parameters.describe(replace(roster, hub=roster.hub | here))
 
     def _queue_bytes(self) -> int:
-        models = OUTBOX_MODELS + (1 + OPTIMIZER_STATE_MODELS if takes_moments(self.settings) else 0)
+        models = OUTBOX_MODELS + (1 + OPTIMIZER_STATE_MODELS if sends_optimizer_state(self.settings) else 0)
         return models * self._model_bytes()
 
     def _model_bytes(self) -> int:

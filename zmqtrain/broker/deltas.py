@@ -33,7 +33,7 @@ from zmqtrain.protocol.effects import (
     TakeBack,
 )
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.initialization import takes_moments
+from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.strategies.norms import Judgement
@@ -263,7 +263,7 @@ class PendingUploads:
                 if self._hub.settings.masters == 1:  # of several each has a share
                     check_capacity(self._hub.model)
                 self._aggregator.plan(self._hub.model)
-                check_sizes(announcement, self._aggregator.snapshot_bound(), takes_moments(self._hub.settings))
+                check_sizes(announcement, self._aggregator.snapshot_bound(), sends_optimizer_state(self._hub.settings))
             else:
                 assert isinstance(announcement, Publish)
                 self._aggregator.check_sizes(announcement)

@@ -45,7 +45,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, Succession, Tenure
+from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
 from zmqtrain.session.hub_session import HubSession, NullListener
 from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.patience import ConnectDeadline
@@ -138,9 +138,9 @@ class Replicas:
         """The standby holds this version."""
         self._held = max(self._held, version)
         if (standby := self._hub.standby) is not None:
-            self._hub.tenure.returned(standby.address)
+            self._hub.lease.returned(standby.address)
         may_be = standby is not None and self._patience.may_be_in_step(now)
-        if may_be and not self._hub.tenure.follows and standby is not None:
+        if may_be and not self._hub.lease.follows and standby is not None:
             if version >= self._announced:
                 if self._closing_since is not None:
                     self._patience.waited(now - self._closing_since, 0, now)
@@ -165,7 +165,7 @@ class Replicas:
                 f"without it, and it is in step again in {pause:.0f} s at the earliest"
             )
             self.send_away(standby.peer, text)
-        elif self._held >= 0 and not self._hub.tenure.follows:  # it may be in step again since it said so
+        elif self._held >= 0 and not self._hub.lease.follows:  # it may be in step again since it said so
             self.holds(self._held, now)
         self._flush(now)
         self._ask_rival()
@@ -175,7 +175,7 @@ class Replicas:
                 "the standby at %s is gone and may have taken over: too few of the nodes that it knows are here, or "
                 "this broker itself was started again. Nodes hear of nothing new here until it is back. If its PC does "
                 "not come back, and nothing is served there, start another: zmqtrain-broker --standby",
-                self._hub.tenure.standby,
+                self._hub.lease.standby,
             )
         self._paused = paused
 
@@ -189,7 +189,7 @@ class Replicas:
         """Return since when nodes wait for the standby that is here; None: they do not."""
         if self._closing_since is not None:
             return self._closing_since
-        if not (self._waiting and self._hub.tenure.follows):
+        if not (self._waiting and self._hub.lease.follows):
             return None  # what waits does so for nodes, not for a standby that is being copied
         return max(self._waiting[0].since, self._in_step_at, self._flushed_at)
 
@@ -197,13 +197,13 @@ class Replicas:
         return self._waiting[0].size if self._waiting else 0
 
     def _may(self, version: Version) -> bool:
-        if self._hub.tenure.follows:
+        if self._hub.lease.follows:
             return version <= self._held
         return self._closing_since is None and self._hub.may_announce
 
     def _flush(self, now: float) -> None:
         while self._waiting and self._may(self._waiting[0].version):
-            if self._hub.tenure.follows and (since := self._waits_since()) is not None:
+            if self._hub.lease.follows and (since := self._waits_since()) is not None:
                 self._patience.waited(now - since, self._size(), now)
             one, self._flushed_at = self._waiting.popleft(), now
             self._announced = max(self._announced, one.version)
@@ -211,10 +211,10 @@ class Replicas:
 
     def _ask_rival(self) -> None:
         """Look whether a standby that is not here has taken over. Raises SteppedDown."""
-        tenure = self._hub.tenure
-        if tenure.ended:
+        lease = self._hub.lease
+        if lease.ended:
             raise self._stepped_down(self._hub.term + 1)
-        address = "" if self._hub.standby is not None else tenure.standby
+        address = "" if self._hub.standby is not None else lease.standby
         if self._rival is not None and self._rival.address != address:
             self.close()
         if self._rival is None and address and self._open_line is not None:
@@ -223,7 +223,7 @@ class Replicas:
             raise self._stepped_down(term)
 
     def _stepped_down(self, term: int) -> SteppedDown:
-        address = self._hub.tenure.standby
+        address = self._hub.lease.standby
         return SteppedDown(
             f"the standby at {address} has taken over {self._hub.run} (term {term}; this broker has term "
             f"{self._hub.term}): it is served there, and no longer here. To have this one as the standby of that: "
@@ -297,7 +297,7 @@ class Standby(NullListener):
         self.place, self.address = place, address
         peer = PeerId(f"standby#{secrets.token_hex(4)}")
         self.follower = Follower(peer, "the standby", address, begin_incarnation(0, time.time_ns()))
-        self._succession = Succession(self.follower, place.takeover_seconds)
+        self._succession = TakeoverPolicy(self.follower, place.takeover_seconds)
         self._channel, self._is_operator = channel, is_operator
         self._hub: Hub | None = None
         self._aggregator: Aggregator | None = None
@@ -396,11 +396,11 @@ class Standby(NullListener):
             )
         self._aggregator.gate.open()  # the first's has seen the run's deltas, this one only what was made of them
         books = {name: part for name, part in follower.books.items() if name not in NOT_OF_THE_HUB}
-        for peer, incarnation in follower.crew.items():
+        for peer, incarnation in follower.electorate.items():
             if incarnation > self._hub.records.incarnation(peer):
                 self._hub.records.greet(peer, incarnation)
             self._hub.records.own(peer, follower.owners.get(peer, ""))
-        state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": Tenure().state()}
+        state = {**self._hub.state(), **books, "term": follower.term + 1, "tenure": PrimaryLease().state()}
         logger.warning(
             "this standby takes over %s at version %d, as term %d: %s",
             follower.run,

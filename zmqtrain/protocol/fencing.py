@@ -56,7 +56,7 @@ class Verdict(Enum):
 
     NOW = "now"
     FORMER = "former"
-    DOUBLE = "double"
+    DUPLICATE = "double"
     GAP = "gap"
 
 
@@ -101,7 +101,7 @@ class Connection:
         if not self.incarnation or not counted:
             return Verdict.NOW
         if stamp.number <= self._heard:
-            return Verdict.DOUBLE
+            return Verdict.DUPLICATE
         if stamp.number > self._heard + 1:
             return Verdict.GAP
         self._heard = stamp.number

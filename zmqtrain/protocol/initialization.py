@@ -26,7 +26,7 @@ barriers, Frankle et al. 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import isfinite, isnan, nan
 from typing import Protocol
 
@@ -42,7 +42,7 @@ from zmqtrain.core.types import (
     is_barrier,
 )
 from zmqtrain.protocol.effects import Average, Disconnect, Found, HubEffect, Lend, Propose, Rewind, SendTo, Serve
-from zmqtrain.protocol.members import Member, MemberState
+from zmqtrain.protocol.members import Member, MemberState, Records
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 
 VOTE_SECONDS = 60.0
@@ -101,10 +101,7 @@ class Vote:
         )
 
 
-Landed = tuple[tuple[int, int], ...]
-
-
-def takes_moments(settings: RunSettings) -> bool:
+def sends_optimizer_state(settings: RunSettings) -> bool:
     """Return whether the state of optimizers travels with the parameters of a run before it is founded."""
     return settings.trains_apart and not settings.fresh_moments
 
@@ -130,11 +127,11 @@ class Initialization:
         self,
         settings: RunSettings,
         members: dict[PeerId, Member],
-        landed: Callable[[PeerId], Landed],
+        records: Records,
         preemption: Preemption | None = None,
         shard: int = 0,
     ) -> None:
-        self.settings, self._members, self._landed, self._preemption = settings, members, landed, preemption
+        self.settings, self._members, self._records, self._preemption = settings, members, records, preemption
         self._shard, self._start_nodes = shard, 1 if shard else settings.start_nodes
         self.number = 0
         """Of the last question, at the first of several masters; at another, of the founding that it has."""
@@ -411,9 +408,9 @@ class Initialization:
         for member in waiting:
             member.state, member.idle = MemberState.LIVE, False
             reset = self._population and member.newcomer
-            moments = first and takes_moments(self.settings) and (reset or self.settings.initial == "best")
+            moments = first and sends_optimizer_state(self.settings) and (reset or self.settings.initial == "best")
             member.newcomer = False
-            landed = self._landed(member.peer)
+            landed = self._records.landed(member.peer)
             known = self._at if rewound and self._at is not None else member.known_version
             digest, held = member.digest, member.held
             effects.append(Serve(member.peer, known, landed, moments, reset, rewound, digest, held))

@@ -73,7 +73,7 @@ def name_missing(masters: Sequence[str]) -> str:
     return f"the {'master' if len(missing) == 1 else 'masters'} of {which} of {len(masters)}"
 
 
-class Masters:
+class ShardRegistry:
     """The masters of one run, as its first knows them. count: how many there are with the first."""
 
     def __init__(self, count: int) -> None:
@@ -288,7 +288,7 @@ def counted(members: Mapping[PeerId, Member]) -> set[PeerId]:
     return {peer for peer in training(members) if members[peer].counted}
 
 
-def crew(members: Mapping[PeerId, Member]) -> set[PeerId]:
+def electorate(members: Mapping[PeerId, Member]) -> set[PeerId]:
     """Return the nodes whose word decides between a hub and its standby: those of which a delta has come; before there
     is one, those that train; before any does, all.
 

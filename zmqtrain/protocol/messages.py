@@ -158,7 +158,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and who is its crew.
+    """Hub to standby, now and then: what of a hub's state changes besides its releases (JSON), and its electorate.
 
     The standby says in its Heartbeats which books it has read last.
     """

@@ -144,7 +144,7 @@ class Replanning:
     def __init__(self, timetable: Timetable, planner: Planner | None) -> None:
         self.text = ""
         self._timetable, self._planner = timetable, planner
-        self._crew: frozenset[PeerId] = frozenset()
+        self._nodes: frozenset[PeerId] = frozenset()
         self._from_version: Version = -1
         self._other_since: tuple[Version, float] | None = None
         self._looked_at = -inf
@@ -154,11 +154,11 @@ class Replanning:
 
         version: of the hub; members: the live nodes.
         """
-        crew = frozenset(member.peer for member in members)
+        nodes = frozenset(member.peer for member in members)
         settings = self._timetable.at(max(version, self._from_version))
         if self._planner is None or version < 0 or not members or version < self._from_version:
             return None
-        if crew == self._crew and now < self._looked_at + LOOK_SECONDS:
+        if nodes == self._nodes and now < self._looked_at + LOOK_SECONDS:
             return None
         self._looked_at = now
         plan = self._planner(model, members, settings)
@@ -166,9 +166,9 @@ class Replanning:
             return None
         wanted = settings.to_dict() | {name: value for name, value in plan.chosen.items() if value != ""}
         wanted |= {"every": _within(plan.every, 1), "delay": _within(plan.delay, 0)}
-        if crew == self._crew and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
+        if nodes == self._nodes and not self._holds(_is_other(settings, wanted, plan.gain), plan.gain, version, now):
             return None
-        self._crew, self._other_since = crew, None
+        self._nodes, self._other_since = nodes, None
         if wanted == settings.to_dict():
             return None
         self.text, self._from_version = plan.text, version + LEAD_VERSIONS

@@ -183,7 +183,7 @@ MOST_UNITS = 64
 """No more units are dealt at one request."""
 
 
-class Dealing:
+class UnitDealer:
     """The data units of one run, and its end. members: the hub's own; shard: which of several masters this is."""
 
     def __init__(self, settings: RunSettings, members: Mapping[PeerId, Member], shard: int) -> None:

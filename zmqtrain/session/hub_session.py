@@ -755,7 +755,7 @@ class HubSession:
 
     def _take_chunk(self, chunk: Chunk, frames: list[Buffer]) -> None:
         if self._assembler.has(chunk):
-            self.peer.dropped[Verdict.DOUBLE.value] += 1
+            self.peer.dropped[Verdict.DUPLICATE.value] += 1
         elif len(frames) == 2 and chunk.transfer in self._assembler:
             whole = self._assembler.add(chunk, frames[1])
             self._resume.add(chunk, frames[1])

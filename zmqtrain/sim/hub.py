@@ -50,7 +50,7 @@ from zmqtrain.protocol.effects import (
 from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.initialization import takes_moments
+from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import (
     Aggregate,
     Announcement,
@@ -353,7 +353,7 @@ class SimHub:
         try:
             if isinstance(announcement, Snapshot):
                 self.aggregator.plan(self.hub.model)
-                check_sizes(announcement, self.aggregator.snapshot_bound(), takes_moments(self.settings))
+                check_sizes(announcement, self.aggregator.snapshot_bound(), sends_optimizer_state(self.settings))
             else:
                 assert isinstance(announcement, Publish)
                 self.aggregator.check_sizes(announcement)
