@@ -10,7 +10,7 @@ Rule 4: bytes are counted by the communicator itself, with all that it sends (he
 formula's.
 Rule 5: a rank counts its CPU from its return from the barrier to its return from the last call: neither barriers nor
 the first call are in it.
-Rule 6: `--table` prints which algorithm is the fastest for each size, as "auto" has it (`collectives/choice`).
+Rule 6: `--table` prints which algorithm is the fastest for each size, as "auto" has it (`collectives/costs`).
 
 Columns: best_ms, median_ms: of the repetitions.  limit_ms, best_over_limit, median_over_limit: as said above.
 cpu_s_per_gb: CPU seconds of all ranks' processes, with all their threads, per 10^9 bytes that went from one rank to
@@ -34,8 +34,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zmqtrain.collectives.algorithms import HUB
 from zmqtrain.collectives.costs import COSTS, bytes_sent, least_bytes
-from zmqtrain.collectives.steps import HUB
 
 from children import Child, commands, difference, say, thread_seconds
 from report import BusyMeter, format_rate, parse_rate, print_table, write_json

@@ -31,7 +31,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.session import downlink as intake_room
 from zmqtrain.session import downlink as traffic_room
-from zmqtrain.transport.limits import check_message
+from zmqtrain.transport.pacing import check_message
 
 from fuzz_inputs import read_session
 from fuzz_sessions import PEERS, SETTINGS

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.collectives.exchanges import barrier
-from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.algorithms import ALLREDUCE, barrier
+from zmqtrain.collectives.arrays import take_tree
+from zmqtrain.collectives.group import Group, Request
+from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Receiving, Sending
 from zmqtrain.collectives.reductions import find_reduction
-from zmqtrain.collectives.requests import Request
-from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Receiving, Sending
-from zmqtrain.collectives.trees import take_tree
 from zmqtrain.collectives.wire import Head, pack, unpack
 from zmqtrain.core.errors import (
     FramingError,

@@ -65,7 +65,7 @@ CLINGER = """
 import asyncio, sys
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat, Hello
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 from zmqtrain.core.types import Lane, PeerId
 address, file = sys.argv[1:]
@@ -94,7 +94,7 @@ import asyncio, json, sys, time
 from pathlib import Path
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import KeyFolder
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import RouterChannel
 seconds, folder = float(sys.argv[1]), sys.argv[2]
 async def main():
     keys = KeyFolder(Path(folder)) if folder else None
@@ -115,7 +115,7 @@ asyncio.run(main())
 
 PUMP_NODE = """
 import asyncio, json, sys, time
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import read_credentials
 from zmqtrain.core.types import Lane, PeerId
 address, file = sys.argv[1:]

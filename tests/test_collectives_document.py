@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.algorithms import ALLGATHER, ALLREDUCE, BROADCAST, REDUCE, REDUCE_SCATTER
 from zmqtrain.collectives.communicator import Communicator
 from zmqtrain.collectives.costs import COSTS
-from zmqtrain.collectives.rooted import BROADCAST, REDUCE
-from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER
 
 PAGE = (Path(__file__).parents[1] / "docs" / "collectives.md").read_text()
 ENTRIES = {

@@ -17,7 +17,7 @@ from zmqtrain.cli.node import NodeConfig
 from zmqtrain.cli.operate import StatusConfig
 from zmqtrain.core.settings import FIRST, FIXED, RunSettings
 from zmqtrain.planning.planning import Wish, make_plan
-from zmqtrain.transport.connections import ConnectionLimits
+from zmqtrain.transport.pacing import ConnectionLimits
 
 ROOT = Path(__file__).parents[1]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

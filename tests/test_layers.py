@@ -48,7 +48,7 @@ SPOKEN_ONLY_IN = {
 
 CLOCKS = ("time", "datetime")
 LIVE_CLOCKS = ("parameter_server/parameters.py", *LIVE)
-PURE_ROOMS = ("protocol/*", "codecs/*", "strategies/*", "parameter_server/*", "engine/graph.py", "engine/trace.py")
+PURE_ROOMS = ("protocol/*", "codecs/*", "strategies/*", "parameter_server/*", "engine/graph.py")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 ENVIRONMENT_READERS: dict[str, str] = {}
 """File that may read the environment: the reason. There is none: a setting comes from a flag or a file."""

@@ -14,10 +14,9 @@ import pytest
 
 import zmqtrain as zt
 from zmqtrain.broker.serve import BrokerThread
-from zmqtrain.collectives.allreduce import ALIASES, ALLREDUCE
+from zmqtrain.collectives.algorithms import ALIASES, ALLREDUCE, run_locally
 from zmqtrain.collectives.costs import COSTS, messages_sent, port_bytes, steps_taken
 from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
-from zmqtrain.collectives.steps import run_locally
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.transport.memory_ports import memory_ports
 

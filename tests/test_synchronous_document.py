@@ -11,7 +11,7 @@ from zmqtrain.cli.broker import BrokerConfig
 from zmqtrain.cli.local import LocalConfig
 from zmqtrain.cli.node import NodeConfig
 from zmqtrain.cli.settings import read_config
-from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.algorithms import ALLREDUCE
 from zmqtrain.synchronous.lockstep import read_exchange
 from zmqtrain.train.lockstep import Allreduce, Server
 

@@ -14,10 +14,10 @@ from zmqtrain.core.types import VERSION as __version__
 
 if TYPE_CHECKING:
     from zmqtrain.broker.broker import Broker
+    from zmqtrain.collectives.communicator import Message
     from zmqtrain.collectives.connect import Communicator
-    from zmqtrain.collectives.messenger import Message
-    from zmqtrain.collectives.requests import Request, wait_all, wait_any
-    from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Status
+    from zmqtrain.collectives.group import Request, wait_all, wait_any
+    from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Status
     from zmqtrain.engine.executor import Engine
     from zmqtrain.models import load_model, save_model
     from zmqtrain.node.connect import connect
@@ -64,13 +64,13 @@ _HOMES = {
     "Node": "zmqtrain.node.node",
     "Broker": "zmqtrain.broker.broker",
     "Communicator": "zmqtrain.collectives.connect",
-    "ANY_SOURCE": "zmqtrain.collectives.transfers",
-    "ANY_TAG": "zmqtrain.collectives.transfers",
-    "wait_all": "zmqtrain.collectives.requests",
-    "wait_any": "zmqtrain.collectives.requests",
-    "Request": "zmqtrain.collectives.requests",
-    "Message": "zmqtrain.collectives.messenger",
-    "Status": "zmqtrain.collectives.transfers",
+    "ANY_SOURCE": "zmqtrain.collectives.matching",
+    "ANY_TAG": "zmqtrain.collectives.matching",
+    "wait_all": "zmqtrain.collectives.group",
+    "wait_any": "zmqtrain.collectives.group",
+    "Request": "zmqtrain.collectives.group",
+    "Message": "zmqtrain.collectives.communicator",
+    "Status": "zmqtrain.collectives.matching",
     "Engine": "zmqtrain.engine.executor",
     "load_model": "zmqtrain.models",
     "save_model": "zmqtrain.models",

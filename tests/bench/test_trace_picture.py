@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zmqtrain.engine.trace import Span, chrome_trace, write_trace
+from zmqtrain.engine.graph import Span, chrome_trace, write_trace
 
 from trace_picture import Bar, main, read_bars
 

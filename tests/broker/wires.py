@@ -14,8 +14,7 @@ from zmqtrain.broker.broker import Broker
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import Fetch, Group, Hello, JoinGroup, Publish, Snapshot, model_to_wire
-from zmqtrain.transport.gate import Gate
-from zmqtrain.transport.limits import check_message
+from zmqtrain.transport.pacing import Gate, check_message
 
 __all__ = ["MODEL", "LEAVES", "Wire", "Peers", "lived"]
 

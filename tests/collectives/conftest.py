@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.collectives import windows
+from zmqtrain.collectives import calls
 from zmqtrain.collectives.connect import Communicator
 from zmqtrain.transport.memory_ports import MemoryPorts, memory_ports
 
@@ -63,7 +63,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred bytes are many, so that flow control has something to do."""
-    monkeypatch.setattr(windows, "PART_BYTES", 64)
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 256)
-    monkeypatch.setattr(windows, "REPORT_BYTES", 64)
-    monkeypatch.setattr(windows, "COPIED_BELOW_BYTES", 32)
+    monkeypatch.setattr(calls, "PART_BYTES", 64)
+    monkeypatch.setattr(calls, "WINDOW_BYTES", 256)
+    monkeypatch.setattr(calls, "REPORT_BYTES", 64)
+    monkeypatch.setattr(calls, "COPIED_BELOW_BYTES", 32)

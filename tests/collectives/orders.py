@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zmqtrain.collectives.reductions import Reduction
-from zmqtrain.collectives.shares import share_bounds
-from zmqtrain.collectives.steps import Values
+from zmqtrain.collectives.algorithms import share_bounds
+from zmqtrain.collectives.reductions import Reduction, Values
 
 __all__ = ["fold", "pair", "reduced", "reduced_to"]
 

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.allreduce import ALLREDUCE, CHUNKS_AHEAD, reduce_at_the_hub
+from zmqtrain.collectives.algorithms import (
+    ALLREDUCE,
+    CHUNKS_AHEAD,
+    LAST_CHUNK_BYTES,
+    Steps,
+    Traffic,
+    Values,
+    dwindling,
+    reduce_at_the_hub,
+    run_locally,
+)
 from zmqtrain.collectives.reductions import OPERATIONS, Function, find_reduction
-from zmqtrain.collectives.shares import LAST_CHUNK_BYTES, dwindling
-from zmqtrain.collectives.steps import Steps, Traffic, Values, run_locally
 
 from orders import reduced
 

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.algorithms import ALLREDUCE, BROADCAST, barrier
 from zmqtrain.collectives.calls import Call, Calls
-from zmqtrain.collectives.exchanges import barrier
 from zmqtrain.collectives.reductions import find_reduction
-from zmqtrain.collectives.rooted import BROADCAST
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.core.errors import CollectiveMismatch, FramingError
 
@@ -175,6 +173,6 @@ def test_what_no_rank_of_ours_says_is_refused() -> None:
 
 
 def test_small_and_large_are_told_apart_where_ports_do() -> None:
-    from zmqtrain.transport import limits
+    from zmqtrain.transport import pacing
 
-    assert COPIED_BELOW_BYTES == limits.COPY_BELOW_BYTES
+    assert COPIED_BELOW_BYTES == pacing.COPY_BELOW_BYTES

@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from zmqtrain.collectives.allreduce import ALLREDUCE
-from zmqtrain.collectives.choice import TABLE, choose_algorithm, choose_chunk_bytes
-from zmqtrain.collectives.shares import chunks, share_bounds
+from zmqtrain.collectives.algorithms import ALLREDUCE, chunks, share_bounds
+from zmqtrain.collectives.costs import TABLE, choose_algorithm, choose_chunk_bytes
 from zmqtrain.core.types import MAX_FRAME_BYTES
 
 

@@ -9,11 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.exchanges import all_to_all, barrier, gather, scatter
+from zmqtrain.collectives.algorithms import (
+    ALLGATHER,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER,
+    Steps,
+    Values,
+    all_to_all,
+    barrier,
+    children,
+    gather,
+    parent,
+    run_locally,
+    scatter,
+    share_bounds,
+)
 from zmqtrain.collectives.reductions import find_reduction
-from zmqtrain.collectives.rooted import BROADCAST, REDUCE, children, parent
-from zmqtrain.collectives.shares import ALLGATHER, REDUCE_SCATTER, share_bounds
-from zmqtrain.collectives.steps import Steps, Values, run_locally
 
 from orders import fold, reduced_to
 

@@ -326,7 +326,7 @@ def test_a_rank_that_does_not_make_the_call_is_named_with_what_it_did_last(
     ranks: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
-    monkeypatch.setattr("zmqtrain.collectives.messenger._GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("zmqtrain.collectives.communicator._GRACE_SECONDS", 60.0)
     group, begun, told = ranks(3), threading.Barrier(2), threading.Barrier(3)
 
     def part(comm: Any) -> Any:

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.allreduce import ALLREDUCE, reduce_at_the_hub
+from zmqtrain.collectives.algorithms import (
+    ALLREDUCE,
+    HUB,
+    Receive,
+    Send,
+    Steps,
+    Traffic,
+    reduce_at_the_hub,
+    run_locally,
+)
 from zmqtrain.collectives.costs import (
     COSTS,
     bytes_sent,
@@ -18,7 +27,6 @@ from zmqtrain.collectives.costs import (
     steps_taken,
 )
 from zmqtrain.collectives.reductions import find_reduction
-from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Traffic, run_locally
 from zmqtrain.core.errors import ConfigError
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.matching import Matching
-from zmqtrain.collectives.transfers import ANY_SOURCE, ANY_TAG, Finding, Receiving, Sending
-from zmqtrain.collectives.trees import take_tree
+from zmqtrain.collectives.arrays import take_tree
+from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Finding, Matching, Receiving, Sending
 from zmqtrain.collectives.wire import Head, Kind
 from zmqtrain.core.errors import FramingError, PeerLost
 

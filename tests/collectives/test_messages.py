@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.collectives.matching import EAGER_WINDOW_BYTES
-from zmqtrain.collectives.transfers import Status
+from zmqtrain.collectives.matching import EAGER_WINDOW_BYTES, Status
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, LocalProtocolError, PeerLost
 
 Make = Callable[..., Any]
@@ -159,7 +158,7 @@ def test_a_send_that_a_probe_has_matched_cannot_be_taken_back(ranks: Make) -> No
 
 def test_a_receive_that_ran_out_of_time_takes_nothing_later(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmqtrain.collectives.group.EXPLAIN_SECONDS", 60.0)
-    monkeypatch.setattr("zmqtrain.collectives.messenger._GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("zmqtrain.collectives.communicator._GRACE_SECONDS", 60.0)
 
     def part(comm: Any) -> Any:
         if comm.rank == 0:

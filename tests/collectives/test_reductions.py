@@ -19,9 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from zmqtrain.collectives.functions import describe_function
-from zmqtrain.collectives.reductions import OPERATIONS, find_reduction
-from zmqtrain.collectives.steps import Values
+from zmqtrain.collectives.reductions import OPERATIONS, Values, describe_function, find_reduction
 from zmqtrain.core.errors import ConfigError, OperationError
 
 DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "bfloat16"]
@@ -246,7 +244,7 @@ def reads_a_global(first: Values, second: Values) -> Values:
 
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     code = "f = lambda a, b, m={'x', 'y', 'z'}: a + b if 1 in {1, 2, 3} else b\n"
-    code += "from zmqtrain.collectives.functions import describe_function; print(describe_function(f))"
+    code += "from zmqtrain.collectives.reductions import describe_function; print(describe_function(f))"
     said = {
         subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True

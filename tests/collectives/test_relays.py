@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zmqtrain.collectives.relays import Relays
+from zmqtrain.collectives.reducer import Relays
 from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import Relay
 

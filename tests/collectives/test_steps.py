@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zmqtrain.collectives.steps import HUB, Receive, Send, Steps, Traffic, Values, run_locally
+from zmqtrain.collectives.algorithms import HUB, Receive, Send, Steps, Traffic, run_locally
+from zmqtrain.collectives.reductions import Values
 from zmqtrain.core.errors import CollectiveMismatch, LocalProtocolError
 
 

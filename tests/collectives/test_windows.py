@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives.windows import Inflow, Outflow, Part
+from zmqtrain.collectives.calls import Inflow, Outflow, Part
 
 pytestmark = pytest.mark.usefixtures("small_windows")
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.collectives import matching, windows
-from zmqtrain.collectives.arrays import DTYPES, dtype_code, dtype_of_code, read_leaf
-from zmqtrain.collectives.trees import read_tree, take_tree
+from zmqtrain.collectives import calls, matching
+from zmqtrain.collectives.arrays import DTYPES, dtype_code, dtype_of_code, read_leaf, read_tree, take_tree
 from zmqtrain.collectives.wire import HEAD_BYTES, MAX_TEXT_BYTES, Head, Kind, pack, unpack
 from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES
@@ -55,7 +54,7 @@ def test_the_document_has_every_kind_with_its_number_and_the_limits() -> None:
     assert told == {kind.name: int(kind) for kind in Kind}
     assert f"a head of {HEAD_BYTES} bytes" in section
     limits = {
-        "CONSUMED": windows.WINDOW_BYTES,
+        "CONSUMED": calls.WINDOW_BYTES,
         "TAKEN": matching.WINDOW_BYTES,
         "RETURNED": matching.EAGER_WINDOW_BYTES,
     }

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.engine.trace import Span, chrome_trace, merge_traces, write_trace
+from zmqtrain.engine.graph import Span, chrome_trace, merge_traces, write_trace
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:

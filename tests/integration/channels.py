@@ -12,8 +12,7 @@ from typing import Any
 import zmq
 
 from zmqtrain.core.types import Lane, PeerId
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 A, B = PeerId("pc-1#é1"), PeerId("pc-2#22")
 HERE = "tcp://127.0.0.1:0"

@@ -22,16 +22,13 @@ from zmqtrain.broker import serve as doorkeeper
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.node.connect import connect
-from zmqtrain.transport import refusals
+from zmqtrain.transport import admission
 from zmqtrain.transport.address import is_own_address, parse_address
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.connections import ConnectionLimits
 from zmqtrain.transport.key_folder import KeyFolder
-from zmqtrain.transport.limits import MAX_WIRE_FRAME_BYTES
-from zmqtrain.transport.zmq_access import LEAST_CONNECTIONS, descriptor_room
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.pacing import MAX_WIRE_FRAME_BYTES, ConnectionLimits
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
+from zmqtrain.transport.zmq_keys import LEAST_CONNECTIONS, CurveKeys, descriptor_room
 
 A, B = PeerId("pc-1#11"), PeerId("pc-2#22")
 HUB, ONE, TWO = (CurveKeys.generate() for _ in range(3))
@@ -485,7 +482,7 @@ def test_a_frame_larger_than_any_of_ours_ends_the_connection_before_it_is_taken(
 
 
 def test_refusals_are_said_at_a_bounded_rate(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "SAY_SECONDS", 3600.0)  # they are not over yet, however long four refusals take
+    monkeypatch.setattr(admission, "SAY_SECONDS", 3600.0)  # they are not over yet, however long four refusals take
 
     async def main() -> None:
         hub = guarded(Admission(names(pc1=ONE)))
@@ -518,7 +515,7 @@ def test_a_peer_is_of_this_machine_if_all_its_connections_come_from_addresses_of
         await channel.send(Lane.CONTROL, [b"here"])
         assert (await hub.receive())[0] == A
         assert hub.is_of_this_machine(A) and not hub.is_of_this_machine(B)
-        monkeypatch.setattr("zmqtrain.transport.zmq_router.is_own_address", lambda address: address != "127.0.0.1")
+        monkeypatch.setattr("zmqtrain.transport.zmq_channels.is_own_address", lambda address: address != "127.0.0.1")
         assert not hub.is_of_this_machine(A)
         await end(channel, hub)
 

@@ -95,7 +95,7 @@ class KeyedBroker:
         import threading
 
         from zmqtrain.broker.broker import Broker
-        from zmqtrain.transport.zmq_router import RouterChannel
+        from zmqtrain.transport.zmq_channels import RouterChannel
 
         ready = threading.Event()
 

@@ -12,10 +12,9 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.hub_session import HubSession
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.gate import Gate
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.pacing import Gate
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.transport.zmq_router import RouterChannel
 
 HUB, OWN = CurveKeys.generate(), CurveKeys.generate()
 

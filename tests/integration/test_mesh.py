@@ -14,7 +14,7 @@ from zmqtrain.core.errors import HubUnreachable, LocalProtocolError, ZmqTrainErr
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import HUB, HubChunk, Lane, PeerId
 from zmqtrain.protocol import failure_detector
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 from meshes import NOWHERE, WAIT_SECONDS, Remembering, broker, open_all, ports, send

@@ -21,8 +21,7 @@ from zmqtrain.node.connect import connect
 from zmqtrain.protocol.framing import PROTOCOL_VERSION, decode_message
 from zmqtrain.protocol.messages import Refused
 from zmqtrain.transport.admission import Seats
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 
 def finals(address, names, **options):

@@ -8,8 +8,7 @@ from channels import HERE, A, meet, run
 from zmqtrain.core.errors import AddressInUse, ConfigError
 from zmqtrain.core.types import PeerId
 from zmqtrain.transport.address import is_loopback
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 
 def test_a_port_that_is_taken_is_named_with_what_to_type() -> None:

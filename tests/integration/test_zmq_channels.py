@@ -14,10 +14,8 @@ from channels import HERE, A, meet, run
 
 from zmqtrain.core.errors import ChannelClosed, ChannelFull
 from zmqtrain.core.types import MAX_FRAME_BYTES, Lane, PeerId
-from zmqtrain.transport.gate import Gate
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_port import Port, open_socket
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.pacing import Gate
+from zmqtrain.transport.zmq_channels import DealerChannel, Port, RouterChannel, open_socket
 
 
 def test_messages_pass_both_ways_on_both_lanes() -> None:

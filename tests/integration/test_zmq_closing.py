@@ -14,8 +14,7 @@ from channels import HERE, A, meet, run
 
 from zmqtrain.core.errors import ChannelClosed
 from zmqtrain.core.types import MAX_FRAME_BYTES, Lane
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 PROJECT = Path(__file__).parents[2]
 
@@ -75,7 +74,7 @@ def test_closing_while_nobody_answers_does_not_hang() -> None:
 
 def test_what_is_sent_without_a_copy_outlives_who_closes_at_the_end_of_a_process() -> None:
     program = (
-        "import atexit, sys, zmqtrain.transport.zmq_router\n"
+        "import atexit, sys, zmqtrain.transport.zmq_channels\n"
         "atexit.register(lambda: print(sys.modules['zmq.utils.garbage'].gc._stay_down))\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)

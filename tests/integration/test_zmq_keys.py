@@ -14,11 +14,9 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import MAX_FRAME_BYTES, Lane, PeerId
 from zmqtrain.node.connect import connect
 from zmqtrain.planning.probe import measure_link
-from zmqtrain.transport.found_keys import Access, Places
-from zmqtrain.transport.key_folder import KeyFolder
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.key_folder import Access, KeyFolder, Places
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, load_public_key
-from zmqtrain.transport.zmq_router import RouterChannel
 
 
 def test_with_curve_only_who_knows_the_servers_key_is_heard() -> None:

@@ -11,10 +11,9 @@ from channels import HERE, A, B, StrangeSockets, kept_address, meet, run
 
 from zmqtrain.core.errors import ChannelFull, PeerLost
 from zmqtrain.core.types import Lane
-from zmqtrain.transport.connections import ConnectionLimits
-from zmqtrain.transport.routing import first_life, next_life, routing_id_of
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.admission import first_life, next_life, routing_id_of
+from zmqtrain.transport.pacing import ConnectionLimits
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 
 async def send_on(hub: RouterChannel, lane: Lane) -> None:

@@ -13,8 +13,7 @@ from channels import HERE, A, B, StrangeSockets, meet, run
 
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Lane
-from zmqtrain.transport.zmq_dealer import DealerChannel
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 
 
 def test_what_no_channel_carries_is_refused_before_it_costs_the_connection() -> None:

@@ -22,8 +22,8 @@ from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import Aggregate, Chunk, Report, Snapshot
 from zmqtrain.protocol.peer import Peer
 from zmqtrain.session.hub_session import HubSession
-from zmqtrain.transport.gate import Gate
 from zmqtrain.transport.memory import memory_hub
+from zmqtrain.transport.pacing import Gate
 
 FRAMES = 12
 VALUES = FRAMES * SLAB_VALUES

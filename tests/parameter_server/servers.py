@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zmqtrain.parameter_server.effects import Confirm, Install, Receive
-from zmqtrain.parameter_server.machine import KeyServer
-from zmqtrain.parameter_server.rules import Rules
+from zmqtrain.parameter_server.machine import Confirm, Install, KeyServer, Receive, Rules
 
 __all__ = ["SIZES", "Server", "kinds", "initialise"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.parameter_server.consistency import consistency_from_spec
+from zmqtrain.parameter_server.store import consistency_from_spec
 
 
 def test_under_bsp_nobody_is_ahead_and_gradients_are_averaged():

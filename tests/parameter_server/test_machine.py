@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.parameter_server.servers import SIZES, Server, kinds
-from zmqtrain.parameter_server.effects import Answer, Apply, Confirm, Receive, Refuse
-from zmqtrain.parameter_server.rules import Rules
+from zmqtrain.parameter_server.machine import Answer, Apply, Confirm, Receive, Refuse, Rules
 
 # ---------------------------------------------------------------------- asynchronous
 

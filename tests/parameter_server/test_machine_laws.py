@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.parameter_server.servers import SIZES, Server
-from zmqtrain.parameter_server.effects import Answer, Apply, Receive
-from zmqtrain.parameter_server.machine import KEY_BYTES
-from zmqtrain.parameter_server.rules import Rules
+from zmqtrain.parameter_server.machine import KEY_BYTES, Answer, Apply, Receive, Rules
 
 
 class Clients(RuleBasedStateMachine):

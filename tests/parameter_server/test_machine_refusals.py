@@ -6,9 +6,7 @@ import pytest
 
 from tests.parameter_server.servers import SIZES, Server, initialise, kinds
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.parameter_server.effects import Apply, Receive
-from zmqtrain.parameter_server.machine import KEY_BYTES, MOST_REQUESTS
-from zmqtrain.parameter_server.rules import Rules
+from zmqtrain.parameter_server.machine import KEY_BYTES, MOST_REQUESTS, Apply, Receive, Rules
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import pytest
 
 from tests.parameter_server.servers import SIZES, Server, initialise, kinds
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.parameter_server.effects import Answer, Begin
-from zmqtrain.parameter_server.machine import KeyServer
-from zmqtrain.parameter_server.rules import Rules
+from zmqtrain.parameter_server.machine import Answer, Begin, KeyServer, Rules
 
 
 def test_the_first_client_says_the_rules_and_the_others_take_them():

@@ -26,7 +26,7 @@ from zmqtrain.protocol.messages import (
     Values,
     Welcome,
 )
-from zmqtrain.transport.gate import Gate
+from zmqtrain.transport.pacing import Gate
 
 
 class Wire:

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.parameter_server.optimizers import FAMILIES, optimizer_from_spec
+from zmqtrain.parameter_server.store import OPTIMIZERS as FAMILIES
+from zmqtrain.parameter_server.store import optimizer_from_spec
 
 CASES = {
     "sgd:rate=0.1": optax.sgd(0.1),

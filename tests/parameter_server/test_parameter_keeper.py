@@ -10,13 +10,11 @@ import pytest
 from zmqtrain.checkpoint.files import write_arrays
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.parameter_server import parameter_keeper
+from zmqtrain.parameter_server import parameters
 from zmqtrain.parameter_server.directory import Directory
-from zmqtrain.parameter_server.machine import KeyServer
-from zmqtrain.parameter_server.optimizers import optimizer_from_spec
-from zmqtrain.parameter_server.parameter_keeper import ParameterKeeper
-from zmqtrain.parameter_server.rules import Rules
-from zmqtrain.parameter_server.store import Store, cut_frames
+from zmqtrain.parameter_server.machine import KeyServer, Rules
+from zmqtrain.parameter_server.parameters import ParameterKeeper
+from zmqtrain.parameter_server.store import Store, cut_frames, optimizer_from_spec
 
 VALUES = np.linspace(-1, 1, 100)
 
@@ -94,7 +92,7 @@ def test_what_changes_while_a_file_is_written_is_said_to_be_unwritten_and_is_in_
         assert writing.wait(60)
         write_arrays(*arguments)
 
-    monkeypatch.setattr(parameter_keeper, "write_arrays", slowly)
+    monkeypatch.setattr(parameters, "write_arrays", slowly)
     keeper.save(state, store)
     store.apply("w", [cut_frames(VALUES)])
     keeper.save(state, store)

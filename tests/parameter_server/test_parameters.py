@@ -31,7 +31,7 @@ from zmqtrain.protocol.messages import (
     Refused,
     Values,
 )
-from zmqtrain.transport.gate import Gate
+from zmqtrain.transport.pacing import Gate
 
 ENROL = Enrol("", 0, 1, "async", "sgd:rate=1", 1, False)
 KEY = ("w", (100,), "float32")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES, SPLIT_BYTES, Piece, ShardMap
+from zmqtrain.parameter_server.directory import ITEM_BYTES, PIECE_BYTES, SPLIT_BYTES, Piece, ShardMap
 
 batches = st.lists(
     st.dictionaries(

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
-from zmqtrain.parameter_server.optimizers import optimizer_from_spec
-from zmqtrain.parameter_server.store import FRAME_BYTES, Store, cut_frames, frame_sizes, is_cut, join_frames
+from zmqtrain.parameter_server.store import (
+    FRAME_BYTES,
+    Store,
+    cut_frames,
+    frame_sizes,
+    is_cut,
+    join_frames,
+    optimizer_from_spec,
+)
 
 
 def store_with(spec="sgd:rate=0.5", **arrays):

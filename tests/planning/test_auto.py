@@ -17,7 +17,7 @@ from zmqtrain.planning.schedule import Load, density_of, exchange_bytes, payload
 from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.messages import Report
 from zmqtrain.protocol.schedules import Plan
-from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.pacing import LinkShare
 
 MODEL = tuple(LeafSpec(f"w{number}", (1000, 1000), "float32") for number in range(25))
 GIGABIT = payload_rate(1e9)

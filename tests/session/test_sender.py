@@ -11,7 +11,7 @@ import pytest
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 from zmqtrain.session.hub_session import Sender
 from zmqtrain.transport.memory import LinkModel, memory_hub
-from zmqtrain.transport.reservation import BURST_BYTES, Use
+from zmqtrain.transport.pacing import BURST_BYTES, Use
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
 
 A = PeerId("a#1")

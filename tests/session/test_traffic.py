@@ -21,7 +21,7 @@ from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Heartbeat, Mess
 from zmqtrain.session import downlink as intake_module
 from zmqtrain.session import downlink as traffic_module
 from zmqtrain.session.downlink import Downlink
-from zmqtrain.transport.reservation import BURST_BYTES
+from zmqtrain.transport.pacing import BURST_BYTES
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
 
 A, B, C = PeerId("a#1"), PeerId("b#2"), PeerId("c#3")

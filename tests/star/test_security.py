@@ -31,7 +31,7 @@ INTRUDERS = """
 import asyncio, json, sys, zmq
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Hello
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import read_credentials
 from zmqtrain.core.types import Lane, PeerId
 host, hub_key, other_key, stranger, known = sys.argv[1:]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.types import Lane, PeerId
-from zmqtrain.transport.admission import Admission, Seats
-from zmqtrain.transport.routing import first_life, next_life
+from zmqtrain.transport.admission import Admission, Seats, first_life, next_life
 
 A, B = PeerId("a#1"), PeerId("b#2")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmqtrain.transport.connections import ConnectionLimits, Connections, Cut
+from zmqtrain.transport.pacing import ConnectionLimits, Connections, Cut
 
 SMALL = ConnectionLimits(total=12, per_address=6, half_open=6, half_open_per_address=3, handshake_seconds=5.0)
 

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from zmqtrain.transport import found_keys
-from zmqtrain.transport.found_keys import Access, Places, find_access, find_key
-from zmqtrain.transport.key_folder import KeyFolder
+from zmqtrain.transport import key_folder
+from zmqtrain.transport.key_folder import Access, KeyFolder, Places, find_access, find_key
 from zmqtrain.transport.zmq_keys import CurveKeys, read_credentials
 
 FAR, HERE = "tcp://hub:5555", "tcp://127.0.0.1:5555"
@@ -110,7 +109,7 @@ def test_a_key_that_was_found_is_left_out_at_a_hub_without_keys_which_is_said_un
     ],
 )
 def test_a_hub_is_known_to_be_this_machine(address, is_here):
-    assert found_keys._is_here(address, "pc1") is is_here
+    assert key_folder._is_here(address, "pc1") is is_here
 
 
 def test_a_key_is_given_with_a_tilde_in_python_too(places, monkeypatch):

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from tests.clocks import VirtualClock
-from zmqtrain.transport.refusals import RECENT_SECONDS, Refusals
+from zmqtrain.transport.admission import RECENT_SECONDS, Refusals
 
 
 def test_one_refusal_is_said_in_the_singular_and_several_in_the_plural(caplog: pytest.LogCaptureFixture) -> None:

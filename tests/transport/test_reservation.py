@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import MAX_FRAME_BYTES, PeerId
-from zmqtrain.transport.pacing import Credits
-from zmqtrain.transport.reservation import (
+from zmqtrain.transport.pacing import (
     BURST_BYTES,
     BURST_SECONDS,
     METERED_BYTES,
     OVERTAKEN,
+    Credits,
     LinkShare,
     RateMeter,
     Reservation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zmqtrain.core.types import Lane, PeerId
-from zmqtrain.transport.routing import first_life, is_former, next_life, routing_id_of, sender_of
+from zmqtrain.transport.admission import first_life, is_former, next_life, routing_id_of, sender_of
 
 PEER = PeerId("pc-1#é1")
 

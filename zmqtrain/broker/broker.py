@@ -23,14 +23,12 @@ from zmqtrain.broker.snapshots import SnapshotService
 from zmqtrain.broker.standby import OpenLine, Registration, Replicas, TakeoverState
 from zmqtrain.checkpoint.folder import every_from_text
 from zmqtrain.checkpoint.model_files import Beginning
-from zmqtrain.collectives.reducer import Reducers
-from zmqtrain.collectives.relays import Relays
+from zmqtrain.collectives.reducer import Reducers, Relays
 from zmqtrain.core.errors import ChannelClosed, ConfigError, FramingError, RemoteProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import VERSION, Buffer, Lane, PeerId
-from zmqtrain.parameter_server.parameter_keeper import ParameterKeeper
-from zmqtrain.parameter_server.parameters import Parameters
+from zmqtrain.parameter_server.parameters import ParameterKeeper, Parameters
 from zmqtrain.planning.auto import ASSUMED_BITS, LoadPlanner, typical_rate
 from zmqtrain.planning.rules import canonical
 from zmqtrain.planning.schedule import payload_rate
@@ -89,7 +87,7 @@ from zmqtrain.session.effect_queue import EffectQueue
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.strategies.noise import gains
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
-from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.pacing import LinkShare
 
 RATE_NEWS = 1.05
 """A link is said to be faster than it was said to be when it was seen so many times as fast."""

@@ -25,10 +25,9 @@ from zmqtrain.session.events import BrokerEvents
 from zmqtrain.transport.address import public_address
 from zmqtrain.transport.admission import Admission
 from zmqtrain.transport.key_folder import HUB, KeyFolder, Stamp
-from zmqtrain.transport.reservation import LinkShare
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.pacing import LinkShare
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.transport.zmq_router import RouterChannel
 
 logger = logging.getLogger(__name__)
 

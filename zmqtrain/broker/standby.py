@@ -51,7 +51,7 @@ from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.patience import ConnectDeadline
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
 logger = logging.getLogger(__name__)

@@ -45,10 +45,9 @@ from zmqtrain.planning.rules import check_rules
 from zmqtrain.programs import check_program_arguments, parse_arguments, program_names
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.transport.address import is_loopback, local_address, parse_address
-from zmqtrain.transport.connections import ConnectionLimits
-from zmqtrain.transport.found_keys import EVERY_PC
-from zmqtrain.transport.key_folder import KeyFolder, default_key_folder
-from zmqtrain.transport.zmq_access import descriptor_room
+from zmqtrain.transport.key_folder import EVERY_PC, KeyFolder, default_key_folder
+from zmqtrain.transport.pacing import ConnectionLimits
+from zmqtrain.transport.zmq_keys import descriptor_room
 
 
 @dataclass(frozen=True, kw_only=True)

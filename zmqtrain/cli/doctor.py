@@ -34,8 +34,8 @@ from zmqtrain.core.types import VERSION
 from zmqtrain.planning.probe import LinkFigures, RoundTrips, measure_link
 from zmqtrain.protocol.framing import PROTOCOL_VERSION
 from zmqtrain.transport.address import parse_address
-from zmqtrain.transport.found_keys import find_access
-from zmqtrain.transport.zmq_port import libzmq_version
+from zmqtrain.transport.key_folder import find_access
+from zmqtrain.transport.zmq_channels import libzmq_version
 
 _IP_MTU = 14
 """Of Linux, ip(7); Python's socket module does not name it."""

@@ -64,7 +64,7 @@ from zmqtrain.synchronous.lockstep import check_masters, open_gradients, read_ex
 from zmqtrain.train.induce import Induced, induced_from_spec
 from zmqtrain.train.lockstep import Allreduce, Lockstep, Server
 from zmqtrain.transport.address import parse_addresses
-from zmqtrain.transport.found_keys import Access, find_access
+from zmqtrain.transport.key_folder import Access, find_access
 
 
 @dataclass(frozen=True, kw_only=True)

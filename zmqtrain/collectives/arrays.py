@@ -1,24 +1,21 @@
-"""Take whatever a caller calls an array, and give back its like: numpy, jax (by the array API), scalars of Python.
-
-    leaf = dtype "[" [ int *( "," int ) ] "]"       float32[784,30]; float32[] has one value
-
-Rule 1: on the way everything is a contiguous numpy array of a dtype in DTYPES; jax is never imported.
-Rule 2: what describes an array is read with suspicion: it may come from another process (FramingError).
-Source: the array API standard, 2023.12 (`__array_namespace__`, `asarray(..., device=)`).
-"""
+"""Arrays, numbers and trees of them as flat vectors and texts, and back to the kind that the caller gave."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.collectives.wire import MAX_TEXT_BYTES
+from zmqtrain.core.containers import children, like
 from zmqtrain.core.errors import ConfigError, FramingError
 from zmqtrain.core.types import Array
 
@@ -178,3 +175,202 @@ def _number(values: NDArray[Any]) -> Any:
 def as_bytes(values: NDArray[Any]) -> memoryview:
     """Return the memory of a contiguous array as bytes, without a copy."""
     return values.reshape(-1).view(np.uint8).data
+
+
+_DEEPEST = 64
+_LONGEST_TEXT = MAX_TEXT_BYTES // 2
+"""What describes a call with these arrays is longer, and must fit in a message too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree of arrays, taken apart.
+
+    leaves: in order; where the tree was only described (`read_tree`), their values are not there yet (empty).
+    shapes: their dtypes and shapes.  text: what describes it to other ranks.
+    structure: the tree with None for None and an int for each leaf: its place in `leaves`.
+    is_value: it stands for a Python value: a list of one array, the packed bytes.
+    """
+
+    leaves: tuple[Leaf, ...]
+    shapes: tuple[LeafShape, ...]
+    text: str
+    structure: Any
+    is_value: bool = False
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if it is one array, and no container."""
+        return isinstance(self.structure, int)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all leaves."""
+        return sum(shape.nbytes for shape in self.shapes)
+
+    def sizes(self) -> dict[np.dtype[Any], int]:
+        """Return the dtypes of the leaves, in the order in which they are met, and how many values are of each."""
+        sizes: dict[np.dtype[Any], int] = {}
+        for shape in self.shapes:
+            sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.size
+        return sizes
+
+    def empty(self) -> list[NDArray[Any]]:
+        """Return one flat array for each dtype, with room for the leaves of that dtype; not filled."""
+        return [np.empty(size, dtype) for dtype, size in self.sizes().items()]
+
+    def pack(self) -> list[NDArray[Any]]:
+        """Return the values: one flat array of the tree's own for each dtype."""
+        packed = self.empty()
+        for part, leaf in zip(self._parts(packed), self.leaves, strict=True):
+            np.copyto(part, leaf.values.reshape(-1))
+        return packed
+
+    def flat(self) -> list[NDArray[Any]]:
+        """Return the values as `pack` does, to be read only: of a single array, the caller's own memory."""
+        return [self.leaves[0].values.reshape(-1)] if self.is_leaf else self.pack()
+
+    def unpack(self, packed: Sequence[NDArray[Any]]) -> Any:
+        """Return a tree like this one with these values; its arrays lie in `packed` where their kind allows."""
+        made = [
+            leaf.rebuild(part.reshape(shape.shape))
+            for leaf, part, shape in zip(self.leaves, self._parts(packed), self.shapes, strict=True)
+        ]
+        return _build(self.structure, made)
+
+    def _parts(self, packed: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        at = {dtype: (flat, 0) for dtype, flat in zip(self.sizes(), packed, strict=True)}
+        for shape in self.shapes:
+            flat, start = at[shape.dtype]
+            at[shape.dtype] = flat, start + shape.size
+            yield flat[start : start + shape.size]
+
+    def join(self) -> memoryview:
+        """Return all values as bytes, dtype by dtype; of a single array, its own memory."""
+        packed = self.flat()
+        if len(packed) == 1:
+            return as_bytes(packed[0])
+        return memoryview(b"".join(as_bytes(flat) for flat in packed))
+
+    def split(self, joined: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """Return what `unpack` takes of the bytes that `join` made, in the same memory."""
+        packed, start = [], 0
+        for dtype, size in self.sizes().items():
+            end = start + size * dtype.itemsize
+            packed.append(joined[start:end].view(dtype))
+            start = end
+        return packed
+
+
+def take_tree(tree: Any) -> Tree:
+    """Take a caller's tree apart. Raise ConfigError for what is neither an array nor a container of them."""
+    leaves: list[Leaf] = []
+    structure, described = _take(tree, leaves, 0)
+    text = described if isinstance(structure, int) else repr(described)
+    if len(text) > _LONGEST_TEXT // 4 and (length := len(text.encode())) > _LONGEST_TEXT:
+        raise ConfigError(
+            f"what describes these {len(leaves)} arrays is {length} bytes long, more than {_LONGEST_TEXT}: join some"
+        )
+    return Tree(tuple(leaves), tuple(leaf.shape for leaf in leaves), text, structure)
+
+
+def is_value(x: Any) -> bool:
+    """Tell whether this is a Python value without arrays: None, bool, int, float, str, bytes, list, tuple, dict.
+
+    Raise ConfigError for one that is too deep.
+    """
+    return _is_value(x, 0)
+
+
+def _is_value(node: Any, depth: int) -> bool:
+    if depth > _DEEPEST:
+        raise ConfigError(f"a value that is more than {_DEEPEST} deep does not travel")
+    inside = children(node)
+    if inside is None:
+        plain = node is None or isinstance(node, bool | int | float | str | bytes)
+        return plain and not isinstance(node, np.generic)  # which is a float, or a str, of Python's at times
+    return all(_is_value(child, depth + 1) for _, child in inside)
+
+
+def take_value(packed: bytes) -> Tree:
+    """Return the tree that stands for a Python value, of which these are the bytes."""
+    values = np.frombuffer(packed, np.uint8)
+    leaf = Leaf(values, lambda values: values)
+    return Tree((leaf,), (leaf.shape,), f"value[{values.size}]", [0], is_value=True)
+
+
+def _take(node: Any, leaves: list[Leaf], depth: int) -> tuple[Any, Any]:
+    """Return the structure and the description of a node; add its leaves to `leaves`."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"a tree of arrays that is more than {_DEEPEST} deep")
+    if node is None:
+        return None, None
+    inside = children(node)
+    if inside is None:
+        leaves.append(take_leaf(node))
+        return len(leaves) - 1, str(leaves[-1].shape)
+    ordered = _sorted(inside) if isinstance(node, dict) else inside
+    taken = {name: _take(child, leaves, depth + 1) for name, child in ordered}
+    structure = like(node, [taken[name][0] for name, _ in inside])
+    if isinstance(node, dict):
+        return structure, {name: described for name, (_, described) in taken.items()}
+    told = [described for _, described in taken.values()]
+    return structure, told if isinstance(node, list) else tuple(told)
+
+
+def _sorted(inside: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return a dict's children by key, whatever the order in which it was filled."""
+    if not all(isinstance(key, str) for key, _ in inside) and not all(isinstance(key, int) for key, _ in inside):
+        raise ConfigError("the keys of a dict of arrays are all strings, or all whole numbers")
+    return sorted(inside, key=itemgetter(0))
+
+
+def _build(structure: Any, leaves: Sequence[Any]) -> Any:
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return leaves[structure]
+    return like(structure, [_build(child, leaves) for _, child in children(structure) or ()])
+
+
+_NOTHING = np.empty(0, np.uint8)
+_VALUE = re.compile(r"value(\[\d{1,18}\])")
+
+
+def read_tree(text: str) -> Tree:
+    """Read what describes another rank's tree: its leaves will be numpy arrays and scalars, its NamedTuples tuples.
+
+    Raise FramingError for what describes no tree.
+    """
+    if (found := _VALUE.fullmatch(text)) is not None:
+        bytes_of_it = read_leaf(f"uint8{found[1]}")
+        return Tree((Leaf(_NOTHING, lambda values: values),), (bytes_of_it,), text, [0], is_value=True)
+    shapes: list[LeafShape] = []
+    structure = _read(_literal(text) if text[:1] in "[({N" else text, shapes)
+    leaf = Leaf(_NOTHING, lambda values: values if values.ndim else values[()])
+    return Tree((leaf,) * len(shapes), tuple(shapes), text, structure)
+
+
+def _read(node: Any, shapes: list[LeafShape]) -> Any:
+    if node is None:
+        return None
+    if isinstance(node, str):
+        shapes.append(read_leaf(node))
+        return len(shapes) - 1
+    inside = children(node)
+    if inside is None:
+        raise FramingError(f"a tree of arrays with {type(node).__name__} in it")
+    return like(node, [_read(child, shapes) for _, child in inside])
+
+
+def _literal(text: str) -> Any:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[({") - (character in "])}")
+        deepest = max(deepest, depth)
+    try:
+        if deepest > 2 * _DEEPEST:
+            raise ValueError("too deep")
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, OverflowError, SyntaxError, MemoryError, RecursionError) as error:
+        raise FramingError(f"{text[:80]!r} describes no tree of arrays") from error

@@ -1,16 +1,16 @@
-"""Play one rank's part of all collectives that are on their way (pure: no clock, no sockets, no thread).
+"""One rank's part of all collectives in flight (pure: no clock, no sockets, no thread).
 
-Rule 1: the n-th collective call of a rank belongs with the n-th of every other. Each has a text that says what it is,
-and what goes from rank to rank carries the text's digest: who sees another one than his own sends his, and both know.
-Rule 2: who waits says so to all others after a while, with his call's text: so two that only wait for one another find
-out too, and everybody knows what the others do.
-Rule 3: a call that comes to nothing on one rank is of no use on any: what `hear` and `begin` raise ends them all. A
-caller's operation that fails ends its own call only, on all ranks that are in it (FAILED); the others go on.
-Rule 4: each call has `windows` of its own: in whatever order the ranks wait, none keeps another one from going on. At
-the hub, where a rank has one window, its calls have it one after another.
-Rule 5: a call ends when its algorithm has, and when those whom it sent memory of its own have taken all of that; where
-some ranks only send (`confirm`), when they have taken all: else a rank could be done before it hears that calls differ.
-Rule 6: what to send is appended to `outgoing`, and calls that have ended to `finished`.
+1. The n-th collective call of a rank corresponds to the n-th of every other rank. A call has a text that describes it;
+   its messages carry the digest of that text. A rank that sees another digest sends its own text, so both know.
+2. A rank that waits tells all others after a while, with the text of its call. So two ranks that only wait for each
+   other find out too, and all know what the others do.
+3. What `hear` and `begin` raise ends all calls. If a caller's operation fails, only its own call ends, on all ranks
+   (FAILED); the others go on.
+4. Each call has its own windows: at most WINDOW_BYTES of a call are in flight to a rank, so the order in which ranks
+   wait cannot block a call. The hub has a window of its own for each rank, which all calls share one after another.
+5. A call ends when its algorithm has ended and the receivers have taken all memory that was sent without a copy. With
+   `confirm` it ends when they have taken everything: otherwise a rank could end before it hears that calls differ.
+6. Messages to send are appended to `outgoing`, ended calls to `finished`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,110 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.collectives.algorithms import HUB, Receive, Send, Steps
 from zmqtrain.collectives.arrays import as_bytes, dtype_code
-from zmqtrain.collectives.steps import HUB, Receive, Send, Steps
-from zmqtrain.collectives.transfers import Outgoing
-from zmqtrain.collectives.windows import Inflow, Outflow
-from zmqtrain.collectives.wire import CONFIRM, Head, Kind, digest
+from zmqtrain.collectives.matching import Outgoing
+from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
+from zmqtrain.core.types import MAX_FRAME_BYTES
+
+PART_BYTES = MAX_FRAME_BYTES
+"""What is longer is cut on its way."""
+
+WINDOW_BYTES = 4 * PART_BYTES
+REPORT_BYTES = WINDOW_BYTES // 2
+"""How much may be on its way, and after how much more the other side says that it has taken it."""
+
+
+class Part(NamedTuple):
+    """A part of something sent. values: anything with `nbytes`, None for nothing.  total: bytes of the whole.
+    start: where in it the part begins.  code: of their dtype."""
+
+    values: Any
+    total: int
+    start: int
+    code: int
+
+
+@dataclass(slots=True)
+class Outflow:
+    """What goes to one rank, in order.
+
+    bounded: there is room for WINDOW_BYTES; else always.  confirm: whatever is sent counts as lent.
+    sent, taken: bytes so far; lent: up to here memory of the sender's may be on its way.
+    """
+
+    bounded: bool = True
+    confirm: bool = False
+    sent: int = 0
+    taken: int = 0
+    lent: int = 0
+    _waiting: deque[Part] = field(default_factory=deque)
+
+    def put(self, values: memoryview, code: int) -> None:
+        """Send these bytes when there is room. code: of their dtype, which may be another by then."""
+        total = values.nbytes
+        if not total:
+            self._waiting.append(Part(None, 0, 0, code))
+        for start in range(0, total, PART_BYTES):
+            self._waiting.append(Part(values[start : start + PART_BYTES], total, start, code))
+
+    def next(self) -> Part | None:
+        """Return what is sent now; None: nothing waits, or there is no room."""
+        if not self._waiting or (self.bounded and self.sent - self.taken >= WINDOW_BYTES):
+            return None
+        part = self._waiting.popleft()
+        if part.values is not None:
+            self.sent += part.values.nbytes
+            if self.bounded and (part.values.nbytes >= COPIED_BELOW_BYTES or self.confirm):
+                self.lent = self.sent
+        return part
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is sent, and none of the sender's memory is on its way."""
+        return self.taken >= self.lent and not self._waiting
+
+
+@dataclass(slots=True)
+class Inflow:
+    """What has come of one rank and was not taken: (values or None, bytes of the whole, code of their dtype).
+
+    digest: of the call that it says it makes.  reports: it hears what is taken (the hub does not).
+    """
+
+    digest: int
+    reports: bool = True
+    parts: deque[tuple[memoryview | None, int, int]] = field(default_factory=deque)
+    taken: int = 0
+    _reported: int = 0
+    _is_awaited: bool = False
+
+    def put(self, values: memoryview | None, total: int, code: int, confirm: bool) -> None:
+        """Keep a part that has come. confirm: whatever its length, the sender waits to hear that it is taken."""
+        self.parts.append((values, total, code))
+        nbytes = 0 if values is None else values.nbytes
+        self._is_awaited |= (nbytes >= COPIED_BELOW_BYTES or confirm) and self.reports
+
+    def take(self, nbytes: int) -> bool:
+        """Count so much as taken; return whether its sender is to be told how much that is by now."""
+        self.taken += nbytes
+        return self._report(self.reports and self.taken - self._reported >= REPORT_BYTES)
+
+    def finish(self) -> bool:
+        """Return whether its sender is to be told how much was taken, as nothing more will be."""
+        return self._report(self._is_awaited and self._reported < self.taken)
+
+    def _report(self, due: bool) -> bool:
+        if due:
+            self._reported = self.taken
+        return due
+
 
 ASK_AFTER_SECONDS, ASK_AGAIN_SECONDS = 0.25, 1.0
 """When a rank says that it waits, and how often it says so again."""

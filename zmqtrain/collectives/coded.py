@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.collectives.shares import share_bounds
-from zmqtrain.collectives.steps import Receive, Send, Steps
-from zmqtrain.collectives.trees import Tree
+from zmqtrain.collectives.algorithms import Receive, Send, Steps, share_bounds
+from zmqtrain.collectives.arrays import Tree
 from zmqtrain.core.errors import ConfigError
 
 _MESSAGE_BYTES = 256 << 10

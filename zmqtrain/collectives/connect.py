@@ -10,7 +10,7 @@ from typing import Any
 
 from zmqtrain.codecs.base import codec_from_spec
 from zmqtrain.collectives import communicator
-from zmqtrain.collectives.messenger import TIMEOUT_SECONDS
+from zmqtrain.collectives.communicator import TIMEOUT_SECONDS
 from zmqtrain.collectives.rendezvous import open_port
 from zmqtrain.protocol.framing import pack_value, unpack_value
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey

@@ -1,23 +1,14 @@
-"""Say what each allreduce costs before it is run: bytes sent by each rank, steps, and the time that it takes at least.
-
-    seconds = steps x latency + bytes through the busiest port / its rate
-
-Rule 1: what a rank sends is exact, computed from the shares as they are cut: lengths need not be divisible by anything.
-Rule 2: bytes are those of the values; heads of messages come on top.
-Rule 3: every port carries its rate both ways at once, and the switch in between all that they carry.
-Source: the model of Thakur, Rabenseifner & Gropp 2005, Optimization of collective communication operations in MPICH,
-sec. 3, for ports that are duplex; the least for any allreduce: Patarasuk & Yuan 2009, theorem 1.
-"""
+"""x"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
-from zmqtrain.collectives.allreduce import ALIASES
-from zmqtrain.collectives.rooted import children
-from zmqtrain.collectives.shares import share_bounds
+from zmqtrain.collectives.algorithms import ALIASES, children, share_bounds
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.types import MAX_FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +179,45 @@ def _cost(algorithm: str) -> Cost:
     if algorithm not in COSTS:
         raise ConfigError(f"algorithm={algorithm!r}: choose one of {', '.join(COSTS)}")
     return COSTS[algorithm]
+
+
+TABLE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
+    (2, ((55_000, "naive"), (173_000, "parallel"), (inf, "ring"))),
+    (4, ((55_000, "naive"), (173_000, "halving"), (inf, "ring"))),
+    (8, ((4 << 10, "naive"), (256 << 10, "halving"), (inf, "ring"))),
+    (inf, ((1 << 20, "halving"), (inf, "ring"))),
+)
+"""For at most so many ranks: for at most so many bytes, the algorithm. The lines for 2 and 4 are what
+`bench/collectives.py --table` has measured; the others are drawn out from them."""
+
+SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 64 << 10, MAX_FRAME_BYTES
+"""A message costs about as much CPU as 200 KB of it do, whatever its size."""
+
+_CHUNKS_PER_SHARE = 2
+"""One is reduced while the other is on its way; more cost more messages, and gain little time: what comes last is cut
+smaller anyhow (`dwindling`)."""
+
+_ROUNDED_UP_BYTES = 64
+"""So that no chunk of a few values is left over of a share that is a little longer than others."""
+
+_PASSED_ON_WHOLE = ("tree", "chain", "hub")
+"""Algorithms in which an array takes a chunk longer for each rank on its way; in others a rank always has something
+else to send meanwhile."""
+_CHUNKS_PASSED_ON, _LARGEST_PASSED_ON = 16, 1 << 20
+
+
+def choose_algorithm(size: int, nbytes: int) -> str:
+    """Return the name of the allreduce for `size` ranks and arrays of so many bytes."""
+    rows = next(rows for most, rows in TABLE if size <= most)
+    return next(algorithm for most, algorithm in rows if nbytes <= most)
+
+
+def choose_chunk_bytes(algorithm: str, size: int, nbytes: int) -> int:
+    """Return how many bytes go in one message: a part of each rank's share of an array, so that some are reduced while
+    others are on their way.
+
+    algorithm: of whatever collective; "" for one that has no name.
+    """
+    passed_on = algorithm in _PASSED_ON_WHOLE
+    wanted = nbytes // (size * (_CHUNKS_PASSED_ON if passed_on else _CHUNKS_PER_SHARE)) + _ROUNDED_UP_BYTES
+    return min(max(wanted, SMALLEST_CHUNK_BYTES), _LARGEST_PASSED_ON if passed_on else LARGEST_CHUNK_BYTES)

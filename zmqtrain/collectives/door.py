@@ -12,7 +12,7 @@ from zmqtrain.core.errors import ChannelFull, PeerLost
 from zmqtrain.core.types import Buffer, Lane, PeerId
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Heartbeat
-from zmqtrain.transport.zmq_router import RouterChannel
+from zmqtrain.transport.zmq_channels import RouterChannel
 
 BEAT = encode_message(Heartbeat())
 

@@ -1,24 +1,33 @@
-"""Be the half of a communicator that lives in its port's thread: what comes, who is lost, what differs.
+"""The half of a communicator that runs in its port's thread: requests, groups, and the endpoint that all groups share.
 
-Rule 1: all of it happens in the port's thread; other threads come in by `Endpoint.port.call`.
-Rule 2: what ends a communicator ends it on all ranks: who knows first tells the others, whatever it is (BROKEN), and
-all that is pending or comes later raises the same.
-Rule 3: who has closed its communicator is not lost: only who needs it from then on fails.
+1. Groups and the endpoint run in the port's thread only; other threads enter by `Endpoint.port.call`.
+2. An error that ends a communicator ends it on all ranks: the first rank that knows tells the others (BROKEN), and
+   every pending or later call raises the same error.
+3. A rank that has closed its communicator is not lost: only calls that need it fail.
+4. Every wait ends: with a result, an error that names the lost or different rank, or CollectiveTimeout, which names the
+   ranks waited for and what they did last. A timeout ends nothing: the request goes on and can be waited for again.
+5. Results are made in the thread that waits. Callbacks run in the port's thread and must not wait; one that fails is
+   logged.
+6. The context of a message names its communicator. Messages for a communicator that this process does not have yet are
+   kept; messages for one that has ended are dropped.
+7. Survivors agree before they go on: each sends the ranks it knows to be lost, adds those the others know, and gets its
+   new communicator once all living ranks have sent the same list. Its context follows from its members.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
+from zmqtrain.collectives.algorithms import HUB
+from zmqtrain.collectives.arrays import dtype_of_code
 from zmqtrain.collectives.calls import Call, Calls, Phases
-from zmqtrain.collectives.matching import CLOSING, Matching
-from zmqtrain.collectives.requests import Request
-from zmqtrain.collectives.steps import HUB
-from zmqtrain.collectives.transfers import ANY_SOURCE, Transfer
-from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
+from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, CLOSING, Matching, Receiving, Status, Transfer, status_of
+from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind, digest, pack, unpack
 from zmqtrain.core.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -27,8 +36,168 @@ from zmqtrain.core.errors import (
     RemoteProtocolError,
     ZmqTrainError,
 )
+from zmqtrain.core.interfaces import HubPort, Port
+from zmqtrain.core.types import Buffer, HubChunk
 
 logger = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """Who makes the requests come true: a communicator."""
+
+    def explain(self, request: Request, waited_seconds: float) -> CollectiveTimeout | None:
+        """Say in an error why a request is not over; None: it is, by now."""
+
+    def cancel(self, request: Request) -> bool:
+        """Take a request back; True if that came in time."""
+
+    def check_may_wait(self) -> None:
+        """Raise LocalProtocolError in the port's own thread."""
+
+
+_EMPTY = Status(ANY_SOURCE, ANY_TAG, (), "", 0, 0)
+"""Of what is over and has received no message: a send, a collective."""
+
+
+class Request:
+    """A message or a collective in flight. Made by a communicator.
+
+    what: in words.  timeout_seconds: how long `wait` waits where it is not told.  doing: the machine's side of it.
+    make: makes the result, in the thread that asks for it, once.
+    """
+
+    def __init__(self, host: Host, what: str, timeout_seconds: float, make: Callable[[], Any]) -> None:
+        self.what, self.timeout_seconds = what, timeout_seconds
+        self.doing: Any = None
+        self._host, self._make = host, make
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Request], object]] = []
+        self._error: ZmqTrainError | None = None
+        self._result: Any = None
+        self._made = False
+
+    def __repr__(self) -> str:
+        state = ("failed" if self._error else "over") if self._over.is_set() else "on its way"
+        return f"<Request {self.what}: {state}>"
+
+    def test(self) -> bool:
+        """Tell whether it is over, well or not; never waits."""
+        return self._over.is_set()
+
+    @property
+    def status(self) -> Status | None:
+        """The status of the message that a receive has got: source, tag, count and so on.
+
+        None as long as it is not over, where it failed, and of every other request.
+        """
+        receiving, over = self.doing, self._over.is_set() and self._error is None
+        if not over or not isinstance(receiving, Receiving) or receiving.envelope is None:
+            return None
+        return status_of(receiving.envelope)
+
+    def get_status(self) -> Status | None:
+        """Return the status of a request that is over, None as long as it is not; never waits, and changes nothing.
+
+        It is `MPI_Request_get_status`. A send and a collective have the empty status: source ANY_SOURCE, tag ANY_TAG,
+        count 0. Raises what `wait` raises if the request has failed or was cancelled.
+        """
+        if not self._over.is_set():
+            return None
+        self.wait()
+        return self.status or _EMPTY
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        """Wait until it is over; return its result: of a receive or a collective what came of it, else None.
+
+        timeout_seconds: the communicator's if None.  Raises PeerLost if a rank was lost, CollectiveMismatch if ranks
+        made different calls, CollectiveTimeout when the time is up: it may be waited for again.
+        """
+        self._wait_until_over(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if not self._made:
+                self._result, self._made = self._make(), True
+                self._make = _make_nothing  # what it was made of is freed
+            return self._result
+
+    def cancel(self) -> bool:
+        """Take it back: True if it was over before anybody else took part in it, and had no effect.
+
+        A receive that nothing has come for can be; a send that its receiver has not matched, if it is too large to have
+        been sent already; a collective never. `wait` of what was cancelled raises LocalProtocolError.
+        """
+        return self._host.cancel(self)
+
+    def add_done_callback(self, call: Callable[[Request], object]) -> None:
+        """Have `call(request)` called once it is over, in the port's thread, where it must not wait; or at once."""
+        with self._lock:
+            if not self._over.is_set():
+                self._callbacks.append(call)
+                return
+        call(self)
+
+    def complete(self, error: ZmqTrainError | None) -> None:
+        """Say that it is over; for the communicator."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._error = error
+            self._over.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            try:
+                call(self)
+            except Exception:
+                logger.exception("a callback of %s failed", self.what)
+
+    def _wait_until_over(self, timeout_seconds: float) -> None:
+        if self._over.is_set():
+            return
+        self._host.check_may_wait()
+        started = time.monotonic()
+        if not self._over.wait(max(0.0, timeout_seconds)):
+            error = self._host.explain(self, time.monotonic() - started)
+            if error is not None and not self._over.is_set():
+                raise error
+
+
+def _make_nothing() -> None:
+    pass
+
+
+def wait_all(requests: Sequence[Request], timeout_seconds: float | None = None) -> list[Any]:
+    """Wait until all are over; return their results in order.
+
+    timeout_seconds: for all together; the longest of their communicators' if None.  Raises as `Request.wait` does, for
+    the first in order that failed.
+    """
+    if not requests:
+        return []
+    seconds = max(request.timeout_seconds for request in requests) if timeout_seconds is None else timeout_seconds
+    until = time.monotonic() + seconds
+    return [request.wait(max(0.0, until - time.monotonic())) for request in requests]
+
+
+def wait_any(requests: Sequence[Request], timeout_seconds: float | None = None) -> int:
+    """Wait until one is over, well or not; return its index, the lowest if several are.
+
+    timeout_seconds: the longest of their communicators' if None.  Raises CollectiveTimeout for the first one if none
+    is, and ValueError if there is none to wait for.
+    """
+    if not requests:
+        raise ValueError("wait_any needs at least one request")
+    seconds = max(request.timeout_seconds for request in requests) if timeout_seconds is None else timeout_seconds
+    some = threading.Event()
+    for request in requests:
+        request.add_done_callback(lambda _: some.set())
+    if not any(request.test() for request in requests):
+        requests[0]._host.check_may_wait()
+        if not some.wait(max(0.0, seconds)):
+            requests[0]._wait_until_over(0.0)
+    return next(index for index, request in enumerate(requests) if request.test())
+
 
 EXPLAIN_SECONDS = 0.5
 """So long a wait that ran out waits for the others to say what they do."""
@@ -356,3 +525,180 @@ class Group:
         ranks = self._doing.waits_for if isinstance(self._doing, Call) else ()
         whom = f" and waits for {', '.join(map(self.name, ranks))}" if ranks else ""
         return f"{self._last}, which goes on{whom}"
+
+
+_EARLY_MESSAGES = 65_536
+"""How many messages may wait for a communicator that this process does not have yet."""
+
+
+class Endpoint:
+    """The `PortListener` of a port, with its communicators."""
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+        self.thread: int | None = None
+        self._groups: dict[int, Group] = {}
+        self._over: set[int] = set()
+        self._early: list[tuple[int, Head, memoryview | None]] = []
+        self._lost: dict[int, str] = {}
+        self._differed: set[int] = set()  # contexts
+        self._said: dict[int, str] = {}  # by rank of the port: the survivors' last words
+        self._shrinking: list[Callable[[Group | None], object]] = []
+
+    def start(self) -> Group:
+        """Start the port; return the communicator of all."""
+        group = self._add(tuple(range(len(self.port.names))))
+        self.port.call(self._remember_thread)
+        self.port.start(self)
+        return group
+
+    def _remember_thread(self) -> None:
+        self.thread = threading.get_ident()
+
+    def _add(self, members: tuple[int, ...]) -> Group:
+        text = f"{members} {sorted(self._differed)}"
+        context = digest(text) & 0xFFFFFFFF
+        rank, names = members.index(self.port.rank), tuple(self.port.names[member] for member in members)
+        group = self._groups[context] = Group(self, context, members, rank, names)
+        return group
+
+    # ------------------------------------------------------------------ the port's thread
+
+    def send(self, rank: int, context: int, head: Head, values: memoryview | None) -> int:
+        """Send one message to a rank of the port; return its bytes."""
+        packed = pack(head, context)
+        if values is None:
+            self.port.send(rank, [packed])
+            return len(packed)
+        self.port.send(rank, [packed, values])
+        return len(packed) + values.nbytes
+
+    def reduce(self, context: int, head: Head, values: memoryview) -> int:
+        """Have the hub reduce a part of a call; return the message's bytes."""
+        packed = pack(head, context)
+        key = digest(f"{context} {head.number} {head.digest}") >> 1  # calls that differ do not meet
+        port = cast(HubPort, self.port)
+        port.reduce(HubChunk(key, head.text, dtype_of_code(head.flag).name), [packed, values])
+        return len(packed) + values.nbytes
+
+    def on_message(self, rank: int, frames: list[Buffer]) -> None:
+        """See PortListener."""
+        try:
+            head, values = unpack(frames)
+        except FramingError as error:
+            logger.warning("%s sent what is no message: %s", self._name(rank), error)
+            return
+        group = self._groups.get(head.context)
+        if head.kind == Kind.SURVIVORS:
+            self._hear_survivors(rank, head.text)
+        elif group is not None and (rank == HUB or rank in group.members):
+            group.traffic.count_received(len(frames[0]), 0 if values is None else values.nbytes)
+            group.hear(rank if rank == HUB else group.members.index(rank), head, values)
+        elif group is None and head.context not in self._over and len(self._early) < _EARLY_MESSAGES:
+            self._early.append((rank, head, values))
+
+    def on_lost(self, rank: int, why: str) -> None:
+        """See PortListener."""
+        if rank == HUB:
+            for group in list(self._groups.values()):
+                group.on_lost(HUB, why)
+        elif rank not in self._lost:
+            self._lost[rank] = why
+            for group in list(self._groups.values()):
+                if rank in group.members:
+                    group.on_lost(group.members.index(rank), why)
+            self._look_who_survives()
+
+    def on_tick(self, now: float) -> None:
+        """See PortListener."""
+        for group in list(self._groups.values()):
+            group.on_tick(now)
+
+    def _name(self, rank: int) -> str:
+        return "the hub" if rank == HUB else self.port.names[rank]
+
+    def note_lost(self, rank: int, why: str) -> None:
+        """Count a rank among the lost: another one says so, or it has closed its communicator."""
+        if rank != self.port.rank and rank not in self._lost:
+            self._lost[rank] = why
+            self._look_who_survives()
+
+    def note_difference(self, context: int) -> None:
+        """Remember that a communicator ended though all who are in it live, so that the next one is another one."""
+        self._differed.add(context)
+
+    def retire(self, group: Group) -> None:
+        """Hear nothing more of a communicator."""
+        self._groups.pop(group.context, None)
+        self._over.add(group.context)
+
+    # ------------------------------------------------------------------ who goes on
+
+    def shrink(self, done: Callable[[Group | None], object]) -> None:
+        """Have `done` called with the communicator of those who live, once they agree, or None: this one is cut off."""
+        self._shrinking.append(done)
+        self._look_who_survives(say=True)
+
+    def stop_shrinking(self, done: Callable[[Group | CollectiveTimeout | None], object], seconds: float) -> None:
+        """Wait no more: unless `done` was called, call it with the error of who has waited so long for the others."""
+        if done in self._shrinking:
+            self._shrinking.remove(done)
+            missing = self._unheard()
+            whom = ", ".join(f"{self.port.names[rank]} (rank {rank} at first)" for rank in missing)
+            done(CollectiveTimeout(f"shrink has waited {seconds:.3g} s for {whom}", missing))
+
+    def _unheard(self) -> tuple[int, ...]:
+        """Return the port's ranks that live and have not said the same as this one."""
+        own = self._last_words()
+        return tuple(r for r in self._living() if r != self.port.rank and self._said.get(r) != own)
+
+    def _living(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(len(self.port.names)) if rank not in self._lost)
+
+    def _last_words(self) -> str:
+        return f"{','.join(map(str, sorted(self._lost)))};{','.join(map(str, sorted(self._differed)))}"
+
+    def _hear_survivors(self, rank: int, text: str) -> None:
+        try:
+            lost, differed = ([int(word) for word in part.split(",") if word] for part in text.split(";"))
+        except ValueError:
+            logger.warning("%s sent what is no message of a survivor", self.port.names[rank])
+            return
+        self._said[rank] = text
+        self._differed.update(differed)
+        for other in lost:
+            if other != self.port.rank and 0 <= other < len(self.port.names):
+                self.on_lost(other, f"{self.port.names[rank]} has lost it")
+        self._look_who_survives()
+
+    def _look_who_survives(self, say: bool = False) -> None:
+        """Say who lives, where that is asked for and new; go on if all who live say the same."""
+        if not self._shrinking:
+            return
+        shrinking = list(self._shrinking)
+        if self.port.rank in self._lost:
+            self._shrinking.clear()
+            for done in shrinking:
+                done(None)
+            return
+        words = self._last_words()
+        if say or self._said.get(self.port.rank) != words:
+            self._said[self.port.rank] = words
+            for rank in self._living():
+                if rank != self.port.rank:
+                    self.send(rank, 0, Head(Kind.SURVIVORS, text=words), None)
+        if self._unheard():
+            return
+        for group in list(self._groups.values()):
+            if group.broken is not None:
+                self.retire(group)
+        group = self._add(self._living())
+        self._shrinking.clear()
+        for done in shrinking:
+            done(group)
+        early, self._early = self._early, []
+        for rank, head, values in early:
+            if head.context == group.context and rank in group.members:
+                group.hear(group.members.index(rank), head, values)
+            elif head.context not in self._over:
+                self._early.append((rank, head, values))

@@ -41,8 +41,8 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.session.patience import patient
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.gate import Gate
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.pacing import Gate
+from zmqtrain.transport.zmq_channels import DealerChannel
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from zmqtrain.core.interfaces import Clock, PortListener
 from zmqtrain.core.types import Buffer, HubChunk, Lane
 from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import Goodbye, Group, GroupLost, Leave
-from zmqtrain.transport.limits import check_message
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.pacing import check_message
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
-from zmqtrain.transport.zmq_router import RouterChannel
 
 BACK_AT_ONCE = 8
 """So many signs of life of one rank are taken at a tick, of which one is due: who floods holds up nobody."""

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from zmqtrain.core.errors import ChannelClosed
 from zmqtrain.core.types import Buffer, Lane
-from zmqtrain.transport.gate import Gate
-from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.pacing import COPY_BELOW_BYTES, Gate, check_message
+from zmqtrain.transport.zmq_channels import DealerChannel
 
 
 def keep(frames: Sequence[Buffer]) -> list[Buffer]:

@@ -1,10 +1,11 @@
-"""Reduce chunks of values of all ranks of a group at the hub, each as soon as it is there of all.
+"""Reduces chunks of all ranks of a group at the hub, and relays messages between ranks that cannot reach each other.
 
-Rule 1: in the order of the ranks, whoever comes first: ((x[0] op x[1]) op ...) op x[size-1], the same bits to all.
-Rule 2: the n-th chunk that a rank sends with a key meets the n-th of the others with that key; where they differ in
-operation, dtype or length the reduction of that key ends here (the ranks find out whose call was another), and the hub
-says so in its log.  Rule 3: of each rank so much may be held, with what was reduced of it and has not gone to it, as
-its window allows: it sends more as results come.
+1. The order of reduction is that of the ranks, whatever the order of arrival: ((x[0] op x[1]) op ...) op x[size-1].
+2. The n-th chunk that a rank sends with a key meets the n-th of the others with that key. If they differ in operation,
+   dtype or length, the reduction of that key ends and the hub logs it; the ranks find out whose call was different.
+3. What is held of each rank, results for it included, is bounded by its window: it sends more as results come.
+4. Relayed frames are forwarded as they came, never decoded or copied. They wait in order for room to their receiver;
+   a receiver that does not read delays only its own messages. `protocol/groups` bounds them per sender.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from functools import partial
 import numpy as np
 
 from zmqtrain.collectives.arrays import HUB_DTYPES, dtype_of_name
-from zmqtrain.collectives.reductions import OPERATIONS, Reduction, find_reduction
-from zmqtrain.collectives.steps import Values
+from zmqtrain.collectives.reductions import OPERATIONS, Reduction, Values, find_reduction
 from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.messages import Fold, Folded, printable
+from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.messages import Fold, Folded, Message, printable
+from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -198,3 +200,37 @@ def _find(fold: Fold, values: Buffer) -> tuple[Reduction, np.dtype[np.generic]]:
 
 def _describe(fold: Fold, nbytes: int) -> str:
     return f"{printable(fold.op, 32)} of {nbytes} bytes of {printable(fold.dtype, 32)}"
+
+
+class Relays:
+    """What waits at the hub to be passed on; used by the broker's loop alone."""
+
+    def __init__(self, downlink: Downlink) -> None:
+        self._downlink = downlink
+        self._waiting: dict[PeerId, deque[tuple[list[Buffer], Callable[[], object] | None]]] = {}
+
+    def forward(
+        self, peer: PeerId, message: Message, frames: Sequence[Buffer], sent: Callable[[], object] | None = None
+    ) -> None:
+        """Send a message with frames behind it, after all that waits for this peer; call `sent` when it has gone."""
+        self._waiting.setdefault(peer, deque()).append(([encode_message(message), *frames], sent))
+        self.pump(peer)
+
+    def pump(self, peer: PeerId) -> None:
+        """Send what there is room for."""
+        waiting = self._waiting.get(peer)
+        while waiting and self._downlink.forward(peer, waiting[0][0]):
+            _, sent = waiting.popleft()
+            if sent is not None:
+                sent()
+        if not waiting:
+            self._waiting.pop(peer, None)
+
+    def pump_all(self) -> None:
+        """Send to all what there is room for."""
+        for peer in list(self._waiting):
+            self.pump(peer)
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what waits for a peer that is gone."""
+        self._waiting.pop(peer, None)

@@ -21,9 +21,8 @@ from zmqtrain.protocol.groups import MAX_PROCESSES
 from zmqtrain.protocol.messages import JoinGroup
 from zmqtrain.transport.address import is_loopback, local_address, parse_address, public_address
 from zmqtrain.transport.admission import Admission
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
-from zmqtrain.transport.zmq_router import RouterChannel
 
 TIMEOUT_SECONDS = 60.0
 DIRECT_SECONDS = 3.0

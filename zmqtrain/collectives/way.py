@@ -13,7 +13,7 @@ from zmqtrain.collectives.outgoing import Outgoing, keep
 from zmqtrain.core.types import Buffer, Lane
 from zmqtrain.protocol.framing import encode_message
 from zmqtrain.protocol.messages import Message
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 
 
 class WayState(Enum):

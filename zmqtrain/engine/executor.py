@@ -1,8 +1,9 @@
-"""Run what a graph allows on threads: push operations, wait for variables.
+"""Runs what a graph allows on threads: push operations, wait for variables, write a trace.
 
-Rule 1: one lock guards the graph; an operation runs outside of it.  Rule 2: nothing waits inside an operation.
-Rule 3: an operation touches the values of the variables that it has declared, and of no others.
-Rule 4: an exception is raised, as it is, to who waits for a variable that it kept from being changed.
+1. One lock guards the graph; an operation runs outside of it, and nothing waits inside an operation.
+2. An operation touches the values of the variables that it declares, and of no others.
+3. An exception is raised, unchanged, to the callers that wait for a variable that it kept from being changed.
+4. `on_complete` of an asynchronous operation may come from any thread; the first call counts, a second one raises.
 Source: MXNet's engine (Chen et al. 2015, sec. 3.2): `Push`, `PushAsync` with `on_complete`, `WaitForVar`, `WaitForAll`.
 """
 
@@ -18,12 +19,67 @@ from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from zmqtrain.core.errors import ConfigError, EngineError, EngineTimeout
-from zmqtrain.engine.completion import Completion, OnComplete, Request, end_with_request
-from zmqtrain.engine.graph import Graph, Operation, State, Variable
-from zmqtrain.engine.trace import Span, chrome_trace, write_trace
+from zmqtrain.engine.graph import Graph, Operation, Span, State, Variable, chrome_trace, write_trace
+
+
+class OnComplete(Protocol):
+    """What an operation of `push_async` calls when it has ended, once, from any thread."""
+
+    def __call__(self, error: BaseException | None = None, value: Any = None) -> None:
+        """Say that the operation has ended: with this error, or with this value for its first changed variable."""
+
+
+class Request(Protocol):
+    """Something on its way, as a communicator's non-blocking calls return it."""
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        """Have `call(request)` called once it is over."""
+
+    def wait(self) -> Any:
+        """Return its result, or raise what it failed with."""
+
+
+class Completion:
+    """The `on_complete` of one operation. finish(error, value): what the first call does."""
+
+    def __init__(self, operation: str, finish: Callable[[BaseException | None, Any], None]) -> None:
+        self._operation, self._finish = operation, finish
+        self._once = threading.Lock()  # acquired by the first call, for good
+
+    def __call__(self, error: object = None, value: Any = None) -> None:
+        """Record how the operation ended; only the first call counts."""
+        if error is None or isinstance(error, BaseException):
+            is_first = self.end(error, value)
+        else:
+            what = f"on_complete got {error!r} for an error: pass an exception, or on_complete(value=...)"
+            is_first = self.end(EngineError(what))
+        if not is_first:
+            raise EngineError(f"on_complete of {self._operation} was called twice")
+
+    def end(self, error: BaseException | None, value: Any = None) -> bool:
+        """End the operation; False if it has ended before."""
+        if not self._once.acquire(blocking=False):
+            return False
+        self._finish(error, value)
+        return True
+
+
+def end_with_request(begin: Callable[[], Request], on_complete: OnComplete) -> None:
+    """Begin a request, and end the operation when it is over, as it ends."""
+
+    def over(request: Request) -> None:
+        try:
+            value = request.wait()
+        except BaseException as error:
+            on_complete(error)
+        else:
+            on_complete(value=value)
+
+    begin().add_done_callback(over)
+
 
 logger = logging.getLogger(__name__)
 

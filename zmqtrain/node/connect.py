@@ -28,9 +28,8 @@ from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Promote, Stop
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.transport.address import parse_addresses
-from zmqtrain.transport.found_keys import Access, find_access, find_hub_pair
-from zmqtrain.transport.key_folder import default_key_folder
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.key_folder import Access, default_key_folder, find_access, find_hub_pair
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 
 NO_CHECKPOINT_IN_LOCKSTEP = (

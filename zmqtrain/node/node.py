@@ -43,7 +43,7 @@ from zmqtrain.session.hub_session import HubSession, Solitude
 from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.patience import REFUSED_SECONDS
 from zmqtrain.transport.address import say_addresses, say_unreachable
-from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.pacing import LinkShare
 
 logger = logging.getLogger(__name__)
 

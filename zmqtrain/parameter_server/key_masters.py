@@ -18,15 +18,14 @@ from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ConfigError, HubUnreachable, PeerLost, ZmqTrainError
 from zmqtrain.core.types import LeafSpec, PeerId
-from zmqtrain.parameter_server.directory import ASKS, Placement
+from zmqtrain.parameter_server.directory import ASKS, Piece, Placement
 from zmqtrain.parameter_server.master_line import MasterLine
-from zmqtrain.parameter_server.shards import Piece
 from zmqtrain.parameter_server.store import cut_frames, join_frames
 from zmqtrain.protocol.limits import KEYS_HEAD_BYTES
 from zmqtrain.protocol.messages import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
 from zmqtrain.session.patience import patient
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import Credentials
 
 logger = logging.getLogger(__name__)

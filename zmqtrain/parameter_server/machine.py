@@ -1,30 +1,213 @@
-"""Be one master's key server, without a socket, a clock or an array: what clients say goes in, effects come out.
+"""State machine of one shard's key server: messages of clients go in, effects come out. No socket, clock or array.
 
-Rule 1: heads only: what a payload holds is the store's affair, and effects name payloads by (worker, request).
-Rule 2: effects are carried out in the order in which they come.  Rule 3: a worker's clock at a key moves when a push of
-it is whole, or was refused on its way (then it abstains): nobody waits for what will not come.
-Rule 4: until `workers` of them have enrolled no clock of a key moves; from then on live workers count, who comes later
-from its first push of that key on; who is lost counts no more.
-Rule 5: what cannot be is refused in a sentence, and costs its sender that request.
-Rule 6: who comes or goes costs what it has asked for, however many keys there are.
+1. It sees heads only; effects name a payload by (worker, request). Effects are carried out in order.
+2. A worker's clock at a key moves when one of its pushes is complete, or was rejected in transfer (then it abstains),
+   so that nobody waits for a push that will not come.
+3. No clock moves until `workers` clients have enrolled. From then on live workers count; a later one counts from its
+   first push of a key; a lost one counts no more.
+4. An invalid request is refused with a sentence, and costs its sender that request only.
+5. Adding or removing a client costs what it has asked for, however many keys there are.
+6. The first client sets the serving rules; a later client's ("" or 0: not set) must agree with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Any
 
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import PeerId
-from zmqtrain.parameter_server.consistency import Consistency, consistency_from_spec
-from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Effect, Install, Receive, Refuse
-from zmqtrain.parameter_server.ledger import Key, Kind, Request, Worker
-from zmqtrain.parameter_server.optimizers import optimizer_from_spec
-from zmqtrain.parameter_server.rules import DEFAULT_RULES, Rules, canonical, check_equal
-from zmqtrain.parameter_server.shards import ITEM_BYTES, PIECE_BYTES
-from zmqtrain.parameter_server.store import is_cut
+from zmqtrain.parameter_server.directory import ITEM_BYTES, PIECE_BYTES
+from zmqtrain.parameter_server.store import Consistency, consistency_from_spec, is_cut, optimizer_from_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Let the payload of this request come; then say `received` or `broken`."""
+
+    worker: PeerId
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The payload of this request is the first values of a key."""
+
+    worker: PeerId
+    request: int
+    key: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Make one step of a key by the mean of these payloads, added in this order."""
+
+    key: str
+    payloads: tuple[tuple[PeerId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send a worker the values of a key, as they are after what came before this."""
+
+    worker: PeerId
+    request: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Tell a worker that this request is done."""
+
+    worker: PeerId
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell a worker that this request is not done, and why. reason: a short code; text: a sentence for people."""
+
+    worker: PeerId
+    request: int
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Step by this optimizer from now on, with fresh state. anew: and without the keys that were there."""
+
+    optimizer: str
+    anew: bool
+
+
+Effect = Receive | Install | Apply | Answer | Confirm | Refuse | Begin
+
+
+class Kind(Enum):
+    """What a request asks for; the values are for sentences."""
+
+    INITIALISE = "init"
+    PUSH = "push"
+    PULL = "pull"
+
+
+@dataclass(slots=True)
+class Request:
+    """One request that is open. clock: what the worker's and the key's clock must allow; pull: values are wanted.
+
+    turn: in which order requests were opened: of those that wait for the same clock the first goes first.
+    """
+
+    worker: PeerId
+    number: int
+    kind: Kind
+    key: str
+    pull: bool = False
+    clock: int | None = None
+    dtype: str = ""
+    values: tuple[int, int] = (0, 0)
+    turn: int = 0
+
+    def __lt__(self, other: Request) -> bool:
+        return (self.clock or 0, self.turn) < (other.clock or 0, other.turn)
+
+
+@dataclass(slots=True)
+class Worker:
+    """A client that has enrolled. reads: it never pushes.  counts: for every key, from the beginning.
+
+    open: its requests by number.  pushed: the keys that it has pushed to.
+    """
+
+    reads: bool
+    counts: bool
+    open: dict[int, Request] = field(default_factory=dict)
+    pushed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Key:
+    """One key's piece.
+
+    clock: what every worker that counts has pushed.  clocks: of the workers, as far as their pushes are whole; asked:
+    as they said.  pushed: it has been pushed to.  round: the pushes of the step that is being gathered.
+    far: the requests that wait for the key's clock; own: by worker, the pulls that wait for its own pushes; both heaps.
+    """
+
+    name: str
+    dtype: str
+    start: int
+    values: int
+    clock: int = 0
+    pushed: bool = False
+    clocks: dict[PeerId, int] = field(default_factory=dict)
+    asked: dict[PeerId, int] = field(default_factory=dict)
+    round: set[tuple[PeerId, int]] = field(default_factory=set)
+    far: list[Request] = field(default_factory=list)
+    own: dict[PeerId, list[Request]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The bytes of its values."""
+        return self.values * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a server serves, as its first client says it. "" and 0: as it is there already, or the default.
+
+    store: names the keys that the masters hold together; the first gives it, the others are told.  master: which of
+    `masters` this one is.
+    workers: clocks begin to move when so many have enrolled.
+    """
+
+    store: str = ""
+    master: int = 0
+    masters: int = 1
+    consistency: str = ""
+    optimizer: str = ""
+    workers: int = 0
+
+
+DEFAULT_RULES = Rules(consistency="async", optimizer=optimizer_from_spec("sgd").name, workers=1)
+
+
+LONGEST_SPEC = 400
+
+
+def canonical(rules: Rules) -> Rules:
+    """Return rules with canonical specs. Raises ConfigError for what is none."""
+    if not (1 <= rules.masters <= 1024 and 0 <= rules.master < rules.masters and 0 <= rules.workers <= 1 << 16):
+        raise ConfigError(
+            f"master {rules.master} of {rules.masters}, for {rules.workers} workers: there is no such one"
+        )
+    if max(map(len, (rules.store, rules.consistency, rules.optimizer))) > LONGEST_SPEC:
+        raise ConfigError(f"the name of a store, a consistency and an optimizer have {LONGEST_SPEC} characters at most")
+    return Rules(
+        rules.store,
+        rules.master,
+        rules.masters,
+        consistency_from_spec(rules.consistency).name if rules.consistency else "",
+        optimizer_from_spec(rules.optimizer).name if rules.optimizer else "",
+        rules.workers,
+    )
+
+
+def check_equal(there: Rules, wanted: Rules, set_by: str) -> None:
+    """Raise ConfigError, naming both, if a client wants other rules than those there; set_by: who said these."""
+    for what in ("masters", "master", "store", "consistency", "optimizer", "workers"):
+        ours, theirs = getattr(there, what), getattr(wanted, what)
+        if (theirs not in ("", 0) or what == "master") and ours != theirs:
+            text = f"{what} is {ours!r} on the server, as {set_by} said first; this client says {theirs!r}"
+            if what in ("master", "masters", "store"):
+                text += ": name the same masters in the same order in all clients"
+            raise ConfigError(text)
+
 
 MOST_REQUESTS = 1 << 16
 """So many requests of one worker may be open: each is held in memory."""

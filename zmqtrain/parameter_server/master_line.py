@@ -32,7 +32,7 @@ from zmqtrain.protocol.framing import Assembler, ProtocolVersionError, decode_me
 from zmqtrain.protocol.groups import SILENCE_SECONDS
 from zmqtrain.protocol.messages import Chunk, Credit, Goodbye, Heartbeat, Hello, Message, Refused, Welcome
 from zmqtrain.session.hub_session import Sender
-from zmqtrain.transport.reservation import Use
+from zmqtrain.transport.pacing import Use
 
 TICK_SECONDS = 0.05
 HELLO_SECONDS = 1.0

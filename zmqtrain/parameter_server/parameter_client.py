@@ -30,11 +30,9 @@ from zmqtrain.core.errors import (
     LocalProtocolError,
 )
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.parameter_server.consistency import consistency_from_spec
-from zmqtrain.parameter_server.directory import check_key, key_name
+from zmqtrain.parameter_server.directory import ITEM_BYTES, check_key, key_name
 from zmqtrain.parameter_server.key_masters import KeyMasters
-from zmqtrain.parameter_server.optimizers import optimizer_from_spec
-from zmqtrain.parameter_server.shards import ITEM_BYTES
+from zmqtrain.parameter_server.store import consistency_from_spec, optimizer_from_spec
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
 

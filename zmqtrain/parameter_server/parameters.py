@@ -1,13 +1,17 @@
-"""Be a broker's key server alive: its machine, its directory and its store, on the broker's downlink and codec thread.
+"""The broker's key server: its machine, its directory, its store and its checkpoint file.
 
-Rule 1: the machine is moved by the broker's loop, the store by its codec thread alone; jobs keep the order of effects.
-Rule 2: payloads travel as all others do: announced, granted, acknowledged; what a peer has no room for yet waits here,
-as a head, and costs no memory.  Rule 3: what cannot be costs its sender that request; it never stops the broker.
+1. The broker's loop moves the machine; the codec thread alone touches the store. Jobs keep the order of effects.
+2. Payloads travel as all others do: announced, granted, acknowledged. One that a peer has no room for yet waits here as
+   a head, which costs no memory.
+3. An invalid request costs its sender that request; it never stops the broker.
+4. The checkpoint is one file beside those of the broker's run: copied in the codec thread, written beside it. There is
+   no journal: pushes since the last write are lost with a broker that is killed, and its clients are told so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
@@ -16,23 +20,100 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
-from zmqtrain.core.errors import CodecError, ConfigError, FramingError, NonFiniteDelta, RemoteProtocolError
+from zmqtrain.checkpoint.background_writer import CLOSE_SECONDS, BackgroundWriter
+from zmqtrain.checkpoint.files import read_arrays, write_arrays
+from zmqtrain.core.errors import (
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    FramingError,
+    NonFiniteDelta,
+    RemoteProtocolError,
+)
 from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.parameter_server.directory import Directory, Placed, Placement
-from zmqtrain.parameter_server.effects import Answer, Apply, Begin, Confirm, Effect, Install, Receive, Refuse
-from zmqtrain.parameter_server.machine import KeyServer
-from zmqtrain.parameter_server.optimizers import optimizer_from_spec
-from zmqtrain.parameter_server.parameter_keeper import ParameterKeeper
-from zmqtrain.parameter_server.rules import Rules
-from zmqtrain.parameter_server.store import Store
+from zmqtrain.parameter_server.machine import (
+    Answer,
+    Apply,
+    Begin,
+    Confirm,
+    Effect,
+    Install,
+    KeyServer,
+    Receive,
+    Refuse,
+    Rules,
+)
+from zmqtrain.parameter_server.store import Store, optimizer_from_spec
 from zmqtrain.protocol import messages
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.effect_queue import EffectQueue
 
 logger = logging.getLogger(__name__)
+
+FILE = "keys.safetensors"
+
+
+class ParameterKeeper:
+    """The file of a key server, in the folder of its broker's checkpoints."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / FILE if folder is not None else None
+        self.writer = BackgroundWriter("keys", "the parameter server")
+
+    def resume(self, machine: KeyServer) -> tuple[Directory, Store] | None:
+        """Bring a fresh machine to where that of the file was; return its directory and store. None: there is none.
+
+        Raises CheckpointError if the file cannot be read.
+        """
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            state, arrays = read_arrays(self._path)
+            versions = {str(key): int(version) for key, version in state["versions"].items()}
+            machine.restore(state["machine"], versions)
+            directory, store = Directory(machine.rules.masters), Store(optimizer_from_spec(machine.rules.optimizer))
+            directory.restore(state["directory"])
+            store.restore(versions, arrays)
+        except (
+            CheckpointError,
+            ConfigError,
+            LookupError,
+            ArithmeticError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
+            text = f"the keys in {self._path} cannot be read: {error!r}. Move that file away to begin without them"
+            raise CheckpointError(text) from error
+        logger.info("resuming a parameter server of %d keys, from %s", len(versions), self._path)
+        return directory, store
+
+    def save(self, state: dict[str, Any], store: Store, wait: bool = False) -> None:
+        """Copy the store, and write the copy in the background.
+
+        state: of machine and directory, after the same jobs.  While the last copy is still being written, nothing is
+        copied, and the writer is to save again at once.  wait: write it here; raises CheckpointError.
+        """
+        if self._path is None:
+            return
+        if self.writer.busy and not wait:
+            self.writer.retry_at = 0.0
+            return
+        if not self.writer.wait():
+            raise CheckpointError(f"{self._path} is still being written after {CLOSE_SECONDS:g} s: not the last keys")
+        path, arrays = self._path, store.arrays()
+        versions = {key: entry.version for key, entry in store.entries.items()}
+        text = json.dumps(state | {"versions": versions}, sort_keys=True)
+        if wait:
+            return write_arrays(path, arrays, {"state": text})
+        self.writer.begin()
+        self.writer.start(sum(versions.values()), lambda: write_arrays(path, arrays, {"state": text}))
+
 
 AWAITED_SECONDS = 1.0
 MOST_NAMED = 8

@@ -1,23 +1,174 @@
-"""Hold the values of keys, and make the server's steps on them.
+"""The values of keys on one shard, the optimizers that step them, and how far workers may run ahead.
 
-Rule 1: pure: no clock, no socket; one thread calls it.  Rule 2: what comes and goes is frames of at most `FRAME_BYTES`,
-raw little-endian values one after the other; `check` looks at all of them before any is used.  Rule 3: gradients of one
-step are added in the order given, in the dtype of the values, then divided by their number.
-Rule 4: what is read is a copy that nobody writes again, made once for each version, whoever asks.
+1. Pure: no clock, no socket; one thread calls it. Values travel as frames of at most `FRAME_BYTES`, raw and
+   little-endian; `check` looks at all of them before any is used.
+2. Gradients of one step are added in the given order, in the dtype of the values, then divided by their number.
+3. An optimizer subtracts its step, in place, value by value: any slice may be stepped by itself with the views of its
+   state. The arithmetic and its order are those of optax.sgd and optax.adam.
+4. A worker's clock at a key counts the gradients that it has pushed; the key's clock is the lowest of all live workers.
+   A worker that is ahead by more than the consistency allows waits with its next push, and with a pull: so a pull at
+   clock c sees everything that every worker pushed before its clock c - staleness, and the worker's own pushes.
+Source: momentum as in Sutskever et al. 2013; Adam: Kingma and Ba 2015, Algorithm 1. Bulk synchronous: Valiant 1990;
+bounded (stale synchronous): Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server; asynchronous: Dean et al. 2012, Downpour SGD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.core.errors import CodecError, NonFiniteDelta
+from zmqtrain.core.errors import CodecError, ConfigError, NonFiniteDelta
+from zmqtrain.core.specs import Number, format_spec, parse_spec
 from zmqtrain.core.types import Buffer
-from zmqtrain.parameter_server.optimizers import ServerOptimizer
+
+Vector = NDArray[Any]
+State = Mapping[str, Vector]
+
+OPTIMIZERS: dict[str, dict[str, Number]] = {
+    "sgd": {"rate": 0.01},
+    "momentum": {"rate": 0.01, "momentum": 0.9, "nesterov": 0},
+    "adam": {"rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8},
+}
+"""Each member of the family and the defaults of its arguments."""
+
+_LARGEST_RATE = 1000.0
+
+
+class ServerOptimizer(NamedTuple):
+    """How a key's values follow from gradients.
+
+    name: the canonical spec; `optimizer_from_spec(name)` gives this very optimizer.
+    slots: the names of its state, each an array like the values, zeros at first.
+    update(values, gradient, state, step): step number `step`, from 1 on. All are flat arrays of one dtype, or views of
+      the same part of them; values and state are changed in place, and the gradient is used up.
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    update: Callable[[Vector, Vector, State, int], None]
+
+
+def sgd(rate: float = 0.01) -> ServerOptimizer:
+    """w = w - rate * g."""
+
+    def update(values: Vector, gradient: Vector, state: State, step: int) -> None:
+        np.multiply(gradient, values.dtype.type(-rate), out=gradient)
+        np.add(values, gradient, out=values)
+
+    return ServerOptimizer(format_spec("sgd", {"rate": float(rate)}), (), update)
+
+
+def momentum(rate: float = 0.01, momentum: float = 0.9, nesterov: int = 0) -> ServerOptimizer:
+    """m = g + momentum * m; w = w - rate * m, or with nesterov 1, w - rate * (g + momentum * m)."""
+
+    def update(values: Vector, gradient: Vector, state: State, step: int) -> None:
+        number, trace = values.dtype.type, state["trace"]
+        np.multiply(trace, number(momentum), out=trace)
+        np.add(gradient, trace, out=trace)
+        if nesterov:
+            np.add(gradient, number(momentum) * trace, out=gradient)
+            np.multiply(gradient, number(-rate), out=gradient)
+        else:
+            np.multiply(trace, number(-rate), out=gradient)
+        np.add(values, gradient, out=values)
+
+    arguments = {"rate": float(rate), "momentum": float(momentum), "nesterov": int(nesterov)}
+    return ServerOptimizer(format_spec("momentum", arguments), ("trace",), update)
+
+
+def adam(rate: float = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> ServerOptimizer:
+    """m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; w = w - rate * m' / (sqrt(v') + epsilon).
+
+    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t.
+    """
+
+    def update(values: Vector, gradient: Vector, state: State, step: int) -> None:
+        number, mean, square = values.dtype.type, state["mean"], state["square"]
+        with np.errstate(under="ignore"):
+            np.multiply(mean, number(beta1), out=mean)
+            np.add(number(1 - beta1) * gradient, mean, out=mean)
+            np.square(gradient, out=gradient)
+            np.multiply(gradient, number(1 - beta2), out=gradient)
+            np.multiply(square, number(beta2), out=square)
+            np.add(gradient, square, out=square)
+            np.divide(square, number(1 - beta2**step), out=gradient)
+            np.sqrt(gradient, out=gradient)
+            np.add(gradient, number(epsilon), out=gradient)
+            np.divide(mean / number(1 - beta1**step), gradient, out=gradient)
+            np.multiply(gradient, number(-rate), out=gradient)
+        np.add(values, gradient, out=values)
+
+    arguments = {"rate": rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    name = format_spec("adam", {argument: float(value) for argument, value in arguments.items()})
+    return ServerOptimizer(name, ("mean", "square"), update)
+
+
+_MEMBERS: dict[str, Callable[..., ServerOptimizer]] = {"sgd": sgd, "momentum": momentum, "adam": adam}
+
+
+def optimizer_from_spec(text: str) -> ServerOptimizer:
+    """Return the optimizer of a spec such as "momentum:rate=0.1,momentum=0.9"; what is left out takes its default.
+
+    Raises ConfigError: an unknown name or argument; a rate outside (0, 1000]; a momentum, beta1 or beta2 outside
+    [0, 1); an epsilon outside [1e-30, 1]; a nesterov that is neither 0 nor 1.
+    """
+    name, arguments = parse_spec(text, OPTIMIZERS)
+    for argument, value in arguments.items():
+        if argument == "rate":
+            fits, wanted = 0 < value <= _LARGEST_RATE, f"0 < rate <= {_LARGEST_RATE:g}"
+        elif argument == "epsilon":
+            fits, wanted = 1e-30 <= value <= 1, "1e-30 <= epsilon <= 1"
+        elif argument == "nesterov":
+            fits, wanted = value in (0, 1), "nesterov=0 or nesterov=1"
+        else:
+            fits, wanted = 0 <= value < 1, f"0 <= {argument} < 1"
+        if not fits:
+            raise ConfigError(f"{text!r}: {argument}={value:g} is not in {wanted}")
+    return _MEMBERS[name](**arguments)
+
+
+CONSISTENCIES: dict[str, dict[str, Number]] = {"bsp": {}, "async": {}, "bounded": {"s": 3}}
+"""Each member of the family and the defaults of its arguments."""
+
+
+class Consistency(NamedTuple):
+    """How workers keep together.
+
+    name: the canonical spec.  staleness: by how many clocks a worker may be ahead; None: by any number.
+    averages: one step is made of the mean of all workers' gradients, when all are there; if not, one of each gradient
+    as it comes.
+    """
+
+    name: str
+    staleness: int | None
+    averages: bool
+
+    def may_proceed(self, ahead: int) -> bool:
+        """Return whether a worker whose clock is by so much ahead of the key's goes on at once."""
+        return self.staleness is None or ahead <= self.staleness
+
+
+def consistency_from_spec(text: str) -> Consistency:
+    """Return the consistency of a spec: "bsp", "async", or "bounded:s=3".
+
+    Raises ConfigError: an unknown name or argument, or an s below 0.
+    """
+    name, arguments = parse_spec(text, CONSISTENCIES)
+    canonical = format_spec(name, arguments)
+    if name == "bsp":
+        return Consistency(canonical, 0, True)
+    if name == "async":
+        return Consistency(canonical, None, False)
+    staleness = int(arguments["s"])
+    if staleness < 0:
+        raise ConfigError(f"{text!r}: s is by how many clocks a worker may be ahead, 0 or more; got {staleness}")
+    return Consistency(canonical, staleness, False)
+
 
 FRAME_BYTES = 1 << 20
 """Of one frame of values, the last one of a piece apart."""
@@ -25,8 +176,6 @@ LARGEST_VALUE = 1e18
 """A gradient, or an initial value, of which the square is no float32 any more is refused like one that is infinite."""
 
 _BLOCK_VALUES = 65_536  # values, gradients and state stay in a core's cache between the passes
-
-Vector = NDArray[Any]
 
 
 def frame_sizes(size: int) -> tuple[int, ...]:

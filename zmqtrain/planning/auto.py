@@ -33,7 +33,7 @@ from zmqtrain.protocol.members import Member, MemberState
 from zmqtrain.protocol.rounds import AfterCount, Immediately, release_rule_from_spec
 from zmqtrain.protocol.schedules import Plan
 from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
-from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.pacing import LinkShare
 
 ASSUMED_BITS = 1e9
 """The rate of a port of which nothing is known yet: a run whose exchanges are too small to measure it hardly cares."""

@@ -22,8 +22,8 @@ from zmqtrain.core.types import Buffer, PeerId
 from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
 from zmqtrain.protocol.messages import Heartbeat, Message, Probe, Probed, Refused, Roster, Welcome
 from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
-from zmqtrain.transport.found_keys import Access, find_access
-from zmqtrain.transport.zmq_dealer import DealerChannel
+from zmqtrain.transport.key_folder import Access, find_access
+from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey
 
 Answered = TypeVar("Answered", bound=Message)

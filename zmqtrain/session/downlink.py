@@ -36,8 +36,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     Values,
 )
-from zmqtrain.transport.pacing import Credits, Outbox
-from zmqtrain.transport.reservation import RateMeter, Reservation, TokenBucket, Use
+from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, TokenBucket, Use
 
 
 class Timer:

@@ -49,8 +49,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.effect_queue import EffectQueue
 from zmqtrain.transport.address import say_addresses
-from zmqtrain.transport.gate import Gate
-from zmqtrain.transport.reservation import LinkShare, Reservation, TokenBucket, Use
+from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket, Use
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ from zmqtrain.sim.scenario import Scenario
 from zmqtrain.sim.star import HubPorts, Wire
 from zmqtrain.strategies.selection import Laggards, preemption_from_spec
 from zmqtrain.transport.memory import LinkModel
-from zmqtrain.transport.reservation import LinkShare
+from zmqtrain.transport.pacing import LinkShare
 
 TICK_SECONDS = 0.25
 NANO = 1e-9

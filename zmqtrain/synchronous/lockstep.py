@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from zmqtrain.codecs.base import codec_from_spec
-from zmqtrain.collectives.allreduce import ALLREDUCE
+from zmqtrain.collectives.algorithms import ALLREDUCE
 from zmqtrain.collectives.connect import Communicator
 from zmqtrain.core.errors import ConfigError, JoinRefused
 from zmqtrain.core.interfaces import GradientExchange
@@ -17,9 +17,8 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import ModelSpec, Version
 from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
-from zmqtrain.parameter_server.consistency import consistency_from_spec
-from zmqtrain.parameter_server.optimizers import optimizer_from_spec
 from zmqtrain.parameter_server.parameter_client import ParameterClient
+from zmqtrain.parameter_server.store import consistency_from_spec, optimizer_from_spec
 from zmqtrain.synchronous.allreduce import AllreduceExchange
 from zmqtrain.synchronous.server_exchange import ServerExchange
 from zmqtrain.train.lockstep import Allreduce, Lockstep, Server, lockstep_from_spec

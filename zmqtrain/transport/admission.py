@@ -1,21 +1,194 @@
-"""Know who may come in: which public keys have which names, and which peer ids have been opened under which name.
+"""Who may speak at a hub's port: routing ids, authorised keys, seats of peers, and counts of what was refused (pure).
 
-Rule 1: who is not named here stays out; who loses its name is out from that moment, also on a connection that lives.
-Rule 2: a peer id belongs to the name under which it was first heard; nobody else speaks as that peer.  Those who share
-a key share its name: nothing tells them apart.
-Rule 3: of two lives of a peer, the one whose connection was made last counts; what a former one sent is not heard.
-Rule 4: what is kept is bounded: who is here by its connections; of those that have left, the last DEPARTED_SEATS.
-Rule 5: a life's lanes are connected one after the other: one that was not heard yet is awaited, for a while.
+1. A routing id is the lane, b"C" or b"B", the peer's id in utf-8, a zero byte, and the life of that channel. A life is
+   a random series, so that nobody else can take over a connection (libzmq gives it to the last comer with the same
+   id), and a count: of two lives of one series the later has the higher.
+2. A key that has no name here is refused. A key that loses its name is out from that moment, also on an open
+   connection. A peer id belongs to the name under which it was first heard; those who share a key share its name.
+3. Of two lives of a peer, the one that connected last counts. The lanes of a life connect one after the other; a lane
+   that was not heard yet is waited for.
+4. What is kept is bounded: present peers by their connections, departed ones by DEPARTED_SEATS.
+5. A refusal is logged at once; more of them within `SAY_SECONDS` make one line. Refusals of normal life (a node that
+   connects again, a look at the port) are counted only.
+6. A notice tells an authorised node why the hub does not hear it: an empty frame, then the reason. Channels do not hand
+   it on; no head of a protocol message is empty. An unauthenticated peer gets none (`zmq_keys`).
+Source: ZeroMQ RFC 28 (ROUTER, DEALER).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 
-from zmqtrain.core.types import Lane, PeerId
-from zmqtrain.transport.routing import is_former
+from zmqtrain.core.types import Buffer, Lane, PeerId
+from zmqtrain.transport.pacing import is_peer_id
+
+_LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
+_LANES = {value: lane for lane, value in _LANE_BYTES.items()}
+_SERIES_BYTES, _COUNT_BYTES = 8, 4
+
+_REMEMBERED = 1024  # routing ids that were read: the same ones come with each message
+
+
+def first_life() -> bytes:
+    """Return what tells a new channel of a peer from all others of that peer."""
+    return secrets.token_bytes(_SERIES_BYTES) + bytes(_COUNT_BYTES)
+
+
+def next_life(life: bytes) -> bytes:
+    """Return the life of the same channel when it is opened once more."""
+    count = int.from_bytes(life[_SERIES_BYTES:], "big") + 1
+    return life[:_SERIES_BYTES] + count.to_bytes(_COUNT_BYTES, "big")
+
+
+def is_former(life: bytes, other: bytes) -> bool | None:
+    """Return whether `life` was before `other`; None for lives of two series, which do not tell."""
+    if life[:_SERIES_BYTES] != other[:_SERIES_BYTES]:
+        return None
+    return life < other
+
+
+def routing_id_of(lane: Lane, peer: PeerId, life: bytes) -> bytes:
+    """Return the routing id of one lane of a peer's channel. life: as above; b"" for none."""
+    return _LANE_BYTES[lane] + peer.encode() + (b"\0" + life if life else b"")
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def sender_of(routing_id: bytes) -> tuple[PeerId, Lane, bytes] | None:
+    """Return (peer, lane, life) of a routing id, None if it is none of ours (libzmq's own begin with a zero byte)."""
+    lane = _LANES.get(routing_id[:1])
+    if lane is None:
+        return None
+    who, _, life = routing_id[1:].partition(b"\0")
+    try:
+        name = who.decode()
+    except UnicodeDecodeError:
+        return None
+    return (PeerId(name), lane, life) if is_peer_id(name) else None
+
+
+logger = logging.getLogger(__name__)
+
+SAY_SECONDS = 10.0
+
+RECENT_SECONDS = 60.0
+"""For so long a refusal is shown beside the run: who was turned away long ago is no news."""
+GRAIN_SECONDS = 5.0
+
+REASONS = {
+    "handshake": (
+        "connection that does not speak as our nodes do here (without keys, or with another hub's key)",
+        "connections that do not speak as our nodes do here (without keys, or with another hub's key)",
+    ),
+    "unfinished": ("connection that ended before it was greeted", "connections that ended before they were greeted"),
+    "key": ("connection with a key that is not authorised", "connections with a key that is not authorised"),
+    "revoked": ("message of a key that was revoked", "messages of a key that was revoked"),
+    "name": (
+        "message under the name of a peer that came with another key",
+        "messages under the name of a peer that came with another key",
+    ),
+    "life": ("message of a peer's former life", "messages of a peer's former life"),
+    "dismissed": (
+        "message of a peer that was shown out, or of another's id",
+        "messages of peers that were shown out, or of others' ids",
+    ),
+    "half-open": (
+        "connection that had not said who it is, to make room",
+        "connections that had not said who they are, to make room",
+    ),
+    "address": ("connection from an address that has too many", "connections from an address that has too many"),
+    "full": ("connection, as there are too many in all", "connections, as there are too many in all"),
+}
+"""What is refused: in a few words, of one and of several."""
+
+NORMAL = frozenset({"life", "unfinished"})
+"""What happens in normal life: a node connects again, `zmqtrain doctor` looks whether the port is open."""
+
+
+class Refusals:
+    """The refusals at one port, in its loop. told: called at each.  counts: by reason, since the beginning.
+
+    clock: seconds; never goes back.
+    """
+
+    def __init__(
+        self, where: str, told: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._where, self._told, self._clock = where, told, clock
+        self._recent: deque[tuple[float, int]] = deque()  # the beginnings of spans of GRAIN_SECONDS, with counts
+        self.counts: Counter[str] = Counter()
+        self._unsaid: Counter[str] = Counter()
+        self._last: dict[str, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def count(self, reason: str, whose: str = "") -> None:
+        """Count one. whose: an address or a name, for people."""
+        self.counts[reason] += 1
+        if reason in NORMAL:
+            logger.debug("%s: a %s (%s)", self._where, REASONS[reason][0], whose)
+            return self._told()
+        self._unsaid[reason] += 1
+        now = self._clock()
+        if not self._recent or now - self._recent[-1][0] >= GRAIN_SECONDS:
+            self._recent.append((now, 0))
+        self._recent[-1] = self._recent[-1][0], self._recent[-1][1] + 1
+        if whose:
+            self._last[reason] = whose
+        self._told()
+        if self._timer is None:
+            self._say()
+            self._timer = asyncio.get_running_loop().call_later(SAY_SECONDS, self._say_again)
+
+    @property
+    def recent(self) -> int:
+        """How many there were in the last minute, but for what happens in normal life."""
+        while self._recent and self._clock() - self._recent[0][0] > RECENT_SECONDS:
+            self._recent.popleft()
+        return sum(count for _, count in self._recent)
+
+    def close(self) -> None:
+        """Say what was not said yet, and nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._say()
+
+    def _say_again(self) -> None:
+        self._timer = None
+        if self._unsaid:
+            self._say()
+            self._timer = asyncio.get_running_loop().call_later(SAY_SECONDS, self._say_again)
+
+    def _say(self) -> None:
+        for reason, count in self._unsaid.items():
+            last = f" (the last: {self._last[reason]})" if reason in self._last else ""
+            logger.warning("%s refused %d %s%s", self._where, count, REASONS[reason][count > 1], last)
+        self._unsaid.clear()
+
+
+NOTICES = frozenset({"name"})
+"""The reasons that a node is told, as in `refusals.REASONS`."""
+
+
+def notice(reason: str) -> list[bytes]:
+    """Return the frames of a notice; reason: one of `NOTICES`."""
+    return [b"", reason.encode("ascii")]
+
+
+def reason_of(frames: Sequence[Buffer]) -> str | None:
+    """Return the reason if this message is a notice ("" for one that is not known here); None for any other."""
+    if len(frames) != 2 or len(frames[0]):
+        return None
+    reason = bytes(frames[1]).decode("ascii", "replace")
+    return reason if reason in NOTICES else ""
+
 
 EVERYBODY = ""
 """The name of all who come in where keys are not asked for."""

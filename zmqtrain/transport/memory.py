@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, ConfigError, PeerLost
 from zmqtrain.core.types import Buffer, Lane, PeerId
-from zmqtrain.transport.gate import Fairness, Gate
-from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message, check_peer_id
+from zmqtrain.transport.pacing import COPY_BELOW_BYTES, Fairness, Gate, check_message, check_peer_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
 from zmqtrain.core.interfaces import Clock, PortListener
 from zmqtrain.core.types import Buffer
-from zmqtrain.transport.limits import COPY_BELOW_BYTES, check_message
+from zmqtrain.transport.pacing import COPY_BELOW_BYTES, check_message
 
 TICK_SECONDS = 0.05
 """How often a listener is told that time has passed."""

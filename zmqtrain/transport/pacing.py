@@ -1,24 +1,448 @@
-"""Decide how many bytes may be on their way, and whose (pure: no clock, no socket; `now` is an argument).
+"""Limits and flow control of a port (pure but for `Gate`: no socket; `now` is an argument).
 
-Rule 1: toward the hub's port, the hub grants: `Credits` keeps what is granted and has not arrived, over ALL peers, in
-one window, so that the queue in the switch stays short whoever sends.
-Rule 2: toward a node's port, the hub keeps its own bounded queue: `Outbox` sends while the node's acknowledgements say
-that at most one window is on its way.
-Rule 3: a chunk larger than a window goes when it goes alone; nothing that was asked for waits for ever.
-Rule 4: grants keep to the share of the hub's port, and of each node's: a chunk that is granted can go at once.
-Rule 5: chunks are references to buffers that every peer shares: counted, never copied, never looked into.
+1. Toward the hub's port, the hub grants: `Credits` keeps the bytes granted and not arrived, over ALL peers, in one
+   window, so that the queue in the switch stays short whoever sends. Grants keep to the rate of the hub's port and of
+   each node's: a granted chunk can go at once.
+2. Toward a node's port, the hub keeps a bounded queue: `Outbox` sends while at most one window is unacknowledged. A
+   chunk larger than a window goes when it goes alone.
+3. Chunks are references to buffers that every peer shares: counted, never copied, never decoded.
+4. `Share` keeps a port to its rate: control never waits but is paid for; deltas go before snapshots, but for one chunk
+   in `OVERTAKEN`. A sender that must wait is told for how long. If no rate is configured, it is a lower bound measured
+   from traffic.
+5. `Connections` bounds the connections of a port, in all and by address. A connection is half open until a message has
+   come over it, greeted until its peer has sent more than the empty first message of a lane. Over a limit, an address
+   loses its oldest half-open connection; when all places are taken, a new connection replaces a half-open one, else a
+   greeted one. Identified connections are never evicted.
+6. A message that a limit refuses never reaches the wire (`LocalProtocolError`), where it would cost the connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from enum import IntEnum
+from math import inf, isfinite
+from typing import Generic, TypeVar
 
 from zmqtrain.core.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from zmqtrain.core.types import Buffer, PeerId
-from zmqtrain.transport.reservation import TokenBucket
+from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, PeerId
+
+MAX_WIRE_FRAME_BYTES = MAX_FRAME_BYTES + (64 << 10)
+"""The largest frame that a connection survives: one payload frame, and 64 KiB for whoever counts its head into it."""
+
+MAX_MESSAGE_FRAMES = 6
+"""A control message is one frame, a chunk two, and a message of a group that is relayed five; the other is room for a
+later version to be understood."""
+
+MAX_PEER_ID_BYTES = 200
+"""A ZeroMQ routing id holds 255 bytes; one is the lane, and the rest stays free."""
+
+COPY_BELOW_BYTES = 64 << 10
+"""Frames below this are copied, both ways: cheaper than to keep their owner alive until the network has them."""
+
+
+def check_message(frames: Sequence[Buffer]) -> int:
+    """Return the bytes of a whole message; raise LocalProtocolError if no channel would carry it."""
+    if not 1 <= len(frames) <= MAX_MESSAGE_FRAMES:
+        raise LocalProtocolError(f"a message has 1 to {MAX_MESSAGE_FRAMES} frames, this one has {len(frames)}")
+    total = 0
+    for index, frame in enumerate(frames):
+        size = len(frame) if isinstance(frame, bytes) else _measure(index, frame)
+        if size > MAX_WIRE_FRAME_BYTES:
+            raise LocalProtocolError(
+                f"frame {index} of a message holds {size} bytes; the limit is {MAX_WIRE_FRAME_BYTES}: split it"
+            )
+        total += size
+    return total
+
+
+def _measure(index: int, frame: Buffer) -> int:
+    view = memoryview(frame)
+    if not view.c_contiguous:
+        raise LocalProtocolError(f"frame {index} of a message is not contiguous in memory: copy it first")
+    return view.nbytes
+
+
+def is_peer_id(text: str) -> bool:
+    """Tell whether `text` can name a peer: printable, not empty, at most `MAX_PEER_ID_BYTES` bytes of utf-8."""
+    return 0 < len(text) <= MAX_PEER_ID_BYTES and text.isprintable() and len(text.encode()) <= MAX_PEER_ID_BYTES
+
+
+def check_peer_id(peer: PeerId) -> None:
+    """Raise ConfigError if `peer` cannot name a peer on the wire."""
+    if not is_peer_id(peer):
+        raise ConfigError(
+            f"a node's name must be printable and 1 to {MAX_PEER_ID_BYTES} bytes long, got {peer!r}:"
+            " choose another --name"
+        )
+
+
+class Gate:
+    """A place where tasks wait until somebody calls `open`."""
+
+    __slots__ = ("_called", "_waiters")
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+        self._called: Callable[[], object] | None = None
+
+    @property
+    def waited_at(self) -> bool:
+        """Whether anybody waits here."""
+        return bool(self._waiters) or self._called is not None
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Call this at each `open`, from now on, in the midst of who opens: it takes note, and does no more."""
+        self._called = what
+
+    def open(self) -> None:
+        """Wake all who wait here now."""
+        if self._called is not None:
+            self._called()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until the next `open`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if waiter in self._waiters:  # cancelled, not woken
+                self._waiters.remove(waiter)
+
+
+class Fairness:
+    """Give the loop's other tasks a turn now and then, where a call under load would never have to wait."""
+
+    __slots__ = ("_turns", "every")
+
+    def __init__(self, every: int = 8) -> None:
+        self.every, self._turns = every, 0
+
+    async def turn(self) -> None:
+        """Count one call, before it takes a message (it may be cancelled here); let others run at each `every`-th."""
+        self._turns += 1
+        if self._turns >= self.every:
+            self._turns = 0
+            await asyncio.sleep(0)
+
+
+BURST_SECONDS = 0.03
+"""What may go at once after a rest, as time at the reserved rate: a late timer costs nothing, and who types in a remote
+shell does not feel it."""
+BURST_BYTES = MAX_FRAME_BYTES + 4096
+"""And at least so much: the largest chunk with its head, so that no message is larger than the burst."""
+OVERTAKEN = 8
+METERED_BYTES = 256 << 10
+"""Fewer bytes at a time say more of latencies than of a link's rate."""
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class LinkShare:
+    """What training may use of a port, each way.
+
+    rate: of the port, bytes of payload per second, one way; 0: as it is measured.  share: of that.
+    Raises ConfigError for what no port has.
+    """
+
+    rate: float = 0.0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share is what training may take of the link, in 0 < share <= 1, got {self.share:g}")
+        if not 0 <= self.rate < inf:
+            raise ConfigError(f"a link's rate must be 0 (as measured) or more, got {self.rate:g}")
+
+    def limit(self, measured: float = 0.0) -> float | None:
+        """Return the bytes per second that may be used; None: no limit is wanted, or none can be said yet."""
+        rate = self.rate or (measured if self.share < 1 else 0.0)
+        return self.share * rate if rate else None
+
+    def usable(self, measured: float = 0.0) -> float:
+        """Return the bytes per second that can be counted on, limited or not; 0: nothing is known of the port yet."""
+        return self.share * (self.rate or measured)
+
+
+class TokenBucket:
+    """A rate that may be exceeded by one burst.
+
+    rate: bytes per second; None: no limit.  Whoever may go at `wait_seconds` 0 and pays: over any time t, what has gone
+    so is at most burst_bytes + rate · t. What is larger than the burst goes when the bucket is full, and owes the rest.
+    """
+
+    def __init__(self, rate: float | None = None) -> None:
+        self.rate: float | None = None
+        self.burst_bytes = self._tokens = float(BURST_BYTES)
+        self._now: float | None = None
+        self.set_rate(rate)
+
+    def set_rate(self, rate: float | None) -> None:
+        """Go on at another rate; what is in the bucket stays, as far as it has room. Raises ConfigError unless > 0."""
+        if rate is not None and not (rate > 0 and isfinite(rate)):
+            raise ConfigError(f"a rate must be more than 0 bytes per second (or None), got {rate}")
+        was_full = self._tokens >= self.burst_bytes
+        self.rate, self.burst_bytes = rate, max(float(BURST_BYTES), BURST_SECONDS * (rate or 0.0))
+        self._tokens = self.burst_bytes if was_full else min(self._tokens, self.burst_bytes)
+
+    def wait_seconds(self, size: float, now: float) -> float:
+        """Return how long `size` bytes must wait from `now` (seconds, any origin); 0: they may go."""
+        if self.rate is None:
+            return 0.0
+        self._fill(now)
+        missing = min(size, self.burst_bytes) - self._tokens
+        return missing / self.rate if missing > 0.5 else 0.0  # half a byte: what floats lose
+
+    def pay(self, size: float, now: float) -> None:
+        """Take note that `size` bytes go at `now`, whether or not they should have waited."""
+        if self.rate is not None:
+            self._fill(now)
+            self._tokens -= size
+
+    def _fill(self, now: float) -> None:
+        """Add what has come in since; a `now` that runs backwards adds nothing."""
+        assert self.rate is not None
+        passed = 0.0 if self._now is None else max(0.0, now - self._now)
+        self._now = now if self._now is None else max(self._now, now)
+        self._tokens = min(self.burst_bytes, self._tokens + passed * self.rate)
+
+
+class Use(IntEnum):
+    """What a port is used for, the first first."""
+
+    CONTROL = 0
+    DELTA = 1
+    SNAPSHOT = 2
+
+
+class Reservation(Generic[Who]):
+    """One way through a port: whose turn it is to send, and when, within a rate.
+
+    rate: bytes per second that may be used; None: no limit.  Those who wait on a lane take turns; one whose own link
+    is not ready is passed over, one that the port is not ready for is waited for, and never overtaken by what is small.
+    """
+
+    def __init__(self, rate: float | None = None) -> None:
+        self.bucket = TokenBucket(rate)
+        self._lanes: dict[Use, dict[Who, None]] = {Use.DELTA: {}, Use.SNAPSHOT: {}}
+        self._overtaken = 0
+
+    def pay(self, size: int, now: float) -> None:
+        """Take note that `size` bytes of control go."""
+        self.bucket.pay(size, now)
+
+    def wait(self, who: Who, use: Use) -> None:
+        """Let `who` wait for its turn on a lane; who waits there already keeps its place, who waits elsewhere moves."""
+        if who not in self._lanes[use]:
+            self.leave(who)
+            self._lanes[use][who] = None
+
+    def leave(self, who: Who) -> None:
+        """Let `who` wait no more; no error if it does not."""
+        for lane in self._lanes.values():
+            lane.pop(who, None)
+
+    def turn(self, claim: Callable[[Who], tuple[int, float]], now: float) -> tuple[Who | None, float]:
+        """Return who may send now, and 0; or nobody, and after how many seconds to ask again (inf: nobody waits).
+
+        claim: gives the bytes that one wants to send next, and how long its own link makes it wait.
+        """
+        soonest = inf
+        order = (Use.SNAPSHOT, Use.DELTA) if self._overtaken >= OVERTAKEN else (Use.DELTA, Use.SNAPSHOT)
+        for use in order:
+            for who in self._lanes[use]:
+                size, own_seconds = claim(who)
+                if own_seconds > 0:
+                    soonest = min(soonest, own_seconds)
+                    continue
+                seconds = self.bucket.wait_seconds(size, now)
+                return (who, 0.0) if seconds <= 0 else (None, min(soonest, seconds))
+        return None, soonest
+
+    def sent(self, who: Who, size: int, now: float) -> None:
+        """Take note that `who` has sent `size` bytes at its turn: it goes to the end of its lane."""
+        self.bucket.pay(size, now)
+        if who in self._lanes[Use.DELTA]:
+            self._overtaken = self._overtaken + 1 if self._lanes[Use.SNAPSHOT] else 0
+        else:
+            self._overtaken = 0
+        for lane in self._lanes.values():
+            if who in lane:
+                del lane[who]
+                lane[who] = None
+
+
+class RateMeter:
+    """The fastest that a link was seen to carry, in bytes per second; `rate` is 0 until enough has gone at a time.
+
+    A stretch begins when something is sent to (or granted to) who had nothing on its way, and lasts while something is.
+    """
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._began: float | None = None
+        self._bytes = 0
+
+    def begun(self, now: float) -> None:
+        """Take note that something goes on its way."""
+        if self._began is None:
+            self._began, self._bytes = now, 0
+
+    def over(self, size: int, now: float, idle: bool) -> None:
+        """Take note that `size` bytes are known to have come. idle: nothing more is on its way."""
+        if self._began is not None:
+            self._bytes += size
+            if self._bytes >= METERED_BYTES and now > self._began:
+                self.rate = max(self.rate, self._bytes / (now - self._began))
+            if idle:
+                self._began = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections there may be, and how long a handshake may last.
+
+    A node has two connections to a hub.  The bounds of those that are half open bound the memory that strangers can
+    take: each may send one frame of at most 4.06 MiB before it is known.
+    """
+
+    total: int = 4096
+    per_address: int = 512
+    half_open: int = 256
+    half_open_per_address: int = 64
+    handshake_seconds: float = 5.0
+
+
+@dataclass(slots=True)
+class Connection:
+    """One TCP connection. address, port: of the other end.  since: when it was accepted, in seconds.  number: higher
+    for each."""
+
+    descriptor: int
+    address: str
+    port: int
+    since: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A connection that is to be cut: "half-open", "address" (too many from it) or "full"."""
+
+    connection: Connection
+    reason: str
+
+
+class Connections:
+    """All connections at a port, by the number of their descriptor."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._all: dict[int, Connection] = {}
+        self._of: dict[str, dict[int, Connection]] = {}
+        self._half: dict[str, dict[int, Connection]] = {}  # by address, the oldest first
+        self._greeted: dict[str, dict[int, Connection]] = {}  # likewise
+        self._half_open = self._accepted = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def half_open(self) -> int:
+        """How many are half open."""
+        return self._half_open
+
+    def get(self, descriptor: int) -> Connection | None:
+        """Return the connection with this descriptor; None if there is none."""
+        return self._all.get(descriptor)
+
+    def of(self, address: str) -> list[Connection]:
+        """Return the connections from an address, in the order in which they were accepted."""
+        return list(self._of.get(address, {}).values())
+
+    def accepted(self, descriptor: int, address: str, port: int, now: float) -> list[Cut]:
+        """Take note of a new connection; return those that are to be cut for it, itself perhaps."""
+        self.closed(descriptor)
+        self._accepted += 1
+        new = Connection(descriptor, address, port, now, self._accepted)
+        self._all[descriptor] = self._of.setdefault(address, {})[descriptor] = new
+        self._half.setdefault(address, {})[descriptor] = new
+        self._half_open += 1
+        limits = self.limits
+        if len(self._of[address]) > limits.per_address:
+            return [self._cut(new, "address")]
+        if len(self._half[address]) > limits.half_open_per_address:
+            return [self._cut_oldest(address)]
+        if len(self._all) > limits.total:
+            least = self._least_known()
+            return [self._cut(least, "full" if least is new else "half-open")]
+        if self._half_open > limits.half_open:
+            return [self._cut_oldest(_crowded(self._half))]
+        return []
+
+    def proved(self, descriptor: int) -> None:
+        """Record that a message has come over this connection: it is not half open any more."""
+        if (connection := self._all.get(descriptor)) is not None and self._leave_half(connection):
+            self._greeted.setdefault(connection.address, {})[descriptor] = connection
+
+    def spoke(self, descriptor: int) -> None:
+        """Record that the peer of this connection has said something: it is never given up for a new one."""
+        if (connection := self._all.get(descriptor)) is not None:
+            self._settle(connection)
+
+    def closed(self, descriptor: int) -> None:
+        """Take note that this connection is gone, or will be."""
+        if (connection := self._all.pop(descriptor, None)) is not None:
+            self._settle(connection)
+            here = self._of[connection.address]
+            del here[descriptor]
+            if not here:
+                del self._of[connection.address]
+
+    def _least_known(self) -> Connection:
+        """Return whose place a new connection takes when none is free; its own, if all others have spoken."""
+        address = _crowded(self._half)
+        table = self._greeted if self._greeted and len(self._half[address]) == 1 else self._half
+        return next(iter(table[_crowded(table)].values()))
+
+    def _cut_oldest(self, address: str) -> Cut:
+        return self._cut(next(iter(self._half[address].values())), "half-open")
+
+    def _cut(self, connection: Connection, reason: str) -> Cut:
+        self.closed(connection.descriptor)
+        return Cut(connection, reason)
+
+    def _settle(self, connection: Connection) -> None:
+        if not self._leave_half(connection):
+            _take_out(self._greeted, connection)
+
+    def _leave_half(self, connection: Connection) -> bool:
+        left = _take_out(self._half, connection)
+        self._half_open -= left
+        return left
+
+
+def _crowded(table: dict[str, dict[int, Connection]]) -> str:
+    """Return the address with most connections in a table (there is one)."""
+    return max(table, key=lambda address: len(table[address]))
+
+
+def _take_out(table: dict[str, dict[int, Connection]], connection: Connection) -> bool:
+    """Take a connection out of a table by address; return whether it was there."""
+    here = table.get(connection.address, {})
+    found = here.pop(connection.descriptor, None) is not None
+    if found and not here:
+        del table[connection.address]
+    return found
+
 
 _SOME_PEER = PeerId("the peer")
 
