@@ -12,11 +12,11 @@ import pytest
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.parameter_server.directory import Placement
-from zmqtrain.parameter_server.key_masters import KeyMasters
 from zmqtrain.parameter_server.parameter_client import ParameterClient
+from zmqtrain.parameter_server.server_connections import ServerConnections
 
 
-class Masters(KeyMasters):
+class Masters(ServerConnections):
     """Masters that say where keys lie once `answer` is set, and what they were asked in which order."""
 
     def __init__(self):
@@ -43,14 +43,14 @@ class Masters(KeyMasters):
 @pytest.fixture
 def client():
     made = ParameterClient("worker", 60.0)
-    made._masters = Masters()
+    made._servers = Masters()
     yield made
-    made._masters.answer.set()
+    made._servers.answer.set()
     made.close()
 
 
 def test_a_client_that_closes_waits_for_its_pushes(client):
-    ones, masters = np.ones(3, np.float32), client._masters
+    ones, masters = np.ones(3, np.float32), client._servers
     push = client.ipush("a", ones)
     closing = threading.Thread(target=client.close)
     closing.start()
@@ -63,11 +63,11 @@ def test_a_client_that_closes_waits_for_its_pushes(client):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_client_does_not_wait_for_its_pushes_for_ever(client, fails, caplog, monkeypatch):
     async def end():  # what is pending ends with its loop
-        client._masters.answer.set()
+        client._servers.answer.set()
         while len(asyncio.all_tasks()) > 1:
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(client._masters, "close", end)
+    monkeypatch.setattr(client._servers, "close", end)
     with contextlib.suppress(ValueError), client:
         client.timeout_seconds = 0.05
         client.ipush("a", np.ones(3, np.float32))
@@ -88,19 +88,19 @@ def test_what_is_begun_for_a_key_that_is_not_known_does_not_wait_and_keeps_its_o
         client.ipush("a", 5 * ones),
     ]
     assert not any(request.test() for request in requests)
-    client._masters.answer.set()
+    client._servers.answer.set()
     for request in requests:
         request.wait()
-    of_a = [asked for asked in client._masters.asked if asked[0] != "declare" and asked[1] == "a"]
+    of_a = [asked for asked in client._servers.asked if asked[0] != "declare" and asked[1] == "a"]
     assert of_a == [("push", "a", 1), ("pull", "a"), ("push", "a", 3), ("pull", "a"), ("push", "a", 5)]
-    assert sorted(key for kind, *keys in client._masters.asked if kind == "declare" for key in keys) == ["a", "b", "c"]
+    assert sorted(key for kind, *keys in client._servers.asked if kind == "declare" for key in keys) == ["a", "b", "c"]
 
 
 def test_what_cannot_be_pushed_is_said_at_once_if_that_is_known_and_else_by_the_request(client):
     with pytest.raises(ConfigError, match="float32 or float64"):
         client.ipush("a", np.ones(3, np.int32))
     wrong, nowhere = client.ipush("a", np.ones(4, np.float32)), client.ipull("nowhere")
-    client._masters.answer.set()
+    client._servers.answer.set()
     with pytest.raises(ConfigError, match="was given a gradient"):
         wrong.wait()
     with pytest.raises(ConfigError, match="no key 'nowhere'"):

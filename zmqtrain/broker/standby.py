@@ -46,9 +46,9 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
+from zmqtrain.session.connect_deadline import ConnectDeadline
 from zmqtrain.session.hub_session import HubSession, NullListener
 from zmqtrain.session.mailbox import Worker
-from zmqtrain.session.patience import ConnectDeadline
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_channels import DealerChannel
@@ -350,7 +350,7 @@ class Standby(NullListener):
         self._stopped = True
 
     async def _wait_for_first(self) -> None:
-        deadline = ConnectDeadline(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
+        deadline = ConnectDeadline(self._link, self.place.wait_seconds, time.monotonic())
         while self.follower.settings is None and not self._stopped:
             if self.failure is not None:
                 raise self.failure
@@ -540,7 +540,7 @@ class Registration(NullListener):
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
-        deadline = ConnectDeadline(self.place.wait_seconds, time.monotonic(), lambda: bool(self._link.refused))
+        deadline = ConnectDeadline(self._link, self.place.wait_seconds, time.monotonic())
         while self.peer.settings is None:
             if self.failure is not None:
                 raise self.failure

@@ -38,10 +38,10 @@ from zmqtrain.node.keeper import SavedNode
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Promote, Report, Roster, Snapshot, Stop
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.session.connect_deadline import REFUSED_SECONDS
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.session.hub_session import HubSession, Solitude
 from zmqtrain.session.mailbox import Worker
-from zmqtrain.session.patience import REFUSED_SECONDS
 from zmqtrain.transport.address import say_addresses, say_unreachable
 from zmqtrain.transport.pacing import LinkShare
 

@@ -31,7 +31,7 @@ from zmqtrain.core.errors import (
 )
 from zmqtrain.core.types import LeafSpec
 from zmqtrain.parameter_server.directory import ITEM_BYTES, check_key, key_name
-from zmqtrain.parameter_server.key_masters import KeyMasters
+from zmqtrain.parameter_server.server_connections import ServerConnections
 from zmqtrain.parameter_server.store import consistency_from_spec, optimizer_from_spec
 from zmqtrain.parameter_server.trees import name_leaves, rebuild
 from zmqtrain.transport.zmq_keys import GivenKeys, GivenServerKey, read_credentials
@@ -87,7 +87,7 @@ class ParameterClient:
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
-        self._masters = KeyMasters(name, timeout_seconds)
+        self._servers = ServerConnections(name, timeout_seconds)
         self._pushes = set[Future[None]]()  # that the masters do not have yet
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zmqtrain-parameters", daemon=True)
@@ -142,7 +142,7 @@ class ParameterClient:
         client = cls(name, timeout_seconds)
         atexit.register(client.close)
         try:
-            opening = client._call(client._masters.open(given, credentials, rules, reads_only), "masters' answers")
+            opening = client._call(client._servers.open(given, credentials, rules, reads_only), "masters' answers")
             opening.wait(timeout_seconds + OPENING_SECONDS)
         except BaseException:
             client.close()
@@ -184,8 +184,8 @@ class ParameterClient:
         arrays = self._gradients({name: gradient})
 
         async def push() -> None:
-            await self._masters.placed(name)
-            await self._masters.push(name, self._checked(name, arrays[name]))
+            await self._servers.placed(name)
+            await self._servers.push(name, self._checked(name, arrays[name]))
 
         return self._push(push(), f"push of {name!r}")
 
@@ -195,8 +195,8 @@ class ParameterClient:
         self._check_target(name, into)
 
         async def pull() -> Vector:
-            await self._masters.placed(name)
-            return await self._masters.pull(name, self._target(name, into))
+            await self._servers.placed(name)
+            return await self._servers.pull(name, self._target(name, into))
 
         return self._call(pull(), f"pull of {name!r}")
 
@@ -207,8 +207,8 @@ class ParameterClient:
         self._check_target(name, into)
 
         async def push_pull() -> Vector:
-            await self._masters.placed(name)
-            return await self._masters.push_pull(name, self._checked(name, arrays[name]), self._target(name, into))
+            await self._servers.placed(name)
+            return await self._servers.push_pull(name, self._checked(name, arrays[name]), self._target(name, into))
 
         return self._call(push_pull(), f"push_pull of {name!r}")
 
@@ -237,9 +237,9 @@ class ParameterClient:
         async def push() -> None:
             def begin() -> Iterator[Coroutine[Any, Any, None]]:
                 flat = {key: self._checked(key, array) for key, array in arrays.items()}
-                return (self._masters.push(key, values) for key, values in flat.items())
+                return (self._servers.push(key, values) for key, values in flat.items())
 
-            await self._masters.in_order(list(arrays), begin)
+            await self._servers.in_order(list(arrays), begin)
 
         return self._push(push(), _name_all("push", arrays))
 
@@ -250,8 +250,8 @@ class ParameterClient:
             check_key(key)
 
         async def pull() -> Any:
-            values = await self._masters.in_order(
-                names, lambda: (self._masters.pull(key, self._target(key, None)) for key in names)
+            values = await self._servers.in_order(
+                names, lambda: (self._servers.pull(key, self._target(key, None)) for key in names)
             )
             return rebuild(tree, dict(zip(names, values, strict=True)))
 
@@ -264,9 +264,9 @@ class ParameterClient:
         async def push_pull() -> Any:
             def begin() -> Iterator[Coroutine[Any, Any, Vector]]:
                 flat = {key: self._checked(key, array) for key, array in arrays.items()}
-                return (self._masters.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
+                return (self._servers.push_pull(key, one, self._target(key, None)) for key, one in flat.items())
 
-            values = await self._masters.in_order(list(arrays), begin)
+            values = await self._servers.in_order(list(arrays), begin)
             return rebuild(tree, dict(zip(arrays, values, strict=True)))
 
         return self._call(push_pull(), _name_all("push_pull", arrays))
@@ -276,39 +276,39 @@ class ParameterClient:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where the masters are, by number."""
-        return self._masters.addresses
+        return self._servers.addresses
 
     @property
     def consistency(self) -> str:
         """How workers keep together, as it is in force."""
-        return self._masters.rules[0]
+        return self._servers.rules[0]
 
     @property
     def optimizer(self) -> str:
         """How the server steps, as it is in force."""
-        return self._masters.rules[1]
+        return self._servers.rules[1]
 
     @property
     def workers(self) -> int:
         """With how many workers clocks begin, as it is in force."""
-        return self._masters.rules[2]
+        return self._servers.rules[2]
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that this client knows."""
-        return tuple(self._masters.places)
+        return tuple(self._servers.places)
 
     def version(self, key: Key) -> int:
         """Return how many steps were in a key's values when they last came here; of several pieces, the fewest."""
-        return self._masters.versions.get(key_name(key), 0)
+        return self._servers.versions.get(key_name(key), 0)
 
     def statistics(self) -> ParameterStatistics:
         """Return the running figures."""
         return ParameterStatistics(
-            sum(line.bytes_sent for line in self._masters.lines),
-            sum(line.bytes_received for line in self._masters.lines),
-            self._masters.pushes,
-            self._masters.pulls,
+            sum(line.session.bytes_sent for line in self._servers.lines),
+            sum(line.session.bytes_received for line in self._servers.lines),
+            self._servers.pushes,
+            self._servers.pulls,
         )
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -324,10 +324,10 @@ class ParameterClient:
             if seconds > 0 and (lost := wait(list(self._pushes), seconds).not_done):
                 logger.warning(
                     "%s is closed after %g s; %d of its pushes were not done and may be lost: %s",
-                    *(self.name, seconds, len(lost), self._masters.say_waiting()),
+                    *(self.name, seconds, len(lost), self._servers.say_waiting()),
                 )
             with contextlib.suppress(Exception):
-                asyncio.run_coroutine_threadsafe(self._masters.close(), self._loop).result(5.0)
+                asyncio.run_coroutine_threadsafe(self._servers.close(), self._loop).result(5.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
 
@@ -350,9 +350,9 @@ class ParameterClient:
 
     def _call(self, work: Coroutine[Any, Any, T], what: str) -> ParameterRequest[T]:
         """Begin work in the client's thread."""
-        if not self._thread.is_alive() or self._masters.failure is not None:
+        if not self._thread.is_alive() or self._servers.failure is not None:
             work.close()
-            failure = self._masters.failure or ChannelClosed("this client was closed")
+            failure = self._servers.failure or ChannelClosed("this client was closed")
             raise failure.with_traceback(None)  # it is raised again and again, and would hold the frames of all times
         try:
             return ParameterRequest(asyncio.run_coroutine_threadsafe(work, self._loop), what, self)
@@ -369,35 +369,35 @@ class ParameterClient:
         except TimeoutError:
             if future.done():
                 raise
-            text = f"{self.name} has waited {seconds:g} s for the {what}: {self._masters.say_waiting()}"
+            text = f"{self.name} has waited {seconds:g} s for the {what}: {self._servers.say_waiting()}"
             raise CollectiveTimeout(text) from None
 
     def _init(self, arrays: Mapping[str, Any], timeout_seconds: float | None) -> dict[str, Vector]:
         leaves = {key: _as_array(key, array) for key, array in arrays.items()}
-        return self._call(self._masters.initialise(leaves), _name_all("init", leaves)).wait(timeout_seconds)
+        return self._call(self._servers.initialise(leaves), _name_all("init", leaves)).wait(timeout_seconds)
 
     def _gradients(self, gradients: Mapping[str, Any]) -> dict[str, Vector]:
         """Return gradients as arrays; those of keys that are known are checked now, the others once they are."""
         arrays = {key: _as_array(key, gradient) for key, gradient in gradients.items()}
         for key, array in arrays.items():
-            if key in self._masters.places:
+            if key in self._servers.places:
                 self._checked(key, array)
         return arrays
 
     def _checked(self, key: str, array: Vector) -> Vector:
         """Return a gradient of a key that is known, flat. Raises ConfigError unless it is like the key."""
-        leaf = self._masters.places[key].leaf
+        leaf = self._servers.places[key].leaf
         if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
             raise ConfigError(f"the key {leaf} was given a gradient of {LeafSpec(key, array.shape, array.dtype.name)}")
         return array.reshape(-1)
 
     def _check_target(self, key: str, into: Vector | None) -> None:
         check_key(key)
-        if into is not None and key in self._masters.places:
+        if into is not None and key in self._servers.places:
             self._target(key, into)
 
     def _target(self, key: str, into: Vector | None) -> Vector:
-        leaf = self._masters.places[key].leaf
+        leaf = self._servers.places[key].leaf
         if into is None:
             return np.empty(leaf.shape, leaf.dtype)
         fits = isinstance(into, np.ndarray) and (into.shape, into.dtype) == (leaf.shape, np.dtype(leaf.dtype))

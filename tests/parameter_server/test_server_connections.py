@@ -1,4 +1,4 @@
-"""A client's line to one master, on a channel that the test holds: what it says, and how it ends."""
+"""A client's connection to one server, on a channel that the test holds: what it says, and how it ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from tests.fixed import fixed_run
 from zmqtrain.core.errors import ChannelClosed, ConfigError, JoinRefused, PeerLost
-from zmqtrain.core.types import Lane
-from zmqtrain.parameter_server.master_line import MasterLine
-from zmqtrain.protocol.framing import decode_message, encode_message, split
+from zmqtrain.core.types import Lane, PeerId
+from zmqtrain.parameter_server.server_connections import ServerConnection
+from zmqtrain.protocol.fencing import Stamp
+from zmqtrain.protocol.framing import decode_head, encode_message, split
 from zmqtrain.protocol.messages import (
     Awaited,
     Chunk,
@@ -30,14 +31,18 @@ from zmqtrain.transport.pacing import Gate
 
 
 class Wire:
-    """A Channel: what the line sends stays here, what it hears the test says."""
+    """A Channel: what the connection sends stays here, what it hears the test says."""
+
+    refused = obstacle = ""
 
     def __init__(self):
         self.heard, self.sent, self.closed = asyncio.Queue(), [], False
-        self._said, self._taken = Gate(), False
+        self._said, self._taken, self._number = Gate(), False, 0
 
     async def send(self, lane, frames):
-        self.sent.append((lane, decode_message(frames[0]), *frames[1:]))
+        (stamp, message), *behind = decode_head(frames[0]), *frames[1:]
+        self.connection = stamp.incarnation
+        self.sent.append((lane, message, *behind))
         self._said.open()
 
     async def receive(self):
@@ -46,12 +51,20 @@ class Wire:
         one, self._taken = await self.heard.get(), True
         return one
 
+    def watch(self, told):
+        pass
+
+    async def changed(self):
+        await asyncio.Event().wait()
+
     async def close(self, linger_seconds=1.0):
         self.closed = True
 
-    def say(self, message, *frames):
+    def say(self, message, *frames, connection=None):
         lane = Lane.BULK if frames or isinstance(message, Values) else Lane.CONTROL
-        self.heard.put_nowait((lane, [encode_message(message), *frames]))
+        self._number += lane is Lane.CONTROL
+        stamp = Stamp(connection or self.connection, self._number if lane is Lane.CONTROL else 0)
+        self.heard.put_nowait((lane, [encode_message(message, stamp), *frames]))
 
     async def told(self, kind, count=1):
         while len(found := [one for _, one, *_ in self.sent if isinstance(one, kind)]) < count:
@@ -59,12 +72,20 @@ class Wire:
         return found[-1]
 
 
+class Owner:
+    name = "a"
+
+    def __init__(self):
+        self.placed, self.failed = [], []
+        self.on_placed, self.on_failed = self.placed.append, self.failed.append
+
+
 def lived(story):
     """Tell a story of a line that is welcomed; return its wire, and what it was told of places and of its end."""
 
     async def live():
-        wire, placed, failed = Wire(), [], []
-        line = MasterLine(1, "tcp://b:5555", wire, "a", placed.append, failed.append)
+        wire, owner = Wire(), Owner()
+        line = ServerConnection(owner, 1, "tcp://b:5555", lambda: wire, PeerId("a#1"))
         await wire.told(Hello)
         wire.say(Welcome("run", -1, fixed_run().to_dict()))
         await line.welcome
@@ -73,7 +94,7 @@ def lived(story):
         finally:
             await line.close()
         assert wire.closed
-        return wire, placed, failed
+        return wire, owner.placed, owner.failed
 
     return asyncio.run(live())
 
@@ -100,7 +121,7 @@ def test_a_push_goes_as_it_is_granted_and_values_are_acknowledged():
         wire.say(Credit(push.transfer, 5))
         assert await wire.told(Chunk, 2) == Chunk(push.transfer, 1)
         wire.say(Values(9, push.transfer, 7, (3, 1)))
-        for head, frame in split(9, [b"xyz", b"!"]):
+        for head, frame in split(9, [b"xyz", b"!"], Stamp(wire.connection)):
             wire.heard.put_nowait((Lane.BULK, [head, frame]))
         assert await answer == (7, [b"xyz", b"!"]) and not line.waits
         assert [one for _, one, *_ in wire.sent if isinstance(one, Credit)] == [Credit(9, 1)] * 3
@@ -128,7 +149,7 @@ def test_what_is_done_refused_placed_and_awaited_is_told():
 @pytest.mark.parametrize(
     ("said", "kind", "words"),
     [
-        (Goodbye("the broker was stopped"), PeerLost, "master 1 at tcp://b:5555 is lost: it said goodbye"),
+        (Goodbye("the broker was stopped"), PeerLost, "master 1 at tcp://b:5555 is lost: the broker said goodbye"),
         (Refused("unknown", "say Hello first"), PeerLost, "does not know this client any more"),
         (Refused("rules", "consistency is 'bsp'"), ConfigError, "consistency is 'bsp'"),
         (Refused("protocol", "a second Enrol"), JoinRefused, "a second Enrol"),
@@ -161,5 +182,17 @@ def test_bytes_that_cannot_be_read_are_the_end_of_a_line():
         wire.heard.put_nowait((Lane.CONTROL, [b"garbage"]))
         with pytest.raises(PeerLost, match="cannot be read"):
             await asked
+
+    lived(story)
+
+
+def test_an_answer_of_another_connection_is_dropped():
+    async def story(line, wire):
+        asked = line.ask(lambda number: Pull(number, "w"))
+        wire.say(Values(9, 1, 7, (3,)), connection=wire.connection - 1)
+        wire.heard.put_nowait((Lane.BULK, [split(9, [b"old"], Stamp(wire.connection - 1))[0][0], b"old"]))
+        wire.say(Values(9, 1, 8, (3,)))
+        wire.heard.put_nowait((Lane.BULK, [split(9, [b"new"], Stamp(wire.connection))[0][0], b"new"]))
+        assert await asked == (8, [b"new"]) and line.session.peer.dropped["former"] == 2
 
     lived(story)

@@ -1,7 +1,9 @@
-"""Reach all masters of a parameter server as one: where keys lie, and what is asked of all that have a piece of them.
+"""The servers of a parameter server, as a client reaches them: one session with each, and requests to all that hold a
+piece of a key.
 
-Rule 1: all of it belongs to one asyncio loop; what is asked is sent before the first wait: in the order of the calls.
-Rule 2: the loss of one master is the end of all: a key may lie on every one of them.
+Rule 1: all of it belongs to one asyncio loop; requests are sent before the first wait, in the order of the calls.
+Rule 2: the loss of one server ends the client, because a key may lie on every one of them: the loss is the exception of
+all requests, open and later.
 """
 
 from __future__ import annotations
@@ -11,19 +13,44 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.core.errors import ConfigError, HubUnreachable, PeerLost, ZmqTrainError
-from zmqtrain.core.types import LeafSpec, PeerId
+from zmqtrain.core.errors import (
+    ChannelClosed,
+    CodecError,
+    ConfigError,
+    HubUnreachable,
+    JoinRefused,
+    NonFiniteDelta,
+    PeerLost,
+    ZmqTrainError,
+)
+from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.types import Buffer, LeafSpec, PeerId
 from zmqtrain.parameter_server.directory import ASKS, Piece, Placement
-from zmqtrain.parameter_server.master_line import MasterLine
 from zmqtrain.parameter_server.store import cut_frames, join_frames
 from zmqtrain.protocol.limits import KEYS_HEAD_BYTES
-from zmqtrain.protocol.messages import Declare, Enrol, Founded, Initialise, Placed, Pull, Push
-from zmqtrain.session.patience import patient
+from zmqtrain.protocol.messages import (
+    Awaited,
+    Declare,
+    Done,
+    Enrol,
+    Enrolled,
+    Founded,
+    Initialise,
+    Message,
+    Placed,
+    Pull,
+    Push,
+    Refused,
+    Values,
+    Welcome,
+)
+from zmqtrain.session.connect_deadline import limited
+from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
 from zmqtrain.transport.address import say_unreachable
 from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import Credentials
@@ -32,26 +59,175 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Vector = NDArray[Any]
+Answer = tuple[int, Sequence[Buffer]]
+"""The answer to a request: a version, and the frames of values (none: it is done)."""
 
+MAX_REASON = 200
 DECLARED_AT_ONCE = 500
 """Keys in one Declare: its head, and that of the answer, have a bound."""
 BYTES_BESIDE_A_KEY, BYTES_OF_A_DIMENSION = 32, 9
 """Of a key in a head, beside its name, at most."""
 
 
-class KeyMasters:
-    """The masters of a parameter server, as a client's thread reaches them.
+class ConnectionOwner(Protocol):
+    """The client to which a connection belongs. name: as in Hello."""
 
-    name: of the client.  timeout_seconds: how long the masters may take to answer at the beginning.
-    places: of the keys that are known.  versions: of their values, when they last came; of several pieces the lowest.
-    failure: why nothing can be asked any more.  rules: consistency, optimizer and workers, as they are in force.
+    name: str
+
+    def on_placed(self, placed: Placed) -> None:
+        """The first server says where keys lie."""
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """A connection has ended. Called once for each."""
+
+
+class ServerConnection(NullListener):
+    """A client's session with one server of a parameter server: requests, and the futures of their answers.
+
+    master: the server's number.  awaited: the workers for which requests wait there, as the server last said.
+    """
+
+    messages = (Awaited, Done, Enrolled, Placed, Refused, Values, Welcome)
+
+    def __init__(
+        self, owner: ConnectionOwner, master: int, address: str, open_channel: Callable[[], Channel], peer: PeerId
+    ) -> None:
+        self.owner, self.master, self.address = owner, master, address
+        loop = asyncio.get_running_loop()
+        self.welcome: asyncio.Future[Welcome] = loop.create_future()
+        self.enrolled: asyncio.Future[Enrolled] = loop.create_future()
+        self.awaited = Awaited((), 0)
+        self._open: dict[int, asyncio.Future[Answer]] = {}
+        self.session = HubSession(open_channel, ProcessPeer(peer, owner.name, comes_again=False), address, self)
+        self.session.begin()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request is not answered."""
+        return bool(self._open)
+
+    # ------------------------------------------------------------------ out
+
+    def ask(self, make: Callable[[int], Message]) -> asyncio.Future[Answer]:
+        """Send a request, made with its number; return its answer to come. It is queued before this returns."""
+        number = self.session.next_transfer()
+        future = self._begin(number)
+        if not future.done():
+            self.session.send(make(number))
+        return future
+
+    def announce(
+        self, make: Callable[[int, tuple[int, ...]], Initialise | Push], frames: Sequence[Buffer]
+    ) -> asyncio.Future[Answer]:
+        """Announce a payload, by a message made with its number and the sizes of its frames, which go as granted.
+
+        Nobody may write into the frames before the answer.
+        """
+        number, sizes = self.session.stage(frames)
+        future = self._begin(number)
+        if future.done():
+            self.session.cancel(number)
+        else:
+            self.session.send(make(number, sizes))
+        return future
+
+    def conclude(self, number: int) -> None:
+        """End a request that is answered otherwise, or needs no answer any more."""
+        self._answered(number, (0, ()))
+
+    def _begin(self, number: int) -> asyncio.Future[Answer]:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self.failure is not None:
+            future.set_exception(self.failure)
+        else:
+            self._open[number] = future
+        return future
+
+    async def close(self) -> None:
+        """Say goodbye, unless that was said, and end the session."""
+        self.fail(ChannelClosed("this client was closed"))
+        await self.session.wait_closed()
+
+    def fail(self, error: ZmqTrainError) -> None:
+        """End all requests, open and to come, with this error, and leave: other workers must not wait for a client that
+        can do nothing more."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        waiting, self._open = self._open, {}
+        futures: list[asyncio.Future[Any]] = [self.welcome, self.enrolled, *waiting.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody need wait for it
+        self.session.leave("" if isinstance(error, ChannelClosed) else str(error)[:MAX_REASON])
+        self.owner.on_failed(error)
+
+    # ------------------------------------------------------------------ in: see NullListener
+
+    def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
+        """See NullListener."""
+        match message:
+            case Values():
+                self._answered(message.request, (message.version, frames))
+            case Done(request):
+                self.conclude(request)
+            case Placed():
+                self.owner.on_placed(message)
+            case Awaited():
+                self.awaited = message
+            case Refused():
+                return self._refused(message)
+            case Welcome() if not self.welcome.done():
+                self.welcome.set_result(message)
+                return False
+            case Enrolled() if not self.enrolled.done():
+                self.enrolled.set_result(message)
+        return True
+
+    def on_ended(self, reason: str, text: str, error: ZmqTrainError) -> None:
+        """See NullListener: the server is lost."""
+        if reason == "unknown":
+            text = "it does not know this client any more: it was restarted, or lost it"
+        self.fail(PeerLost(f"master {self.master} at {self.address}", text, self.master))
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """See NullListener."""
+        self.fail(error)
+
+    def _answered(self, request: int, answer: Answer) -> None:
+        future = self._open.pop(request, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _refused(self, refused: Refused) -> bool:
+        text = f"{self.address}: {refused.text}"
+        if refused.sequence >= 0:
+            self.session.cancel(refused.sequence)
+            future = self._open.pop(refused.sequence, None)
+            if future is not None and not future.done():
+                kinds: dict[str, type[ZmqTrainError]] = {"non-finite": NonFiniteDelta, "corrupt": CodecError}
+                future.set_exception(kinds.get(refused.reason, ConfigError)(text))
+        elif refused.reason == "unknown":
+            return False
+        else:
+            self.fail(ConfigError(text) if refused.reason == "rules" else JoinRefused(text, refused.reason))
+        return True
+
+
+class ServerConnections:
+    """All servers of a parameter server, as a client's thread reaches them (a `ConnectionOwner`).
+
+    name: of the client.  timeout_seconds: how long the servers may take to answer at the beginning.
+    places: of the known keys.  versions: of their values, as last received; of several pieces the lowest.
+    failure: why nothing can be asked any more.  rules: consistency, optimizer and workers in force.
     """
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
         self.addresses: tuple[str, ...] = ()
         self.rules = ("", "", 0)
-        self.lines: list[MasterLine] = []
+        self.lines: list[ServerConnection] = []
         self.places: dict[str, Placement] = {}
         self.versions: dict[str, int] = {}
         self.pushes = self.pulls = 0
@@ -86,33 +262,37 @@ class KeyMasters:
         store = ""
         for line in self.lines:
             await self._within(line.welcome, line)
-            line.say(Enrol(store, line.master, len(self.lines), *rules, reads))
+            line.session.send(Enrol(store, line.master, len(self.lines), *rules, reads))
             enrolled = await self._within(line.enrolled, line)
             store = enrolled.store
             rules = (enrolled.consistency, enrolled.optimizer, enrolled.workers)
         self.rules = rules
 
-    def _connect(self, master: int, address: str, credentials: Credentials) -> MasterLine:
+    def _connect(self, master: int, address: str, credentials: Credentials) -> ServerConnection:
         peer = PeerId(f"{self.name}#{secrets.token_hex(4)}")
-        channel = DealerChannel.connect(address, peer=peer, server_key=credentials[0], keys=credentials[1])
-        self.lines.append(MasterLine(master, address, channel, self.name, self._on_placed, self._on_failed))
+
+        def open_channel() -> Channel:
+            return DealerChannel.connect(address, peer=peer, server_key=credentials[0], keys=credentials[1])
+
+        self.lines.append(ServerConnection(self, master, address, open_channel, peer))
         return self.lines[-1]
 
-    async def _within(self, future: asyncio.Future[T], line: MasterLine) -> T:
+    async def _within(self, future: asyncio.Future[T], line: ServerConnection) -> T:
+        loop = asyncio.get_running_loop()
         try:
-            async with patient(line.channel, self._until, line.welcome.done):
+            async with limited(line.session, self._until - loop.time()):
                 return await asyncio.shield(future)
         except TimeoutError:
-            left = self._until - asyncio.get_running_loop().time()
-            said = say_unreachable([line.address], self.timeout_seconds - max(0.0, left), line.channel.obstacle)
-            raise HubUnreachable(said, line.address, line.channel.refused) from None
+            waited = self.timeout_seconds - max(0.0, self._until - loop.time())
+            said = say_unreachable([line.address], waited, line.session.obstacle)
+            raise HubUnreachable(said, line.address, line.session.refused) from None
 
     async def close(self) -> None:
         """Say goodbye to all; what is open ends with ChannelClosed."""
         await asyncio.gather(*(line.close() for line in self.lines))
 
-    def _on_failed(self, error: ZmqTrainError) -> None:
-        """One master is of no use any more: so is this client."""
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """End all connections with this error."""
         if self.failure is None and isinstance(error, PeerLost):
             logger.warning("%s: %s", self.name, error)
         self.failure = self.failure or error
@@ -132,7 +312,8 @@ class KeyMasters:
 
     # ------------------------------------------------------------------ where keys lie
 
-    def _on_placed(self, placed: Placed) -> None:
+    def on_placed(self, placed: Placed) -> None:
+        """See ConnectionOwner."""
         if (queue := self._declared.get(placed.request)) is not None:
             queue.put_nowait(placed)
 
@@ -225,7 +406,7 @@ class KeyMasters:
             found = [one[0] for one in placed.found]
             await all_of(self._bring(key, arrays[key].reshape(-1)) for key in found)
             if found:
-                self.lines[0].say(Founded(tuple(found)))
+                self.lines[0].session.send(Founded(tuple(found)))
                 there.update((key, arrays[key].copy()) for key in found)
             given = [one[0] for one in placed.given]
             values = await all_of(self.pull(key, np.empty(arrays[key].shape, arrays[key].dtype)) for key in given)
