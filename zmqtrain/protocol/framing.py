@@ -1,21 +1,17 @@
-"""Turn a message into bytes and back, and put the chunks of a transfer together again.
+"""Framing: messages to bytes and back, and the chunks of a transfer back to its frames.
 
-Rule 1: the head is msgpack, [PROTOCOL_VERSION, incarnation, number, kind, fields] (incarnation, number: `fencing`);
-nothing that comes in is ever executed or unpickled.
-Rule 2: sizes are bounded before anything is allocated; whatever is wrong is a FramingError that costs its sender alone.
+Rule 1: a head is msgpack, [PROTOCOL_VERSION, incarnation, number, kind, fields] (incarnation, number: `fencing`).
+Received data is never executed or unpickled.
+Rule 2: sizes are bounded before memory is allocated; any fault is a FramingError that affects its sender alone.
 """
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
-from itertools import chain
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict, cast, get_type_hints
 
 import msgpack
+import msgspec
 
 from zmqtrain.core.errors import ConfigError, FramingError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer
@@ -26,10 +22,7 @@ PROTOCOL_VERSION = 4
 MAX_HEAD_BYTES = 1 << 20
 
 OPENED_BYTES = 64
-"""So many bytes of a head hold all that stands before its fields."""
-
-Check = Callable[[Any], Any]
-ColumnCheck = Callable[[Collection[Any]], None]
+"""What precedes the fields of a head fits in this many bytes."""
 
 
 class Head(NamedTuple):
@@ -52,127 +45,29 @@ class ProtocolVersionError(FramingError):
         self.theirs = theirs
 
 
-def _plain(wanted: type) -> Check:
-    def check(value: Any) -> Any:
-        if type(value) is wanted:
-            return value
-        if wanted is float and type(value) is int:
-            return float(value)
-        raise FramingError(f"expected {wanted.__name__}, got {type(value).__name__}")
-
-    return check
-
-
-def _one_of(wanted: Collection[type]) -> Check:
-    """Return the check of a union of plain types; an int stays one, also beside float."""
-
-    def check(value: Any) -> Any:
-        if type(value) in wanted:
-            return value
-        if float in wanted and type(value) is int:
-            return float(value)
-        raise FramingError(f"unexpected {type(value).__name__}")
-
-    return check
-
-
-def _checker(annotation: Any) -> Check:
-    """Build the check of one annotated field: plain types, X | Y, tuple[X, ...], tuple[X, Y], dict[str, X], None."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (tuple, dict) and (check_all := _column_check(annotation)) is not None:
-
-        def check(value: Any) -> Any:
-            check_all((value,))
-            return value
-
-        return check
-    if origin is dict:
-        check_names, inner = _column_check(arguments[0]), _checker(arguments[1])
-        assert check_names is not None, "the keys of a map are texts"
-
-        def check_map(value: Any) -> Any:
-            check_names(_plain(dict)(value))
-            return {name: inner(one) for name, one in value.items()}
-
-        return check_map
-    if origin in (types.UnionType, typing.Union):
-        plain = frozenset(one for one in arguments if typing.get_origin(one) is None)
-        others = [_checker(one) for one in arguments if one not in plain]
-        assert len(others) <= 1, "a union has one container at most"
-        if not others:
-            return _one_of(plain)
-        return lambda value: value if type(value) in plain else others[0](value)
-    assert origin is None, f"no check is known for {annotation}"
-    return _plain(annotation)
-
-
-def _column_check(annotation: Any) -> ColumnCheck | None:
-    """Build the check of many values of one annotation at once, without a Python call for each of them.
-
-    None: one by one, as some must be converted (an int where a float is due).
-    """
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is tuple:
-        endless = len(arguments) == 2 and arguments[1] is Ellipsis
-        inners = [_column_check(one) for one in (arguments[:1] if endless else arguments)]
-        checks = [one for one in inners if one is not None]
-        return None if len(checks) < len(inners) else _tuples_check(checks, endless)
-    if origin is dict:
-        keys, values = (_column_check(one) for one in arguments)
-        return None if keys is None or values is None else _maps_check(keys, values)
-    wanted = frozenset(arguments or (annotation,))
-    return None if float in wanted and int not in wanted else _types_check(wanted)
-
-
-def _types_check(wanted: frozenset[type]) -> ColumnCheck:
-    words = " or ".join(sorted(one.__name__ for one in wanted))
-
-    def check(column: Collection[Any]) -> None:
-        for other in {*map(type, column)} - wanted:
-            raise FramingError(f"expected {words}, got {other.__name__}")
-
-    return check
-
-
-def _tuples_check(inners: Sequence[ColumnCheck], endless: bool) -> ColumnCheck:
-    check_types = _types_check(frozenset([tuple]))
-
-    def check(column: Collection[Any]) -> None:
-        check_types(column)
-        if endless:
-            return inners[0]([*chain.from_iterable(column)])
-        for count in {*map(len, column)} - {len(inners)}:
-            raise FramingError(f"expected {len(inners)} fields, got {count}")
-        for place, inner in enumerate(inners):
-            inner([*map(itemgetter(place), column)])
-
-    return check
-
-
-def _maps_check(keys: ColumnCheck, values: ColumnCheck) -> ColumnCheck:
-    check_types = _types_check(frozenset([dict]))
-
-    def check(column: Collection[Any]) -> None:
-        check_types(column)
-        keys([*chain.from_iterable(column)])
-        values([*chain.from_iterable(one.values() for one in column)])
-
-    return check
-
-
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in MESSAGES}
-_CHECKS: dict[type[Message], dict[str, Check]] = {
-    kind: {field: _checker(hint) for field, hint in typing.get_type_hints(kind).items()} for kind in MESSAGES
+_HINTS = {kind: get_type_hints(kind) for kind in MESSAGES}
+_DECODERS: dict[type[Message], msgspec.msgpack.Decoder[dict[str, Any]]] = {
+    kind: msgspec.msgpack.Decoder(TypedDict(kind.__name__, hints))  # type: ignore[operator]
+    for kind, hints in _HINTS.items()
 }
-_FIELDS: dict[type[Message], tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in MESSAGES}
+"""Decoders that check the types of the fields, all of which are required."""
+
+
+def _as_plain(value: object) -> object:
+    """Return an instance of a subclass, such as numpy.float64, as the plain type that travels."""
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} does not travel in a message")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_plain)
 
 
 def encode_message(message: Message, stamp: Stamp = UNSTAMPED) -> bytes:
     """Return the head of a message: a few dozen bytes for most, about 60 bytes a leaf where a model is described."""
-    kind = type(message)
-    body = {name: getattr(message, name) for name in _FIELDS[kind]}
-    packed: bytes = msgpack.packb([PROTOCOL_VERSION, *stamp, kind.__name__, body])
-    return packed
+    return _ENCODER.encode((PROTOCOL_VERSION, *stamp, type(message).__name__, message))
 
 
 def decode_message(frame: Buffer) -> Message:
@@ -211,28 +106,28 @@ def open_head(frame: Buffer) -> Head:
 
 
 def read_fields(head: Head) -> Message:
-    """Read the fields of a head. Raises FramingError for others than its message has, and for other types."""
-    name = head.kind.__name__
+    """Read the fields of a head. Raises FramingError unless they are all fields of its message, of the right types."""
     try:
-        body = msgpack.unpackb(head.fields, use_list=False, strict_map_key=True)
-    except Exception as error:  # as above
-        raise FramingError(f"no msgpack: {error!r:.100}") from None
-    checks = _CHECKS[head.kind]
-    if type(body) is not dict or body.keys() != checks.keys():
-        raise FramingError(f"{name} has the fields {', '.join(checks)}")
-    for field, value in body.items():
-        try:
-            body[field] = checks[field](value)
-        except FramingError as error:
-            raise FramingError(f"{name}.{field}: {error}") from None
+        body = _DECODERS[head.kind].decode(head.fields)
+    except Exception as error:  # DecodeError, ValueError and RecursionError among them
+        raise FramingError(f"{head.kind.__name__}: {error!s:.200}") from None
+    if _map_length(head.fields) != len(_HINTS[head.kind]):  # all fields are there: one is unknown, or there twice
+        raise FramingError(f"{head.kind.__name__} has the fields {', '.join(_HINTS[head.kind])}")
     return head.kind(**body)
+
+
+def _map_length(packed: Buffer) -> int:
+    """Return how many pairs a msgpack map holds that was just decoded."""
+    if packed[0] & 0xF0 == 0x80:
+        return int(packed[0]) & 0x0F
+    return int.from_bytes(packed[1 : 3 if packed[0] == 0xDE else 5], "big")
 
 
 _TUPLE = 1
 """The code of msgpack's extension in which a tuple travels: its items, as a packed list."""
 
 _DEEPEST_TUPLES = 64
-"""So many tuples may lie in each other: each is packed and unpacked by a call of its own."""
+"""Nesting limit of tuples: each is packed and unpacked by a call of its own."""
 
 
 def pack_value(value: Any) -> bytes:
@@ -258,7 +153,7 @@ def _pack_value(value: Any, depth: int) -> bytes:
                 raise ValueError(f"more than {depth} tuples lie in each other")
             return msgpack.ExtType(_TUPLE, _pack_value(list(value), depth + 1))
         for kind in kinds:
-            if isinstance(value, typing.cast("type", kind)):
+            if isinstance(value, cast("type", kind)):
                 return kind(value)
         raise ConfigError(
             f"{type(value).__name__} does not travel: send None, bool, int, float, str, bytes, or a list, tuple or "
@@ -343,7 +238,7 @@ class Assembler:
             self._open[chunk.transfer] = (announcement, frames, missing - 1)
             return None
         self.forget(chunk.transfer)
-        return announcement, typing.cast("list[Buffer]", frames)
+        return announcement, cast("list[Buffer]", frames)
 
     def forget(self, transfer: int) -> None:
         """Drop an open transfer and what has come of it; no error if there is none."""
