@@ -21,6 +21,7 @@ from zmqtrain.planning.schedule import (
     Option,
     Prediction,
     Schedule,
+    averaging_gain,
     best_option,
     exchange_bytes,
     held_seconds,
@@ -141,7 +142,7 @@ class Plan:
     @property
     def speedup(self) -> float:
         """How many times as fast as one PC these reach a loss, as predicted."""
-        return self.ideal / self.option.time
+        return self.ideal * averaging_gain(self.wish.nodes) / self.option.time
 
 
 def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_flight: int = 0) -> Load:
