@@ -6,7 +6,6 @@ import zlib
 from collections import deque
 
 import numpy as np
-import pytest
 
 from zmqtrain.averaging.coder import DeltaCoder, cut, encode_snapshot
 from zmqtrain.codecs.base import coding_from_spec
@@ -51,7 +50,7 @@ class NumpyNode:
         self.peer = Peer(self.id, self.id)
         self.peer.founding = 1  # said to another master than the first: whoever comes first founds
         self.coder = DeltaCoder(world.model, world.settings, shard=world.shard)
-        self.inbox = Inbox(lambda: None, pytest.fail)
+        self.inbox = Inbox()
         self.layout = self.coder.layout
         self.jobs = deque()  # of the codec thread
         leaves = [self.random.standard_normal(leaf.shape).astype(np.float32) for leaf in world.model]

@@ -15,8 +15,8 @@ from zmqtrain.core.settings import FIRST as FIRST_SETTINGS
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.monitor.recorder import BrokerRecorder
 from zmqtrain.monitor.records import read_records
-from zmqtrain.node.codec_jobs import CodecJobs
 from zmqtrain.node.connect import connect
+from zmqtrain.node.offers import NodeCodec
 from zmqtrain.planning import auto
 
 AUTO = RunSettings(local_updates="fixed", release="all", evaluate_seconds=0.0)
@@ -46,7 +46,7 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
 ) -> None:
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.setattr(auto, "_step_seconds", lambda member: 1e-3)  # of slow steps k is 1, for 2 nodes and for 3
-    monkeypatch.setattr(CodecJobs, "exchange_seconds", 0.0)  # the port alone decides, not how busy this machine is
+    monkeypatch.setattr(NodeCodec, "exchange_seconds", 0.0)  # the port alone decides, not how busy this machine is
     monkeypatch.setattr(Loads, "contribution_seconds", lambda self: 0.0)
     recorder = BrokerRecorder(tmp_path / "broker.jsonl")
     with broker(AUTO, share=SLOW_PORT, events=recorder) as hub:

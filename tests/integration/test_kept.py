@@ -99,7 +99,7 @@ def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_pa
                     sync.save(params, wait=True)
                     break
                 if node.in_flight() and node.peek() is None:
-                    assert node._waiting.wait(lambda: node.peek() is not None, 60)
+                    assert node.wait(lambda: node.peek() is not None, 60)
         lives = NodeRecorder(tmp_path / "pc-1.jsonl")
         with lives, connect(hub.address, "pc-1", checkpoint=kept, events=lives) as node:
             version = node.checkpoint.folder.load()[0]["node"]["version"]
@@ -127,7 +127,7 @@ def test_what_was_pending_at_the_checkpoint_and_offered_after_it_counts_once(tmp
                 if sync.statistics().aggregates_applied:
                     break
                 if node.in_flight():
-                    node._waiting.wait(lambda: node.peek() is not None or not node.in_flight(), 60)
+                    node.wait(lambda: node.peek() is not None or not node.in_flight(), 60)
             shared, landed = sync.params, hub.broker.hub.samples
         assert landed > 32
         with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:

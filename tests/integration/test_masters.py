@@ -65,7 +65,7 @@ def all_applied(trainer, shard):
     """Wait until all is applied that has come from a master which is gone."""
     line = trainer.node._lines[shard]
     jobs_are_done(line)  # all that has come is in the inbox: of much, more is decoded each time that some is applied
-    trainer.wait_until(lambda: not line._inbox._arrived)
+    trainer.wait_until(lambda: not line.inbox._arrived)
     jobs_are_done(line)
     trainer.wait_until(lambda: line.peek() is None)
     steps = trainer.steps
@@ -75,7 +75,7 @@ def all_applied(trainer, shard):
 def jobs_are_done(line):
     """Wait until the codec thread has done what it was given."""
     done = threading.Event()
-    line._worker.submit(done.set)
+    line.in_codec(done.set)
     assert done.wait(60.0)
 
 

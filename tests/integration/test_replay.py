@@ -66,7 +66,7 @@ class RecordedNode:
 
     def wait_update(self):
         """Wait, in the node's own thread, until something is there that its next steps apply."""
-        assert self.node._waiting.wait(lambda: self.node.peek() is not None, 60)
+        assert self.node.wait(lambda: self.node.peek() is not None, 60)
 
     def wait_steps(self, steps):
         with self.stepped:

@@ -22,11 +22,14 @@ def test_a_node_of_another_run_that_cannot_be_made_anew_leaves_its_folder_to_oth
     class Node:
         """The first finds that its hub has another run; there is no second."""
 
-        def __init__(self, *facts: Any, keep: tuple[CheckpointFolder, str, object], **more: Any) -> None:
+        def __init__(self, options: Any, environment: Any) -> None:
             made.append("node")
             if len(made) == 2:
                 raise ConfigError("no second node")
-            self._folder = keep[0]
+            self._folder = options.keep.folder
+
+        def start(self) -> None:
+            pass
 
         def wait_hub_of_checkpoint(self, timeout_seconds: float, new_run: bool) -> bool:
             return False

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.clocks import VirtualClock
 from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError
 from zmqtrain.core.settings import FIRST, RunSettings
 from zmqtrain.core.types import LeafSpec, spec_to_plain
-from zmqtrain.node.checkpoint import NodeCheckpoint
-from zmqtrain.node.keeper import FORMAT, SavedNode, read_saved
+from zmqtrain.node.checkpoint import FORMAT, CheckpointOptions, NodeCheckpoint, SavedNode, read_saved
 from zmqtrain.protocol.messages import Welcome, model_to_wire
 from zmqtrain.protocol.peer import Peer
 
@@ -32,12 +32,11 @@ def saved(schedules):
 def going_on(tmp_path):
     """A node that goes on from version 9, at which the second of the schedules that it knows holds."""
     peer = Peer("a#1", "a", incarnation=7)
-    offers = SimpleNamespace(version=9, restore=lambda plain: None, in_flight=tuple)
+    offers = SimpleNamespace(version=9, restore=lambda plain: None, in_flight=tuple, withdrawn=set)
     units = SimpleNamespace(restore=lambda plain, exactly: None)
-    jobs = SimpleNamespace(keeps_sent=False, kept=lambda facts: None)
-    checkpoint = NodeCheckpoint(
-        CheckpointFolder(tmp_path, 3), "", SavedNode(saved(KNOWN), {}), peer, offers, units, None, None, jobs, None
-    )
+    codec = SimpleNamespace(keeps_sent=False, kept=lambda facts: None)
+    node = SimpleNamespace(clock=VirtualClock(), peer=peer, offers=offers, units=units, codec=codec)
+    checkpoint = NodeCheckpoint(CheckpointOptions(CheckpointFolder(tmp_path, 3), "", SavedNode(saved(KNOWN), {})), node)
     peer.start(0.0)
     return peer, checkpoint
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,29 +13,43 @@ import pytest
 from tests.fixed import fixed_run
 from zmqtrain.checkpoint import background_writer
 from zmqtrain.checkpoint.files import read_arrays, write_arrays
-from zmqtrain.checkpoint.folder import CheckpointFolder, Every
+from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.core.errors import CheckpointError, ConfigError
-from zmqtrain.node.keeper import NodeKeeper, read_saved
+from zmqtrain.core.types import LeafSpec
+from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint, read_saved
+from zmqtrain.node.inbox import Inbox
+from zmqtrain.node.offers import Offers, Restarts
+from zmqtrain.node.units import UnitQueue
+from zmqtrain.protocol.peer import Peer
+
+MODEL = (LeafSpec("w", (3,), "float32"),)
 
 
 class Kept:
-    """A keeper, and what it asks: a version, facts, a codec thread that does its jobs at once, or not at all."""
+    """The checkpoints of a node whose codec thread does its jobs at once, or not at all."""
 
     def __init__(self, folder, every):
-        self.version, self.busy = 0, False
-        self.keeper = NodeKeeper(
-            CheckpointFolder(folder), lambda: every, lambda: self.version, self.facts, self.coded, self.submit
-        )
+        self.busy, self.clock = False, time
+        self.peer = Peer("a#1", "a", incarnation=5)
+        self.peer.settings, self.peer.run = fixed_run(), "run-1"
+        self.offers, self.inbox, self.restarts = Offers(), Inbox(), Restarts()
+        self.offers.version = 0
+        self.units = UnitQueue("a#1", self, threading.Condition())
+        self.codec = SimpleNamespace(kept=self.coded, joined_coder=SimpleNamespace(model=MODEL))
+        self.keeper = NodeCheckpoint(CheckpointOptions(CheckpointFolder(folder), every), self)
 
-    def facts(self):
-        settings = fixed_run().to_dict()
-        node = {"peer": "a#1", "run": "run-1", "version": self.version, "incarnation": 5, "term": 0}
-        return {"node": node | {"settings": settings, "model": [["w", [3], "float32"]]}}
+    @property
+    def version(self):
+        return self.offers.version
+
+    @version.setter
+    def version(self, version):
+        self.offers.version = version
 
     def coded(self, facts):
         return {"coder": {"unacked": []}}, {"codec": np.zeros(2)}
 
-    def submit(self, job):
+    def in_codec(self, job, values=0):
         if not self.busy:
             job()
         return not self.busy
@@ -43,7 +60,7 @@ class Kept:
 
 @pytest.fixture
 def kept(tmp_path):
-    made = Kept(tmp_path, Every(versions=2))
+    made = Kept(tmp_path, "2")
     yield made
     made.keeper.close()
 
@@ -56,7 +73,7 @@ def test_what_is_saved_is_what_a_node_goes_on_from(kept):
     saved = read_saved(kept.keeper.folder)
     assert (saved.peer, saved.run, saved.version, saved.incarnation) == ("a#1", "run-1", 4, 5)
     assert saved.model[0].path == "w" and read_saved(kept.keeper.folder, 2).version == 2
-    kept.keeper.saved = saved
+    kept.keeper._taken = saved
     facts, arrays = kept.keeper.take()
     assert facts == {"step": 32} and arrays["params/w"][0] == 4 and kept.keeper.take() is None
 
@@ -88,7 +105,7 @@ def test_what_is_not_of_one_moment_is_not_saved_and_tried_again(kept, monkeypatc
     monkeypatch.setattr(background_writer, "AGAIN_SECONDS", 0.0)
     kept.version = 2
     with monkeypatch.context() as patched:
-        patched.setattr(kept.keeper, "_coded", lambda facts: None)
+        patched.setattr(kept.codec, "kept", lambda facts: None)
         kept.save()
     assert "begins again from the shared parameters just now" in caplog.text
     assert kept.keeper.folder.good_versions() == () and kept.keeper.is_due()
@@ -104,7 +121,7 @@ def test_a_failure_that_nobody_thought_of_holds_nobody_who_waits_for_a_checkpoin
     kept.version = 2
     with monkeypatch.context() as patched:
         if place == "codec":
-            patched.setattr(kept.keeper, "_coded", broken)
+            patched.setattr(kept.codec, "kept", broken)
             with pytest.raises(RuntimeError):  # in the codec thread, which tells the node
                 kept.save()
         else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from itertools import count
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,8 @@ from tests.fixed import fixed_run
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import AggregateTimeout, JoinRefused
 from zmqtrain.core.types import ExchangeStatistics, LeafSpec, Part, Update
-from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.offers import Offers
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.node.units import UnitQueue
 from zmqtrain.train.sync import DelayedSync
 
@@ -65,8 +67,13 @@ class Hub:
         return Update(len(self.published) - 1, {}, {}, anchor=anchor)
 
 
+def opener(open_line):
+    """An opener of connections: a function of their address."""
+    return SimpleNamespace(open_line=lambda address, first: open_line(address))
+
+
 class FakeLine:
-    """A `Line` at one such master, with a real node's book of offers."""
+    """A `Node` at one such master, with a real node's book of offers."""
 
     clock, name, is_evaluator, message_delay, waiting_for = VirtualClock(), "pc", False, None, ""
     closings = count()
@@ -77,7 +84,15 @@ class FakeLine:
         self.inbox, self.offers, self.closed = deque(), Offers(), False
         self.founding, self.answers_later, self.wanted = int(first), False, False
         self.reached, self.founder, self.log = True, False, []
-        self.units = UnitQueue(self.peer_id, lambda: None, lambda: self.reached)
+        self.units = UnitQueue(self.peer_id, self, threading.Condition())
+
+    @property
+    def stopped(self):
+        return self.units.stopped and not self.units.used
+
+    @property
+    def live(self):
+        return self.reached
 
     @property
     def masters(self):
@@ -126,7 +141,7 @@ class FakeLine:
         mine = [(line, offer) for line, offer in self.hub.waiting if line is self]
         if mine:
             self.hub.waiting.remove(mine[0])
-            self.offers.withdrawn(mine[0][1].sequence)
+            self.offers.withdrawn([mine[0][1].sequence])
 
     @property
     def unreachable(self):
@@ -201,7 +216,7 @@ class Federation:
     def add(self):
         first = FakeLine(self.hubs[0], True, self.hubs)
         lines = {hub.shard: FakeLine(hub, False, self.hubs) for hub in self.hubs[1:]}
-        node = MastersNode(first, lambda address: lines[int(address.rpartition(":")[2])], 1.0)
+        node = ShardedNode(first, opener(lambda address: lines[int(address.rpartition(":")[2])]), 1.0)
         self.nodes.append(node)
         self.syncs.append(DelayedSync(node, tree(float(len(self.nodes)))))
         self.params.append(self.syncs[-1].params)
@@ -339,10 +354,10 @@ def test_what_ends_or_idles_at_the_first_is_told_to_the_others():
     world = Federation(2, 1, 1)
     node = world.nodes[0]
     first, second = node._lines
-    first.units.idle()
+    first.idle()
     assert second.log[-1] == ("idle",)
     assert node.everyone_drained(1) and second.log[-2:] == [("idle",), ("drained", False)], "it leaves early"
-    first.units.finish()
+    first.units.finished = True
     assert node.everyone_drained(1) and second.log[-1] == ("drained", True)
     node.close()
     assert second.log[-1][1] < first.log[-1][1], "the first is left last"
@@ -368,7 +383,7 @@ def test_a_founder_whose_successor_was_faster_waits_for_the_firsts_word():
 
     second.begin_join = second.peek = refused
     first.peek, first.wanted = look, True
-    node = MastersNode(first, lambda address: second, 1.0)
+    node = ShardedNode(first, opener(lambda address: second), 1.0)
     assert not node._lines.found_others((LeafSpec("a", (3, 4096), "float32"),), [])
     assert second.closed and next(looks, None) is None and [*node._lines] == [first]
 
@@ -378,6 +393,6 @@ def test_a_broker_of_another_run_at_a_masters_address_is_not_taken_for_it():
     hubs = [Hub(run, 0), Hub(run, 1)]
     stranger = FakeLine(hubs[1], False, hubs)
     stranger.run = "run-2"
-    node = MastersNode(FakeLine(hubs[0], True, hubs), lambda address: stranger, 1.0)
+    node = ShardedNode(FakeLine(hubs[0], True, hubs), opener(lambda address: stranger), 1.0)
     with pytest.raises(JoinRefused, match="has shard 1 of run-2"):
         DelayedSync(node, tree())

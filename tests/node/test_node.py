@@ -27,7 +27,8 @@ from zmqtrain.core.errors import (
     ZmqTrainError,
 )
 from zmqtrain.core.types import Lane, LeafSpec, Offer
-from zmqtrain.node.node import Node
+from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint
+from zmqtrain.node.node import Node, NodeOptions, RealEnvironment
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import (
     Aggregate,
@@ -61,9 +62,10 @@ def node(monkeypatch):
     monkeypatch.setattr(HubSession, "start", start)
     monkeypatch.setattr(HubSession, "call", lambda link, what: link._do(what))
     monkeypatch.setattr(HubSession, "_disconnect", lose(HubSession._disconnect))
-    made = Node(lambda: None, "pc#1", "pc", "tcp://hub:5555")
+    made = Node(NodeOptions(peer="pc#1", name="pc", addresses=["tcp://hub:5555"]), RealEnvironment(None))
+    made.start()
     yield made
-    made._worker.close()
+    made._executor.close()
 
 
 def lose(disconnect):
@@ -77,28 +79,28 @@ def lose(disconnect):
 
 def hear(node, *messages, lane=Lane.CONTROL):
     for message in messages:
-        node._link._take(lane, [encode_message(message)])
+        node.link._take(lane, [encode_message(message)])
 
 
 def hear_frames(node, announcement, frames):
     hear(node, announcement, lane=Lane.BULK)
     for head, frame in split(announcement.transfer, frames):
-        node._link._take(Lane.BULK, [head, frame])
+        node.link._take(Lane.BULK, [head, frame])
 
 
 def said(node, kind):
-    return [message for head in node._link._sender.waiting_control if isinstance(message := decode_message(head), kind)]
+    return [message for head in node.link._sender.waiting_control if isinstance(message := decode_message(head), kind)]
 
 
 def decoded(node):
     """Let the codec thread finish what it has been given."""
-    node._worker.close(60.0)
+    node._executor.close(60.0)
 
 
 def caught_up(node):
     """Wait until the codec thread has done what it has been given."""
     done = threading.Event()
-    node._worker.submit(done.set)
+    node._executor.submit(done.set)
     assert done.wait(60.0)
 
 
@@ -109,10 +111,10 @@ def welcome(version=-1, model=(), **settings):
 def live(node, version=0):
     """Join as the founder of the run; nothing is coded."""
     hear(node, welcome())
-    node._link.carry_out(node._peer.join(MODEL, 0.0))
-    node._link.listener = Deaf(node)
+    node.link.carry_out(node.peer.join(MODEL, 0.0))
+    node.link.listener = Deaf(node)
     hear(node, Fetch())
-    node._link.listener = node
+    node.link.listener = node
     hear(node, Snapshot(1, version, ()))
     assert node.unreachable == ()
 
@@ -120,14 +122,14 @@ def live(node, version=0):
 def test_who_waits_for_a_snapshot_keeps_the_units_that_it_was_dealt(node):
     live(node)
     hear(node, WorkUnit((7, 8)), Aggregate(5, 3, "float32", (0,), (1,), (100,), (), 1))
-    assert node._peer.state is PeerState.SYNCING  # the aggregates in between were dropped on their way
-    assert node.units.take(lambda: None) == 7
+    assert node.peer.state is PeerState.SYNCING  # the aggregates in between were dropped on their way
+    assert node.units.take() == 7
 
 
 def test_who_loses_the_broker_forgets_the_units_that_will_be_dealt_again(node):
     live(node)
     hear(node, WorkUnit((7, 8)))
-    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    node.link.carry_out(node.peer.distrust("noise", 1.0))
     assert not node.units._units
 
 
@@ -136,7 +138,7 @@ def test_who_has_drained_says_so_again_when_the_broker_is_back(node):
     hear(node, WorkUnit((), finished=True))
     assert not node.everyone_drained(0)
     assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
-    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    node.link.carry_out(node.peer.distrust("noise", 1.0))
     assert not said(node, WorkRequest)
     hear(node, welcome(0, MODEL), Snapshot(2, 0, ()))
     assert said(node, WorkRequest) == [WorkRequest((), 0, True)]
@@ -149,17 +151,17 @@ def test_a_node_that_never_asked_for_units_is_dealt_none(node):
 
 def test_parameters_that_a_lost_broker_asked_for_are_not_sent_to_the_next(node):
     hear(node, welcome())
-    node._joining.begin(DeltaCoder(MODEL, fixed_run()), LEAVES, ())
-    node._link.carry_out(node._peer.join(MODEL, 0.0))
-    node._link._founding = False
-    node._link.listener = Deaf(node)  # the codec thread takes its time
+    node.codec.coder, node._initial = DeltaCoder(MODEL, fixed_run()), (LEAVES, ())
+    node.link.carry_out(node.peer.join(MODEL, 0.0))
+    node.link._founding = False
+    node.link.listener = Deaf(node)  # the codec thread takes its time
     hear(node, Fetch())
-    node._link.carry_out(node._peer.distrust("noise", 1.0))
-    node._link.send_founding([b"encoded"])
+    node.link.carry_out(node.peer.distrust("noise", 1.0))
+    node.link.send_founding([b"encoded"])
     assert not said(node, Snapshot)
     hear(node, welcome(), Fetch())
-    node._link.send_founding([b"encoded"])
-    node._link.send_founding([b"encoded again"])
+    node.link.send_founding([b"encoded"])
+    node.link.send_founding([b"encoded again"])
     assert len(said(node, Snapshot)) == 1
 
 
@@ -184,7 +186,7 @@ def test_a_founder_that_is_late_to_begin_misses_no_aggregate(node):
 
     hear(node, welcome())
     node.wait_welcome, settings = lambda: settings, node.settings
-    node._waiting.wait = joined_meanwhile
+    node.wait = joined_meanwhile
     assert node.join(MODEL, LEAVES) is None
     assert node.statistics().version == 0
     assert node.poll().version == 1
@@ -206,7 +208,7 @@ def test_an_aggregate_that_came_spoiled_costs_a_snapshot_and_not_the_node(node, 
 
 def test_a_failure_in_the_network_thread_is_told_to_the_training_thread(node):
     live(node)
-    node._link.call(lambda: node._link.send(WorkRequest((object(),), 0, False)))
+    node.link.call(lambda: node.link.send(WorkRequest((object(),), 0, False)))
     with pytest.raises(ZmqTrainError, match="the session of pc failed"):
         node.poll()
 
@@ -219,12 +221,9 @@ def test_scores_may_be_scalars_of_any_kind(node):
 
 
 def test_a_node_that_cannot_open_its_channel_leaves_no_thread(monkeypatch):
-    def refuse():
-        raise ConfigError("no such address")
-
     before = set(threading.enumerate())
-    with pytest.raises(ConfigError, match="no such address"):
-        Node(refuse, "pc#1", "pc", "nowhere")
+    with pytest.raises(ConfigError, match="nowhere"):
+        Node(NodeOptions(peer="pc#1", name="pc", addresses=["nowhere"]), RealEnvironment(None)).start()
     assert set(threading.enumerate()) <= before
 
 
@@ -234,7 +233,7 @@ def test_a_delta_that_is_late_on_purpose_is_not_overtaken_by_the_next(node, monk
     monkeypatch.setattr(HubSession, "publish", lambda link, offer, *_: published.append((clock.now, offer.sequence)))
     node.clock, node.message_delay = clock, iter([0.5, 0.125, 2.0]).__next__
     for sequence in range(3):
-        node._publish(Offer(sequence, 0, (), 8, 2), 0, Encoded(0, "float32", ()), 1.0)
+        node.publish(Offer(sequence, 0, (), 8, 2), 0, Encoded(0, "float32", ()), 1.0)
         clock.sleep(0.25)
     for clock.now, what in sorted(reversed(timers), key=lambda timer: timer[0]):  # of one time, the last comes first
         what()
@@ -248,7 +247,7 @@ def population(node):
     """Join a population whose run is not founded."""
     hear(node, welcome(initial="own", start_nodes=2))
     node.wait_welcome, settings = lambda: settings, node.settings
-    node._waiting.wait = lambda condition, timeout_seconds: condition()
+    node.wait = lambda condition, timeout_seconds: condition()
     assert node.join(MODEL, LEAVES, score=0.5) is None and not node.founded
 
 
@@ -280,7 +279,7 @@ def test_the_training_thread_gives_what_the_hub_asks_for_while_it_trains_apart(n
 def test_what_was_wanted_by_a_broker_that_is_lost_is_wanted_no_more(node):
     population(node)
     hear(node, Fetch())
-    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    node.link.carry_out(node.peer.distrust("noise", 1.0))
     assert not node.wanted
 
 
@@ -289,7 +288,7 @@ def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     for transfer, version, reset in [(1, -1, True), (2, -1, True), (3, -1, True), (4, 0, False)]:
         hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_optimizer_state(LEAVES)))
     assert node.founded and node.next_fragments() == ()  # the anchor is here, and not applied
-    node._worker.submit(lambda: None)
+    node._executor.submit(lambda: None)
     updates = []
     while len(updates) < 4:
         if (update := node.poll()) is not None:
@@ -311,10 +310,10 @@ def test_who_is_lent_the_mean_has_not_joined_and_gives_its_own_parameters_again_
     assert node.has_joined()
     mean = node.end_join()
     assert mean.version == -1 and float(mean.anchor[0].values[1]) == 2 and not node.has_joined()
-    assert node._jobs.coder.restarts == node._restarts.resets, "or it would never save a checkpoint again"
-    node._link.carry_out(node._peer.vote(0.75))
+    assert node.codec.coder.restarts == node.restarts.resets, "or it would never save a checkpoint again"
+    node.link.carry_out(node.peer.vote(0.75))
     assert said(node, Fetch)[-1] == Fetch(-1, (), 0.75)
-    node._link.carry_out(node._peer.distrust("noise", 1.0))
+    node.link.carry_out(node.peer.distrust("noise", 1.0))
     hear(node, welcome(initial="mean", start_nodes=2))
     assert said(node, Fetch)[-1].score == 0.5
     hear(node, Fetch())
@@ -332,7 +331,7 @@ def test_the_score_of_one_mean_is_not_said_of_the_next(node):
         if transfer == 1:
             caught_up(node)
             assert node.end_join().version == -1
-            node._link.carry_out(node._peer.distrust("noise", 1.0))
+            node.link.carry_out(node.peer.distrust("noise", 1.0))
             hear(node, welcome(initial="mean", start_nodes=2))
     caught_up(node)
     asked = len(said(node, Fetch))
@@ -351,7 +350,7 @@ def test_a_node_that_waits_for_a_broker_says_so_before_it_gives_up(node, monkeyp
 @pytest.mark.parametrize("reason", ["key", "handshake", "broken"])
 def test_a_node_that_its_hub_refuses_gives_up_long_before_its_time(node, monkeypatch, reason):
     monkeypatch.setattr("zmqtrain.node.node.REFUSED_SECONDS", 0.01)
-    node._link._met = reason, "the hub does not authorise this PC's key"
+    node.link._met = reason, "the hub does not authorise this PC's key"
     began = time.monotonic()
     with pytest.raises(HubUnreachable, match=r"cannot come in at tcp://hub:5555 \(tried for .*authorise") as caught:
         node.wait_welcome(600.0)
@@ -359,7 +358,7 @@ def test_a_node_that_its_hub_refuses_gives_up_long_before_its_time(node, monkeyp
 
 
 def test_a_refusal_that_is_taken_back_in_time_costs_nothing(node):
-    node._link._met = "key", "the hub does not authorise this PC's key"
+    node.link._met = "key", "the hub does not authorise this PC's key"
     threading.Thread(target=lambda: hear(node, welcome())).start()
     assert node.wait_welcome(600.0) == node.settings
 
@@ -372,40 +371,40 @@ def test_a_refusal_wakes_who_waits(node):
             raise ChannelClosed("over")
 
     woken = []
-    node._link._channel, node._link.listener = Refusing(), SimpleNamespace(on_changed=lambda: woken.append(True))
-    asyncio.run(node._link._follow_refusals())
-    assert woken and node._link.refused == "key"
+    node.link._channel, node.link.listener = Refusing(), SimpleNamespace(on_changed=lambda: woken.append(True))
+    asyncio.run(node.link._follow_refusals())
+    assert woken and node.link.refused == "key"
 
 
 def test_no_checkpoint_is_taken_between_what_the_codec_dropped_and_the_training_thread_had_not_yet(node):
-    node._jobs.coder = DeltaCoder(MODEL, fixed_run())
+    node.codec.coder = DeltaCoder(MODEL, fixed_run())
 
     def facts():
-        return {"node": {"resets": node._restarts.resets}, "offers": {"on_their_way": [[0, 0]]}}
+        return {"node": {"resets": node.restarts.resets}, "offers": {"on_their_way": [[0, 0]]}}
 
     before = facts()
-    assert node._jobs.kept(before) is not None
-    node._inbox.restart(node._jobs.coder, 3)  # in the codec thread; what is on its way may land, and is nobody's own
-    assert node._jobs.kept(before) is None and node._jobs.kept(facts()) is None
+    assert node.codec.kept(before) is not None
+    node.inbox.restart(node.codec.coder, 3)  # in the codec thread; what is on its way may land, and is nobody's own
+    assert node.codec.kept(before) is None and node.codec.kept(facts()) is None
     assert node.poll().reset
-    assert node._jobs.kept(before) is None and node._jobs.kept(facts()) is not None
+    assert node.codec.kept(before) is None and node.codec.kept(facts()) is not None
 
 
 def test_who_has_dropped_what_a_former_life_had_offered_does_not_drop_it_again_after_its_next_checkpoint(
     node, tmp_path
 ):
-    node._keep_in(CheckpointFolder(tmp_path), "1000", None)
-    node._peer.resume("run-1", 3, fixed_run(), MODEL, (), next_sequence=5)
-    node._offers.skip_to(5)
-    node._jobs.coder = DeltaCoder(MODEL, fixed_run())
+    node.checkpoint = NodeCheckpoint(CheckpointOptions(CheckpointFolder(tmp_path), "1000"), node)
+    node.peer.resume("run-1", 3, fixed_run(), MODEL, (), next_sequence=5)
+    node.offers.skip_to(5)
+    node.codec.coder = DeltaCoder(MODEL, fixed_run())
     hear(node, replace(welcome(4, MODEL), landed=((6, 4),), heard=6))
-    node._link.carry_out(node._peer.join(MODEL, 0.0))
+    node.link.carry_out(node.peer.join(MODEL, 0.0))
     frames = encode_snapshot(Layout(MODEL, 1), LEAVES)
     hear_frames(node, Snapshot(1, 4, tuple(len(frame) for frame in frames)), frames)
     decoded(node)
-    assert node.next_fragments() == () and node._joining.checkpoint.facts()["offers"]["sequence"] == 5
+    assert node.next_fragments() == () and node.checkpoint.facts()["offers"]["sequence"] == 5
     assert node.poll().reset and node.next_fragments() == (0,)
-    assert node._joining.checkpoint.facts()["offers"]["sequence"] == 7
+    assert node.checkpoint.facts()["offers"]["sequence"] == 7
 
 
 @pytest.mark.parametrize("steps", [7, 8])
@@ -413,20 +412,20 @@ def test_who_has_trained_alone_since_its_checkpoint_for_longer_than_its_offers_s
     node, tmp_path, steps
 ):
     settings = {"every": 4, "fragments": 2}
-    node._keep_in(CheckpointFolder(tmp_path), "1000", None)
-    node._peer.resume("run-1", 3, fixed_run(**settings), MODEL, (), next_sequence=5)
+    node.checkpoint = NodeCheckpoint(CheckpointOptions(CheckpointFolder(tmp_path), "1000"), node)
+    node.peer.resume("run-1", 3, fixed_run(**settings), MODEL, (), next_sequence=5)
     for step in range(steps):
         node.report(step=step, samples=8, loss=1.0, age_steps=1.0, offers_refused=0)
     hear(node, replace(welcome(4, MODEL, **settings), landed=((6, 4),), heard=6))
-    assert node._peer.overtaken is (steps < 8)
+    assert node.peer.overtaken is (steps < 8)
 
 
 def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):
     live(node)
-    link = node._link
+    link = node.link
     link._say_obstacle()
     link._channel, link._loop = SimpleNamespace(), object()
-    link.carry_out(node._peer.distrust("noise", 1.0))
+    link.carry_out(node.peer.distrust("noise", 1.0))
     link._say_obstacle()
     assert "does not come in" not in caplog.text
     link._met = "key", "it does not authorise this PC's key"
@@ -436,13 +435,13 @@ def test_a_node_that_is_not_let_in_again_says_why_once(node, caplog):
 
 
 def test_a_node_that_goes_on_alone_says_why_its_hub_does_not_answer_if_that_is_known(node, caplog):
-    node._link._met = "key", "it does not authorise this PC's key"
+    node.link._met = "key", "it does not authorise this PC's key"
     assert node.wait_hub_of_checkpoint(0.0, False)
     assert "nobody answers at tcp://hub:5555 (it does not authorise this PC's key): pc goes on from" in caplog.text
 
 
 def test_a_node_that_has_had_no_hub_for_a_minute_says_where_it_looks_and_why(node, caplog):
-    link = node._link
+    link = node.link
     link.peer.run = "run-1"
     for seconds in (0.0, 30.0, 60.0):
         link._say_absence(seconds)
@@ -493,11 +492,11 @@ def test_a_loop_that_takes_units_ends_with_them_when_the_run_is_ended_and_any_ot
         hear(node, Stop())
     assert "an operator has ended it" in caplog.text
     assert node.stopped, "nothing else would end this loop"
-    assert node.units.take(lambda: None) is None and not node.stopped, "this one ends by itself"
+    assert node.units.take() is None and not node.stopped, "this one ends by itself"
     assert not node.everyone_drained(0)
     assert said(node, WorkRequest)[-1] == WorkRequest((), 0, True), "and drains as at the end of the data"
     hear(node, WorkUnit((), finished=True, end_version=0))
-    node._offers.version = 0
+    node.offers.version = 0
     assert node.everyone_drained(0)
 
 

@@ -76,7 +76,7 @@ def test_so_many_are_on_their_way_and_no_more_until_one_lands_or_is_withdrawn(of
     offered(offers, 0, 1)
     offered(offers, 0, 1)
     assert next_one(offers, run, True) is None and offers.in_flight() == (0, 1)
-    offers.withdrawn(0)
+    offers.withdrawn([0])
     assert next_one(offers, run, True) == 0 and offers.in_flight() == (1,)
     offered(offers, 0, 1)
     took(offers, 1, 1, 2)
@@ -86,8 +86,8 @@ def test_so_many_are_on_their_way_and_no_more_until_one_lands_or_is_withdrawn(of
 def test_what_is_withdrawn_twice_or_has_landed_changes_nothing(offers):
     offered(offers, 0, 1)
     took(offers, 1, 0)
-    offers.withdrawn(0)
-    offers.withdrawn(7)
+    offers.withdrawn([0])
+    offers.withdrawn([7])
     assert offers.in_flight() == ()
 
 
@@ -118,7 +118,7 @@ def test_a_fragment_that_waited_for_twice_as_many_offers_as_there_are_fragments_
     took(offers, 8)
     assert next_one(offers, run, True) == 1
     offered(offers, 1, 2)
-    offers.withdrawn(4)
+    offers.withdrawn([4])
     assert next_one(offers, run, True) == 0
 
 
@@ -160,7 +160,7 @@ def test_of_each_fragment_one_more_may_be_in_flight_than_the_delay_asks_for(offe
     assert len(offers.in_flight()) == 3 * most and offers.next_fragments(run, 3, True) == ()
     took(offers, 1, 1)  # fragment 1 of the first exchange has landed, the others have not yet
     assert offers.next_fragments(run, 3, True) == (1,)
-    offers.withdrawn(0)
+    offers.withdrawn([0])
     assert offers.next_fragments(run, 3, True) == (0, 1)
 
 

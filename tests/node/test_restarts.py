@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fixed import fixed_run
-from zmqtrain.node.restarts import HEALTHY_OFFERS, MOST_RESTARTS, Restarts
+from zmqtrain.node.offers import HEALTHY_OFFERS, MOST_RESTARTS, Restarts
 
 SETTINGS = fixed_run()
 

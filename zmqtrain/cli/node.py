@@ -56,8 +56,8 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import parse_bytes
 from zmqtrain.monitor.recorder import NodeRecorder
 from zmqtrain.node.connect import NO_CHECKPOINT_IN_LOCKSTEP, connect
-from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.costs import Place, estimate
 from zmqtrain.session.hub_session import Solitude
 from zmqtrain.synchronous.lockstep import check_masters, open_gradients, read_exchange, unit_wait_seconds
@@ -298,7 +298,7 @@ def model_line(run: str, version: int, over: bool, address: str, keys: Path | No
 
 
 def _train(
-    node: Node | MastersNode,
+    node: Node | ShardedNode,
     program: Program,
     interruption: Interruption,
     config: NodeConfig,

@@ -24,8 +24,8 @@ from zmqtrain.cli.settings import File, Folder, Hub, HubOptions, Hubs, check_hos
 from zmqtrain.core.errors import ConfigError, HubUnreachable
 from zmqtrain.core.installed import command_word
 from zmqtrain.node.connect import connect, promote, stop
-from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.protocol.messages import MAX_SENTENCE, Roster, printable
 from zmqtrain.transport.address import parse_address, parse_addresses
 from zmqtrain.transport.key_folder import HUB, KeyFolder, default_key_folder
@@ -102,7 +102,7 @@ def _print_roster(roster: Roster, title: str) -> None:
         console.print(f"\n{roster_legend(roster)}", style="dim")
 
 
-def _first_roster(node: Node | MastersNode, wait_seconds: float) -> Roster:
+def _first_roster(node: Node | ShardedNode, wait_seconds: float) -> Roster:
     until = time.monotonic() + wait_seconds
     while (roster := node.roster) is None:
         if time.monotonic() >= until:
@@ -115,7 +115,7 @@ def _first_roster(node: Node | MastersNode, wait_seconds: float) -> Roster:
     return roster
 
 
-def _watch(node: Node | MastersNode, title: str, as_json: bool) -> None:
+def _watch(node: Node | ShardedNode, title: str, as_json: bool) -> None:
     if not as_json:
         with Display(lambda: node.roster, title):
             while True:

@@ -1,152 +1,288 @@
-"""Say what the checkpoints of a node hold of its exchange, and be where one of them was.
+"""A node's checkpoints: what they hold of its training thread and its exchange, when they are saved, and going on.
 
-Rule 1: what the training thread knows is copied there; what the codec has to know besides it adds in its own turn.
-Rule 2: a node that goes on says so before it says anything else: as which node, of which run, with what on its way.
-Rule 3: where all go back to one version, so does the node, and publishes what was on its way there to the same bits.
+The training thread gives copies and continues; the codec thread adds its own state in its turn, so that all of it is of
+one step boundary; a third thread writes. A failed write is a warning and is tried again. In strict mode all nodes save
+at the same versions and none is left out: there a save waits for the one before.
+A node that goes on introduces itself as the node that it was. Where all nodes go back to one version, it goes back too
+and publishes what was in flight there, to the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.checkpoint.background_writer import BackgroundWriter
 from zmqtrain.checkpoint.folder import CheckpointFolder, Every, every_from_text
+from zmqtrain.core.errors import CheckpointError, FramingError, ModelMismatch
+from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import ModelSpec, spec_to_plain
-from zmqtrain.node.codec_jobs import CodecJobs
+from zmqtrain.core.types import Array, ModelSpec, PeerId, describe_mismatch, spec_from_plain, spec_to_plain
 from zmqtrain.node.inbox import Inbox
-from zmqtrain.node.keeper import NodeKeeper, SavedNode, read_saved
-from zmqtrain.node.offers import Offers
-from zmqtrain.node.restarts import Restarts
+from zmqtrain.node.offers import NodeCodec, Offers, Restarts
 from zmqtrain.node.units import UnitQueue
+from zmqtrain.protocol.fencing import MAX_INCARNATION
+from zmqtrain.protocol.messages import WireSchedule
 from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.schedules import Timetable
 
 logger = logging.getLogger(__name__)
 
+FORMAT = "zmqtrain node 1"
+MOST_VERSIONS = 1 << 62
+"""A checkpoint with a larger version was not written by a node."""
 
-class NodeCheckpoint:
-    """What one node keeps of its exchange, and goes on from.
+Facts = dict[str, Any]
+Arrays = Mapping[str, NDArray[Any]]
 
-    folder: where.  every: how often.  resuming: what the node goes on from, until it does; None for nothing.
-    submit: has the codec thread do something.
+
+@dataclass(frozen=True)
+class SavedNode:
+    """The checkpoint that a node goes on from. versions: of all good checkpoints in the folder, rising.
+
+    facts: the state of "node", "offers", "units", "coder", "sent" and "loop".
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        every: str,
-        resuming: SavedNode | None,
-        peer: Peer,
-        offers: Offers,
-        units: UnitQueue,
-        inbox: Inbox,
-        restarts: Restarts,
-        jobs: CodecJobs,
-        submit: Callable[[Callable[[], None]], bool],
-    ) -> None:
-        self.resuming = resuming
-        self._steps_alone = 0
-        self._peer, self._offers, self._units, self._inbox = peer, offers, units, inbox
-        self._restarts, self._jobs, self._submit = restarts, jobs, submit
-        jobs.keeps_sent = True
+    facts: Facts
+    arrays: Arrays
+    versions: tuple[int, ...] = ()
+    peer: PeerId = field(init=False)
+    run: str = field(init=False)
+    version: int = field(init=False)
+    incarnation: int = field(init=False)
+    addresses: tuple[str, ...] = field(init=False)
+    settings: RunSettings = field(init=False)
+    model: ModelSpec = field(init=False)
+    schedules: tuple[WireSchedule, ...] = field(init=False)
 
-        def how_often() -> Every:
-            return every_from_text(every, self._settings.mode == "strict")
+    def __post_init__(self) -> None:
+        node = self.facts["node"]
+        for name, value in (
+            ("peer", PeerId(str(node["peer"]))),
+            ("run", str(node["run"])),
+            ("version", int(node["version"])),
+            ("incarnation", int(node["incarnation"])),
+            ("addresses", tuple(map(str, node.get("addresses", ())))),
+            ("settings", RunSettings.from_dict(node["settings"])),
+            ("model", spec_from_plain(node["model"])),
+            ("schedules", tuple(node.get("schedules", ()))),
+        ):
+            object.__setattr__(self, name, value)
+        Timetable(self.settings, self.schedules)
+        if not (-1 <= self.version < MOST_VERSIONS and 0 <= self.incarnation < MAX_INCARNATION):
+            raise ValueError(f"version {self.version} and incarnation {self.incarnation} cannot be")
+        for name, array in self.arrays.items():
+            if name.startswith("anchor/") and array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise ValueError(f"the shared parameters {name.removeprefix('anchor/')} are not finite")
 
-        self.keeper = NodeKeeper(folder, how_often, lambda: offers.version, self.facts, jobs.kept, submit)
-        """Where the training thread saves."""
-        if resuming is not None:
-            peer.term = int(resuming.facts["node"]["term"])
-            for address in resuming.addresses:
+    def check_model(self, model: ModelSpec, folder: object) -> None:
+        """Raise ModelMismatch, naming the leaf, unless this is the model of the checkpoint."""
+        if (difference := describe_mismatch(self.model, model)) is not None:
+            text = (
+                f"the checkpoint in {folder} is of another model: {difference[1].replace('the run', 'the checkpoint')}"
+            )
+            raise ModelMismatch(f"{text}. Name another --checkpoint folder", difference[0])
+
+
+def read_saved(folder: CheckpointFolder, version: int | None = None) -> SavedNode | None:
+    """Return the newest checkpoint of a node (or that of a version), None if there is none. Raises CheckpointError."""
+    loaded = folder.load() if version is None else folder.load_version(version)
+    if loaded is None:
+        return None
+    facts, arrays = loaded
+    if facts.get("format") != FORMAT:
+        whose = "a broker's" if "contributions" in facts else "no node's"
+        raise CheckpointError(
+            f"{folder.folder} holds {whose} checkpoints: the broker and each node have a --checkpoint folder of "
+            "their own; name another one for this node"
+        )
+    try:
+        strict = facts["node"]["settings"].get("mode") == "strict"
+        versions = folder.good_versions() if strict and version is None else ()
+        return SavedNode(facts, arrays, versions)
+    except (AttributeError, FramingError, LookupError, ArithmeticError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint in {folder.folder} cannot be read: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where a node keeps checkpoints, how often it saves ("60s", "64" versions), and what it goes on from."""
+
+    folder: CheckpointFolder
+    every: str = ""
+    saved: SavedNode | None = None
+
+
+class CheckpointedNode(Protocol):
+    """The node, as its checkpoints use it."""
+
+    clock: Clock
+    peer: Peer
+    offers: Offers
+    inbox: Inbox
+    restarts: Restarts
+    units: UnitQueue
+    codec: NodeCodec
+
+    def in_codec(self, job: Callable[[], None], values: int = 0) -> bool:
+        """Have the codec thread do something, after all earlier jobs; False if it has too much to do."""
+
+
+class NodeCheckpoint:
+    """The checkpoints of one node: a `Keeping` for its training thread.
+
+    resuming: what the node goes on from, until `go_on`; None for nothing.
+    """
+
+    def __init__(self, options: CheckpointOptions, node: CheckpointedNode) -> None:
+        self.folder, self.resuming = options.folder, options.saved
+        self._every_text, self._node, self._steps_alone = options.every, node, 0
+        self._taken: SavedNode | None = None  # what the training thread goes on from, until it has asked for it
+        self._writer = BackgroundWriter("checkpoints of this node", "training")
+        self._saved_version, self._saved_at = -1, node.clock.monotonic()
+        node.codec.keeps_sent = True
+        if (saved := options.saved) is not None:
+            peer = node.peer
+            peer.term = int(saved.facts["node"]["term"])
+            for address in saved.addresses:
                 peer.know(address)
             peer.resume(
-                resuming.run, resuming.version, resuming.settings, resuming.model, sorted(_unacked(resuming)),
-                resuming.versions, int(resuming.facts["offers"]["sequence"]), resuming.schedules,
+                saved.run, saved.version, saved.settings, saved.model, sorted(_unacked(saved)),
+                saved.versions, int(saved.facts["offers"]["sequence"]), saved.schedules,
             )  # fmt: skip
 
     @property
     def _settings(self) -> RunSettings:
-        assert self._peer.settings is not None, "what is saved or gone on from has been welcomed"
-        return self._peer.settings
+        assert self._node.peer.settings is not None, "a node that saves or goes on has been welcomed"
+        return self._node.peer.settings
 
-    # ------------------------------------------------------------------ saving
+    @property
+    def _every(self) -> Every:
+        return every_from_text(self._every_text, self._settings.mode == "strict")
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the exchange has to know (training thread)."""
-        peer, version = self._peer, self._offers.version
-        self._offers.hear(self._inbox.take_withdrawn())
+    # ------------------------------------------------------------------ saving (training thread)
+
+    def is_due(self) -> bool:
+        """See Keeping."""
+        version, now = self._node.offers.version, self._node.clock.monotonic()
+        if version < 0 or (self._writer.busy and not self._every.together):
+            return False
+        return now >= self._writer.retry_at or self._every.is_due(version, self._saved_version, now - self._saved_at)
+
+    def save(self, state: Facts, arrays: Mapping[str, Array], wait: bool = False) -> None:
+        """See Keeping."""
+        self._writer.begin()
+        version = self._node.offers.version
+        known = {"format": FORMAT, "loop": state, **self.facts()}
+
+        def code() -> None:
+            try:
+                if (coded := self._node.codec.kept(known)) is None:
+                    return self._writer.put_off("it begins again from the shared parameters just now")
+                whole = (version, known | coded[0], {**arrays, **coded[1]})
+                self._writer.start(version, lambda: self.folder.save(*whole))
+            except BaseException:
+                self._writer.cancel()  # else a waiting `save` would never return
+                raise
+
+        self._saved_version, self._saved_at = version, self._node.clock.monotonic()
+        if not self._node.in_codec(code):
+            self._writer.put_off("the codec thread has too much to do")
+        elif wait:
+            self._writer.wait(None)
+
+    def facts(self) -> Facts:
+        """Return the state of the exchange, without the codec's."""
+        node, peer, offers = self._node, self._node.peer, self._node.offers
+        offers.withdrawn(node.inbox.take_withdrawn())
         heard = peer.heard
-        if not peer.overtaken:  # nothing of former lives is pending here: the next one need not drop it again
-            self._offers.skip_to(heard + 1)
-        timetable = [] if peer.timetable is None else [list(one) for one in peer.timetable.since(version)]
-        node = {
+        if not peer.overtaken:  # nothing of former processes is pending here: the next one need not drop it again
+            offers.skip_to(heard + 1)
+        timetable = [] if peer.timetable is None else [list(one) for one in peer.timetable.since(offers.version)]
+        known = {
             "peer": peer.peer,
             "name": peer.name,
             "run": peer.run,
-            "version": version,
+            "version": offers.version,
             "incarnation": peer.incarnation,
             "term": peer.term,
             "addresses": list(peer.addresses),
-            "resets": self._restarts.resets,
+            "resets": node.restarts.resets,
             "settings": self._settings.to_dict(),
-            "model": spec_to_plain(self._jobs.joined_coder.model),
+            "model": spec_to_plain(node.codec.joined_coder.model),
             "schedules": timetable,
         }
-        return {"node": node, "offers": self._offers.to_plain(), "units": self._units.to_plain()}
+        return {"node": known, "offers": offers.to_plain(), "units": node.units.to_plain()}
 
-    # ------------------------------------------------------------------ going on
+    def close(self) -> None:
+        """Wait for the write in progress, a minute at most, and unlock the folder."""
+        self._writer.wait()
+        self.folder.close()
+
+    # ------------------------------------------------------------------ going on (training thread)
+
+    def take(self) -> tuple[Facts, Mapping[str, Array]] | None:
+        """See Keeping."""
+        saved, self._taken = self._taken, None
+        if saved is None:
+            return None
+        self._saved_version = saved.version
+        return saved.facts["loop"], saved.arrays
 
     def begin(self, model: ModelSpec) -> None:
-        """The node joins with this model: have its codec be where that of the checkpoint was. Raises ModelMismatch."""
+        """Restore the codec of a node that joins with this model. Raises ModelMismatch."""
         if self.resuming is not None:
-            self.resuming.check_model(model, self.keeper.folder.folder)
-            self._jobs.restore(self.resuming)
-            # a hub that welcomed this node before now said then what is lost, and there was no codec to hear of it
-            for sequence in _unacked(self.resuming) - self._peer.in_flight:
-                self._jobs.joined_coder.withdraw(sequence)
+            self.resuming.check_model(model, self.folder.folder)
+            self._node.codec.restore(self.resuming)
+            # a hub that has already welcomed this node said then what is lost, when there was no codec to record it
+            for sequence in _unacked(self.resuming) - self._node.peer.in_flight:
+                self._node.codec.joined_coder.withdraw(sequence)
 
     def may_go_on(self) -> bool:
         """Return whether the node may go on from its checkpoint: in strict mode all wait for each other."""
-        return self._peer.state is PeerState.LIVE or self._settings.mode != "strict"
+        return self._node.peer.state is PeerState.LIVE or self._settings.mode != "strict"
 
     def go_on(self) -> None:
-        """Be where the checkpoint was, that of the version to which all have gone back, if they have."""
-        saved, folder, rewound = self.resuming, self.keeper.folder, self._peer.rewound
+        """Restore the checkpoint: that of the version to which all nodes have gone back, if they have."""
+        node, saved, rewound = self._node, self.resuming, self._node.peer.rewound
         assert saved is not None
         if rewound >= 0 and rewound != saved.version:
-            earlier = read_saved(folder, rewound)
-            assert earlier is not None, "a version that was named is in the folder"
+            earlier = read_saved(self.folder, rewound)
+            assert earlier is not None, "a version that the folder's owner has named is in the folder"
             saved = earlier
         self.resuming = None
-        self._offers.restore(saved.facts["offers"])
-        self._units.restore(saved.facts["units"], exactly=rewound >= 0)
+        node.offers.restore(saved.facts["offers"])
+        node.units.restore(saved.facts["units"], exactly=rewound >= 0)
         unacked = _unacked(saved)
-        for sequence in set(self._offers.in_flight()) - unacked:
-            self._offers.withdrawn(sequence)  # it was just being withdrawn
+        node.offers.withdrawn(set(node.offers.in_flight()) - unacked)  # they were just being withdrawn
         if rewound >= 0:
-            folder.forget_after(rewound)
-            for _ in self._inbox.take_withdrawn():  # as the hub was before it went back
+            self.folder.forget_after(rewound)
+            for _ in node.inbox.take_withdrawn():  # as the hub was before it went back
                 pass
-            self._submit(lambda: self._jobs.send_again(saved))
-        self.keeper.saved = saved
-        where = "where all have gone back to" if rewound >= 0 else f"with {len(unacked)} deltas on their way"
-        logger.info("%s goes on from version %d of %s, %s", self._peer.name, saved.version, saved.run, where)
+            node.in_codec(lambda: node.codec.send_again(saved))
+        self._taken = saved
+        where = "where all have gone back to" if rewound >= 0 else f"with {len(unacked)} deltas in flight"
+        logger.info("%s goes on from version %d of %s, %s", node.peer.name, saved.version, saved.run, where)
 
     def stepped(self) -> None:
-        """A step was made (training thread).
+        """Record a step (training thread).
 
-        Who trains alone for as long as its offers of all fragments stand for keeps all that is pending: what a former
-        life has offered of it is less than what would be lost.
+        A node that has trained alone for as many steps as its offers of all fragments stand for keeps all that is
+        pending: what a former process has offered of it is less than what would be lost.
         """
-        if self._peer.state is PeerState.CONNECTING and self._peer.timetable is not None:
-            settings = self._peer.timetable.at(self._offers.version)
+        peer = self._node.peer
+        if peer.state is PeerState.CONNECTING and peer.timetable is not None:
+            settings = peer.timetable.at(self._node.offers.version)
             self._steps_alone += 1
-            turns = 1 if settings.carries_all else settings.fragments
-            if self._steps_alone == settings.every * turns:
-                self._peer.keep_pending()
+            if self._steps_alone == settings.every * (1 if settings.carries_all else settings.fragments):
+                peer.keep_pending()
 
 
 def _unacked(saved: SavedNode) -> set[int]:
-    """The offers that were on their way, coded."""
+    """The offers that were in flight, encoded."""
     return {int(sequence) for sequence, *_ in saved.facts["coder"]["unacked"]}

@@ -1,7 +1,6 @@
-"""Open a node, as whoever trains or looks on asks for it: its name, its keys, its checkpoint, its masters.
+"""Opens a node: its name, keys, checkpoint and masters. Everything given is checked before and right after Welcome.
 
-Rule: what is given is checked here, before and right after the first Welcome; whoever is refused holds nothing then, no
-thread and no folder.
+A node that is refused leaves nothing behind: no thread and no locked folder.
 """
 
 from __future__ import annotations
@@ -11,30 +10,30 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 from zmqtrain.checkpoint.folder import CheckpointFolder, every_from_text
 from zmqtrain.core.errors import ConfigError, ZmqTrainError
-from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.specs import require_kind
 from zmqtrain.core.types import PeerId, Version
-from zmqtrain.node.coder_place import CodecOn
-from zmqtrain.node.keeper import SavedNode, read_saved
-from zmqtrain.node.masters import MastersNode
-from zmqtrain.node.node import Node
+from zmqtrain.node.checkpoint import CheckpointOptions, SavedNode, read_saved
+from zmqtrain.node.node import Node, NodeOptions, RealEnvironment
+from zmqtrain.node.offers import CodecOn
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.planning.auto import link_share
 from zmqtrain.protocol.fencing import begin_incarnation
 from zmqtrain.protocol.messages import Promote, Stop
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.transport.address import parse_addresses
 from zmqtrain.transport.key_folder import Access, default_key_folder, find_access, find_hub_pair
-from zmqtrain.transport.zmq_channels import DealerChannel
 from zmqtrain.transport.zmq_keys import CurveKeys, GivenKeys, GivenServerKey, read_credentials
 
 NO_CHECKPOINT_IN_LOCKSTEP = (
-    "nodes in lockstep keep no checkpoints: all hold the same parameters, and one that is started again takes them "
-    "from the others; leave --checkpoint out here, or --exchange"
+    "nodes that train synchronously keep no checkpoints: all hold the same parameters, and one that is started again "
+    "takes them from the others; leave --checkpoint out here, or --exchange"
 )
 
 NO_CHECKPOINT_OF_OBSERVERS = "an observer trains nothing, and has nothing to save: leave checkpoint out (or observer)"
@@ -56,47 +55,31 @@ def connect(
     checkpoint_every: str = "",
     checkpoint_keep: int = 3,
     new_run: bool = False,
-) -> Node | MastersNode:
+) -> Node | ShardedNode:
     """Connect to the broker at `address` ("tcp://hub:5555") and return the node, welcomed.
 
-    Where a standby may have taken over, several addresses ("tcp://pc1:5555,tcp://pc2:5555") are tried in turn until one
-    welcomes; a node that goes on from its checkpoint tries those too that it had heard of.
-
-    Of several masters it is the first whose address is needed; the node that is returned speaks with all of them.
-
-    A script that ends without closing its node says goodbye all the same.
-
-    name: for people; the host's name if not given, or that of the checkpoint.
-    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one. If none is given,
-    lab.key_secret, HOSTNAME.key_secret or the only NAME.key_secret is taken from the working folder, the home folder or
-    ~/.config/zmqtrain/keys; on the hub itself from the last of these first.  server_key: the hub's public key, or its
-    file; not needed if the file of the pair names it.
+    address: or several, "tcp://pc1:5555,tcp://pc2:5555", tried in turn where a standby may have taken over. Of several
+    masters the first is needed; the returned node speaks with all.  name: for people; default: the host's, or that of
+    the checkpoint.
+    keys: this PC's CURVE pair, or its file (NAME.key_secret), where the hub wants one. Default: lab.key_secret,
+    HOSTNAME.key_secret or the only NAME.key_secret in the working folder, the home folder or ~/.config/zmqtrain/keys;
+    on the hub itself from the last of these first.  server_key: the hub's public key, or its file; not needed if the
+    file of the pair names it.
     codec_on: where deltas are compressed: "host", "device", or "auto": on the device unless that is a processor.
-    events: who is told what happens here, as a `NodeRecorder`.
+    events: records what happens here, as a `NodeRecorder`.
     link: the rate of this machine's port ("1gbit"; "": as the hub measures it).  share: what training may use of it,
-    each way; the rest is left to others. With no link and the whole share nothing is limited.
-    exchange: what people call the way in which this node trains in step with the others, past the broker; all nodes of
-    a run have the same.
-    checkpoint: a folder of this node's own, where it saves what it can go on from, and goes on from if there is
-    something: then it is the node that it was, and needs no hub to begin.  checkpoint_every: after so much time
-    ("60s") or so many versions ("64"); checkpoint_keep: how many stay.  new_run: if the hub's run is another than the
-    checkpoint's, set that aside and join; else that is a JoinRefused.
-    Raises ConfigError for an address that is none, for that of another master than the first and for another choice,
-    HubUnreachable when no broker answers, JoinRefused, CheckpointError.
+    each way. With no link and the whole share nothing is limited.
+    exchange: the name of the way in which this node trains in step with the others, past the broker; the same on all.
+    checkpoint: a folder of this node's own, where it saves its state, and from which it goes on as the node that it
+    was, without a hub if need be.  checkpoint_every: "60s", or "64" for versions; checkpoint_keep: how many stay.
+    new_run: if the hub's run is another than the checkpoint's, set that aside and join; else that is a JoinRefused.
+    A script that ends without closing its node says goodbye all the same.
+    Raises ConfigError for what cannot be, HubUnreachable when no broker answers, JoinRefused, CheckpointError.
     """
     if not isinstance(address, str) or not address:
         raise ConfigError(f"connect needs the hub's address, such as tcp://192.168.1.10:5555, not {address!r}")
-    named = name
-    name = name or socket.gethostname().partition(".")[0] or "node"
-    require_kind("name", name, str, '"pc1"')
-    require_kind("timeout_seconds", timeout_seconds, (int, float), "10.0")
-    require_kind("link", link, str, '"1gbit"')
-    require_kind("share", share, (int, float), "0.8")
-    require_kind("checkpoint_every", checkpoint_every, str, '"60s", or "64" for a count of versions')
-    if checkpoint is not None:
-        require_kind("checkpoint", checkpoint, (str, Path), '"kept", a folder')
-    if not name.isprintable() or len(name) > 64 or "#" in name:
-        raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
+    named, name = name, name or socket.gethostname().partition(".")[0] or "node"
+    _check_kinds(name, timeout_seconds, link, share, checkpoint_every, checkpoint)
     if codec_on not in get_args(CodecOn):
         raise ConfigError(f"codec_on must be one of {', '.join(map(repr, get_args(CodecOn)))}, got {codec_on!r}")
     addresses = parse_addresses(address)
@@ -108,29 +91,97 @@ def connect(
     if checkpoint is not None and (exchange or observer):
         raise ConfigError(NO_CHECKPOINT_IN_LOCKSTEP if exchange else NO_CHECKPOINT_OF_OBSERVERS)
     folder = CheckpointFolder(Path(checkpoint), checkpoint_keep) if checkpoint is not None else None
+    options = NodeOptions(
+        peer=PeerId(""), name=name, addresses=addresses, observer=observer, codec_on=codec_on, events=events,
+        share=given, exchange=exchange,
+    )  # fmt: skip
+    opener = _Opener(options, access, folder, checkpoint_every)
+    node = opener.open_with_checkpoint(named, timeout_seconds, new_run) if folder is not None else opener.open()
+    atexit.register(node.close)
+    try:
+        settings = node.wait_welcome(timeout_seconds)
+        if folder is not None:
+            _check_checkpoint(settings, checkpoint_every, checkpoint_keep)
+        _check_shards(node, settings, bool(link) or share < 1)
+    except BaseException:
+        node.close()
+        raise
+    if settings.masters == 1 or observer:
+        return node
+    several = ShardedNode(node, opener, timeout_seconds)
+    atexit.register(several.close)
+    return several
 
-    def open_channel(address: str, peer: PeerId) -> Callable[[], Channel]:
-        return lambda: DealerChannel.connect(address, peer=peer, access=access)
 
-    def open_node(saved: SavedNode | None) -> Node:
-        peer = PeerId(f"{name}#{secrets.token_hex(4)}") if saved is None else saved.peer
-        return Node(
-            open_channel(addresses[0], peer),
-            peer,
-            peer.rpartition("#")[0],
-            ",".join(addresses),
-            observer,
-            codec_on,
-            events,
-            given,
-            exchange=exchange,
-            incarnation=new_incarnation(0 if saved is None else saved.incarnation),
-            keep=None if folder is None else (folder, checkpoint_every, saved),
+def _check_kinds(
+    name: str, timeout_seconds: float, link: str, share: float, checkpoint_every: str, checkpoint: str | Path | None
+) -> None:
+    require_kind("name", name, str, '"pc1"')
+    require_kind("timeout_seconds", timeout_seconds, (int, float), "10.0")
+    require_kind("link", link, str, '"1gbit"')
+    require_kind("share", share, (int, float), "0.8")
+    require_kind("checkpoint_every", checkpoint_every, str, '"60s", or "64" for a count of versions')
+    if checkpoint is not None:
+        require_kind("checkpoint", checkpoint, (str, Path), '"kept", a folder')
+    if not name.isprintable() or len(name) > 64 or "#" in name:
+        raise ConfigError(f"a node's name is at most 64 printable characters without '#', got {name!r}")
+
+
+def _check_checkpoint(settings: RunSettings, every: str, keep: int) -> None:
+    if settings.mode == "strict":
+        every_from_text(every, strict=True)
+        if keep < 2:
+            raise ConfigError(
+                "checkpoint_keep must be at least 2 in strict mode: all go back to the newest version that all hold"
+            )
+    if settings.masters > 1:
+        raise ConfigError(
+            "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "
+            "version; leave --checkpoint out here, the masters may have theirs"
         )
 
-    saved = None
-    try:
-        if folder is not None:
+
+def _check_shards(node: Node, settings: RunSettings, limited: bool) -> None:
+    if node.options.observer or settings.masters == 1:
+        return
+    if node.shard:
+        raise ConfigError(
+            f"the broker at {node.address} has shard {node.shard} of {settings.masters} of its run's model: join "
+            f"at the first master, {', '.join(node.masters)}"
+        )
+    if node.options.events is not None:
+        raise ConfigError("a node of several masters can be neither recorded nor replayed: leave --record out")
+    if limited:
+        raise ConfigError(
+            "a node of several masters keeps no share of its link free, as each master paces its own part only: "
+            "leave --link and --share out here; the masters may have theirs"
+        )
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """Opens the connections of one node: to the first master, and to others. options: without a peer id."""
+
+    options: NodeOptions
+    access: Access
+    folder: CheckpointFolder | None
+    checkpoint_every: str
+
+    def open(self, saved: SavedNode | None = None) -> Node:
+        """Open the node, as the one that this checkpoint is of."""
+        peer = _new_peer(self.options.name) if saved is None else saved.peer
+        options = replace(
+            self.options, peer=peer, name=peer.rpartition("#")[0],
+            incarnation=new_incarnation(0 if saved is None else saved.incarnation),
+            keep=None if self.folder is None else CheckpointOptions(self.folder, self.checkpoint_every, saved),
+        )  # fmt: skip
+        return _started(Node(options, RealEnvironment(self.access)))
+
+    def open_with_checkpoint(self, named: str | None, timeout_seconds: float, new_run: bool) -> Node:
+        """Open the node, going on from the folder's checkpoint if there is one."""
+        folder = self.folder
+        assert folder is not None
+        try:
             folder.lock()
             saved = read_saved(folder)
             if saved is not None and named and (former := saved.peer.rpartition("#")[0]) != named:
@@ -138,72 +189,42 @@ def connect(
                     f"the checkpoint in {folder.folder} is of the node {former}, not of {named}: leave the name out to "
                     "go on as that one (on one PC only), or name another folder"
                 )
-        node = open_node(saved)
-    except BaseException:
-        if folder is not None:
+            node = self.open(saved)
+        except BaseException:
             folder.close()
-        raise
-    try:
-        if saved is not None and not node.wait_hub_of_checkpoint(timeout_seconds, new_run):
-            assert folder is not None
+            raise
+        try:
+            if saved is None or node.wait_hub_of_checkpoint(timeout_seconds, new_run):
+                return node
+        except BaseException:
             node.close()
-            folder.lock()
-            try:
-                folder.set_all_aside()
-                node = open_node(None)
-            except BaseException:
-                folder.close()
-                raise
-        atexit.register(node.close)
-        settings = node.wait_welcome(timeout_seconds)
-        if folder is not None and settings.mode == "strict":
-            every_from_text(checkpoint_every, strict=True)
-            if checkpoint_keep < 2:
-                raise ConfigError(
-                    "checkpoint_keep must be at least 2 in strict mode: all go back to the newest version that all hold"
-                )
-        if settings.masters > 1 and checkpoint is not None:
-            raise ConfigError(
-                "a node of several masters keeps no checkpoint: what it has pending lies at each of them in another "
-                "version; leave --checkpoint out here, the masters may have theirs"
-            )
-        if node.shard and not observer:
-            raise ConfigError(
-                f"the broker at {node.address} has shard {node.shard} of {settings.masters} of its run's model: join "
-                f"at the first master, {', '.join(node.masters)}"
-            )
-        if settings.masters > 1 and events is not None:
-            raise ConfigError(
-                "what happens at a node of several masters cannot be recorded, nor lived again: leave --record out"
-            )
-        if settings.masters > 1 and (link or share < 1) and not observer:
-            raise ConfigError(
-                "a node of several masters keeps no share of its link free, as each master paces its own part only: "
-                "leave --link and --share out here; the masters may have theirs"
-            )
-    except BaseException:
+            raise
         node.close()
-        raise
-    if settings.masters == 1 or observer:
-        return node
+        folder.lock()
+        try:
+            folder.set_all_aside()
+            return self.open()
+        except BaseException:
+            folder.close()
+            raise
 
-    def open_line(address: str) -> Node:
-        # a line that is made anew is somebody else: what its master knows of the old one is of no use any more
-        line = PeerId(f"{name}#{secrets.token_hex(4)}")
-        return Node(
-            open_channel(address, line),
-            line,
-            name,
-            address,
-            codec_on=codec_on,
-            first=node,
-            exchange=exchange,
+    def open_line(self, address: str, first: Node) -> Node:
+        """Open the connection to another master; see `ShardedNode`."""
+        # a new id: the master's state of an earlier connection does not apply to this one
+        options = replace(
+            self.options, peer=_new_peer(self.options.name), addresses=(address,), observer=False, events=None,
             incarnation=new_incarnation(),
-        )
+        )  # fmt: skip
+        return _started(Node(options, RealEnvironment(self.access), first))
 
-    several = MastersNode(node, open_line, timeout_seconds)
-    atexit.register(several.close)
-    return several
+
+def _new_peer(name: str) -> PeerId:
+    return PeerId(f"{name}#{secrets.token_hex(4)}")
+
+
+def _started(node: Node) -> Node:
+    node.start()
+    return node
 
 
 def promote(
@@ -211,13 +232,13 @@ def promote(
 ) -> tuple[str, Version, int]:
     """Have the standby at `address` take over its run; return the run's id, its version and its term from then on.
 
-    server_key, keys: the hub's own pair, or its file (hub.key_secret), where the hub has keys; if none is given, that
-    in ~/.config/zmqtrain/keys. Without keys it is told from the standby's own machine.
-    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused (of who may not).
+    server_key, keys: the hub's own pair, or its file (hub.key_secret), where the hub has keys; default: that in
+    ~/.config/zmqtrain/keys. Without keys the order must come from the standby's own machine.
+    A broker that serves a run already changes nothing. Raises HubUnreachable, JoinRefused (this one may not).
     """
-    with _operator("promote", address, Promote(), server_key, keys) as told:
-        told.wait_welcome(timeout_seconds)
-        return told.run, told.run_version, told.term
+    with _operator("promote", address, Promote(), server_key, keys) as node:
+        node.wait_welcome(timeout_seconds)
+        return node.run, node.run_version, node.term
 
 
 def stop(
@@ -231,43 +252,39 @@ def stop(
     """End the run at `address`: its nodes send what they have computed and end, its broker saves and ends. Return the
     run's id and its last version, as far as that was heard.
 
-    server_key, keys: as for `promote`; without keys it is told from the hub's own machine.  wait_seconds: for the end.
-    welcomed: called once the broker has answered.
-    Raises HubUnreachable, JoinRefused (of who may not), ZmqTrainError if the run has not ended in time.
+    server_key, keys: as for `promote`; without keys the order must come from the hub's own machine.  wait_seconds: for
+    the end.  welcomed: called once the broker has answered.
+    Raises HubUnreachable, JoinRefused (this one may not), ZmqTrainError if the run has not ended in time.
     """
-    with _operator("stop", address, Stop(), server_key, keys) as told:
-        told.wait_welcome(timeout_seconds)
-        welcomed(told)
-        if not told.wait_over(wait_seconds):
+    with _operator("stop", address, Stop(), server_key, keys) as node:
+        node.wait_welcome(timeout_seconds)
+        welcomed(node)
+        if not node.wait_over(wait_seconds):
             raise ZmqTrainError(
-                f"{told.run} has not ended in {wait_seconds:g} s: `zmqtrain status {address}` says who is left; at the "
+                f"{node.run} has not ended in {wait_seconds:g} s: `zmqtrain status {address}` says who is left; at the "
                 "broker Ctrl-C ends it at once, and it saves what has come"
             )
-        return told.run, told.run_version if told.roster is None else told.roster.version
+        return node.run, node.run_version if node.roster is None else node.roster.version
 
 
 def _operator(name: str, address: str, order: Promote | Stop, server_key: GivenServerKey, keys: GivenKeys) -> Node:
-    """Return an observer that says this order to who is at the address, with the hub's own pair if there is one."""
-    peer = PeerId(f"{name}#{secrets.token_hex(4)}")
+    """Return an observer that gives this order to the broker at the address, with the hub's own pair if there is
+    one."""
     pair = keys if isinstance(keys, CurveKeys) else CurveKeys.load(keys) if keys else None
     if pair is not None and not pair.server and not server_key:  # the hub's own pair: its file names no other hub
         server_key = pair.public
     found = None if pair or server_key else find_hub_pair(default_key_folder())
     access = found or Access(read_credentials(server_key, pair))
-    return Node(
-        lambda: DealerChannel.connect(address, peer=peer, access=access),
-        peer,
-        name,
-        address,
-        observer=True,
-        order=order,
+    options = NodeOptions(
+        peer=_new_peer(name), name=name, addresses=address.split(","), observer=True, order=order,
         incarnation=new_incarnation(),
-    )
+    )  # fmt: skip
+    return _started(Node(options, RealEnvironment(access)))
 
 
 def new_incarnation(before: int = 0) -> int:
     """Return the incarnation above which this process begins to say Hello.
 
-    before: `Node.incarnation` of the life that it continues, as that saved it.
+    before: `Node.incarnation` of the process that it continues, as that saved it.
     """
     return begin_incarnation(before, time.time_ns(), secrets.randbits(20))

@@ -1,9 +1,8 @@
-"""Bring aggregates and snapshots from the wire to the training thread: compressed as long as can be, in version order.
+"""Aggregates and snapshots between the wire and the training thread, in version order, compressed as long as possible.
 
-Rule 1: filled and decoded by the codec thread; the training thread only takes what is decoded, and hears what of its
-own will not land.
-Rule 2: bounded at every stage; who is too far behind takes one snapshot instead of many aggregates, and loses nothing.
-Rule 3: so does who was sent an aggregate that came spoiled: nothing behind it counts until the snapshot is here.
+The codec thread fills and decodes; the training thread takes updates, and the sequences of its own offers that will
+not be applied. Every stage is bounded: a node that is too far behind takes one snapshot instead of many aggregates,
+and loses nothing. So does a node that received a corrupted aggregate: it drops later ones until the snapshot arrives.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zmqtrain.averaging.coder import DeltaCoder
@@ -23,23 +22,23 @@ from zmqtrain.session.hub_session import MOST_SPOILED
 from zmqtrain.session.mailbox import Mailbox
 
 DECODED, MOST_DECODED = 2, 16
-"""So many updates wait decoded for the training thread, and up to so many if all of them are small."""
+"""How many updates wait decoded for the training thread, and how many if all of them are small."""
 DECODED_BYTES, LARGE_UPDATE_BYTES = 1 << 28, 1 << 26
-"""What several updates that wait decoded hold, at most; of one that holds more than the second, only that one waits:
-the next is decoded when it is taken."""
+"""The bytes that several decoded updates hold at most. An update larger than the second waits alone: the next one is
+decoded when it is taken."""
 KEPT = 32
 WITHDRAWN_KEPT = 1024
 
 
 class Inbox:
-    """What has arrived at one node and is not applied.
+    """The aggregates and snapshots that have arrived at one node and are not applied.
 
-    changed: called in the codec thread when an update can be taken.  spoiled: called there, with the reason, when an
-    aggregate is not what was sent: a snapshot is to be fetched.  decode_seconds: CPU time spent so far.
+    `arrive`, `restart` and `decode` return the error of an aggregate that came with other bytes than were sent: then
+    a snapshot must be fetched. They raise CodecError for a corrupted snapshot, and for the last of `MOST_SPOILED`
+    corrupted aggregates in a row.
     """
 
-    def __init__(self, changed: Callable[[], None], spoiled: Callable[[CodecError], None]) -> None:
-        self._changed, self._on_spoiled = changed, spoiled
+    def __init__(self) -> None:
         self._spoiled = 0  # in a row
         self._lacks_snapshot = False
         self._arrived: deque[tuple[Deliver | None, Sequence[Buffer]]] = deque()  # None: begin again from the anchor
@@ -48,6 +47,7 @@ class Inbox:
         self._updates: Mailbox[Update] = Mailbox(MOST_DECODED)
         self._withdrawn: Mailbox[int] = Mailbox(WITHDRAWN_KEPT)
         self.decode_seconds = 0.0
+        """CPU so far."""
 
     @property
     def full(self) -> bool:
@@ -62,53 +62,52 @@ class Inbox:
         return self._updates.peek()
 
     def take(self) -> Update | None:
-        """Take the next decoded update, or None; have `decode` run after it."""
+        """Take the next decoded update, or None; `decode` must run after it."""
         return self._updates.get_nowait()
 
     def withdraw(self, sequence: int) -> None:
-        """Have the training thread hear that an offer will not land; from any thread."""
+        """Tell the training thread that an offer will not be applied; from any thread."""
         self._withdrawn.put_nowait(sequence)
 
     def take_withdrawn(self) -> Iterator[int]:
-        """Give the offers that will not land, as far as was not asked before (training thread)."""
+        """Give the offers that will not be applied, each once (training thread)."""
         while (sequence := self._withdrawn.get_nowait()) is not None:
             yield sequence
 
-    def arrive(self, coder: DeltaCoder, deliver: Deliver, frames: Sequence[Buffer]) -> None:
-        """Take in one delivery and decode as far as there is room. Raises CodecError; see `decode`."""
+    def arrive(self, coder: DeltaCoder, deliver: Deliver, frames: Sequence[Buffer]) -> CodecError | None:
+        """Take in one delivery and decode as far as there is room."""
         if self._lacks_snapshot and isinstance(deliver.announcement, Aggregate):
-            return self.skip(deliver)
+            self.skip(deliver)
+            return None
         if isinstance(deliver.announcement, Snapshot):
             self._lacks_snapshot = False
-            # whatever aggregates still wait are in it; what landed in them has landed
+            # it contains the aggregates that still wait, and the offers that landed in them
             self._landed_unseen += [sequence for one, _ in self._arrived if one for sequence in one.landed]
             before = [waiting for waiting in self._arrived if waiting[0] is None or waiting[0].reset]
             if before and not deliver.keep:
-                # what was to be dropped with an older snapshot still is
+                # pending progress that an older snapshot drops is dropped all the same
                 warm = all(one is not None and one.warm for one, _ in before) and (deliver.warm or not deliver.reset)
                 deliver = replace(deliver, reset=True, warm=warm)
-            self._arrived = deque(before[-1:] if deliver.keep else ())  # who keeps its own has what it was lent
+            self._arrived = deque(before[-1:] if deliver.keep else ())
         self._arrived.append((deliver, frames))
-        self.decode(coder)
+        return self.decode(coder)
 
-    def restart(self, coder: DeltaCoder, version: Version) -> None:
-        """Have what is pending dropped, behind what has arrived already: go on from the anchor as it is there then.
+    def restart(self, coder: DeltaCoder, version: Version) -> CodecError | None:
+        """Drop what is pending, after what has arrived already: training goes on from the anchor as it is then.
 
         version: that was applied last.
         """
         self._version = max(self._version, version)
         self._arrived.append((None, ()))
-        self.decode(coder)
+        return self.decode(coder)
 
     def skip(self, deliver: Deliver) -> None:
-        """Drop an aggregate for which a snapshot will come; what landed in it is told with that."""
+        """Drop an aggregate that a snapshot will contain; the offers that landed in it are reported with that."""
         self._landed_unseen += deliver.landed
 
-    def decode(self, coder: DeltaCoder) -> None:
-        """Decode what has arrived, as far as the door to the training thread has room.
-
-        Raises CodecError for a snapshot that was not sent so, and for the last of `MOST_SPOILED` aggregates in a row.
-        """
+    def decode(self, coder: DeltaCoder) -> CodecError | None:
+        """Decode what has arrived, as far as the training thread's mailbox has room."""
+        spoiled = None
         while self._arrived and self._has_room():
             deliver, frames = self._arrived.popleft()
             began = time.thread_time()
@@ -120,6 +119,7 @@ class Inbox:
                     update = coder.decode_aggregate(deliver.announcement, deliver.landed, frames)
                 except CodecError as error:
                     self._drop_spoiled(deliver, error)
+                    spoiled = error
                     continue
                 self._spoiled = 0
             else:
@@ -131,21 +131,20 @@ class Inbox:
             self.decode_seconds += time.thread_time() - began
             self._version = update.version
             self._updates.put_nowait(update)
-        self._changed()
+        return spoiled
 
     def _drop_spoiled(self, deliver: Deliver, error: CodecError) -> None:
-        """Drop an aggregate that is not what was sent, and those behind it, which cannot be applied without it."""
+        """Drop a corrupted aggregate, and those behind it, which cannot be applied without it."""
         self._spoiled += 1
         if self._spoiled >= MOST_SPOILED:
             raise CodecError(
-                f"{self._spoiled} aggregates in a row are not what the broker sent ({error}): something on the way, or "
-                "this PC's memory, spoils them: check both"
+                f"{self._spoiled} aggregates in a row are not what the broker sent ({error}): the network or this PC's "
+                "memory corrupts them: check both"
             ) from error
         waiting, self._arrived = self._arrived, deque(one for one in self._arrived if not _is_aggregate(one[0]))
         for one in (deliver, *(one for one, _ in waiting if one is not None and _is_aggregate(one))):
             self.skip(one)
         self._lacks_snapshot = True
-        self._on_spoiled(error)
 
     def _has_room(self) -> bool:
         waiting = self._updates.peek()

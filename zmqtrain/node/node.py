@@ -1,8 +1,9 @@
-"""Be a node alive, as its training thread sees it: an Exchange that never makes it wait.
+"""The running node: the API used by the training thread, which it never makes wait but where it says so.
 
-Rule 1: three threads: the caller trains, one talks to the hub (`HubSession`), one codes and decodes; what they decide
-is in `PeerExchange`.  Rule 2: whatever happens to the broker, offers are refused, training goes on, and the node comes
-back by itself.
+Three threads: the caller's trains, the link's speaks with the hub, the executor's encodes and decodes. The training
+thread owns the offers, the codec thread the coder, the network thread the link; what passes between them is never
+written again. An update is applied when it is polled. If the hub is lost, offers are refused, training goes on, and
+the node rejoins by itself.
 """
 
 from __future__ import annotations
@@ -13,37 +14,52 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from zmqtrain.averaging.coder import DeltaCoder, Encoded, OnDevice
-from zmqtrain.checkpoint.folder import CheckpointFolder
 from zmqtrain.codecs.fast import LARGE_SLAB, kernels
 from zmqtrain.core.errors import (
     AggregateTimeout,
+    CodecError,
     ConfigError,
     HubUnreachable,
     JoinRefused,
+    LocalProtocolError,
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Update, Version
-from zmqtrain.node.codec_jobs import say_codec_failure
-from zmqtrain.node.coder_place import CodecOn, CoderPlace
-from zmqtrain.node.exchange import PeerExchange
-from zmqtrain.node.keeper import SavedNode
-from zmqtrain.protocol.effects import Deliver
-from zmqtrain.protocol.messages import Promote, Report, Roster, Snapshot, Stop
+from zmqtrain.core.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Tally, Update, Version
+from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint
+from zmqtrain.node.inbox import Inbox
+from zmqtrain.node.offers import CodecOn, NodeCodec, Offers, Restarts, codec_failure
+from zmqtrain.node.progress import Progress, paces
+from zmqtrain.node.units import Batch, Source, UnitQueue
+from zmqtrain.protocol.effects import Deliver, PeerEffect
+from zmqtrain.protocol.messages import (
+    Aggregate,
+    Message,
+    Promote,
+    Quarantine,
+    Report,
+    Roster,
+    Snapshot,
+    Stop,
+    WorkRequest,
+    WorkUnit,
+)
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.connect_deadline import REFUSED_SECONDS
 from zmqtrain.session.events import NodeEvents
-from zmqtrain.session.hub_session import HubSession, Solitude
+from zmqtrain.session.hub_session import HubSession, NullListener, Solitude
 from zmqtrain.session.mailbox import Worker
 from zmqtrain.transport.address import say_addresses, say_unreachable
+from zmqtrain.transport.key_folder import Access
 from zmqtrain.transport.pacing import LinkShare
+from zmqtrain.transport.zmq_channels import DealerChannel
 
 logger = logging.getLogger(__name__)
 
@@ -51,332 +67,245 @@ SAY_WAITING_SECONDS = 2.0
 SAY_AGAIN_SECONDS = 5.0
 
 
-class Node(PeerExchange):
-    """One node of a run, alive: an `Exchange`, and the `Listener` of its link.
+# ---------------------------------------------------------------------- the environment
 
-    open_channel: makes the channel to the hub.  peer: the id under which it does so.  address: where that is, or
-    several with commas, where it is looked for in turn; the channel goes to the first.
-    codec_on: where deltas are compressed; the bytes are the same.  events: who is told what happens here, None for
-    nobody.  share: what training may use of this machine's port; None: all there is.  first: the same node at the first
-    of several masters, if this is its line to another.  exchange: as in `connect`, which makes the usual one.
-    incarnation: above which this process begins (`new_incarnation`); 0: the node is not fenced.
-    keep: the folder for its checkpoints, how often to save, and what it goes on from, None for nothing.
-    order: of an operator, for who is at the address: to take over, or to end the run.
+
+class NodeLink(Protocol):
+    """The connection of a node to its hub, with a thread of its own; a `HubSession`, or a simulated one."""
+
+    address: str
+    undecided: bool
+    trouble: tuple[str, str]
+    publishes: int
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload and heads received so far."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the node takes part in the run now."""
+
+    @property
+    def refused(self) -> str:
+        """Why the hub ended the last handshake with this node; "" once it is welcomed."""
+
+    @property
+    def obstacle(self) -> str:
+        """What keeps this node from its hub, if it is known; else ""."""
+
+    @property
+    def why_alone(self) -> str:
+        """Why there is no hub now, as far as it is known."""
+
+    @property
+    def whereabouts(self) -> tuple[str, ...]:
+        """The addresses at which the hub is looked for, in turn."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload and heads sent so far."""
+
+    @property
+    def link_rate(self) -> float:
+        """The rate of this machine's port in bytes per second, configured or measured; 0: not known."""
+
+    def alone_seconds(self) -> float | None:
+        """Return for how long this node has had no hub; None: it has one, or has never had one."""
+
+    def start(self) -> None:
+        """Start the thread and say Hello."""
+
+    def call(self, what: Callable[[], object], after_seconds: float = 0.0) -> None:
+        """Have the network thread do something soon, or after some seconds; from any thread."""
+
+    def send(self, message: Message) -> None:
+        """Send a control message (network thread)."""
+
+    def carry_out(self, effects: Sequence[PeerEffect]) -> None:
+        """Do what the machine wants done (network thread)."""
+
+    def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+        """Announce an encoded offer (network thread)."""
+
+    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
+        """Announce the parameters that the hub asked for, unless that hub is lost (network thread)."""
+
+    def move(self, address: str) -> None:
+        """Look for the hub at this address from now on, unless it is heard where it was."""
+
+    def close(self, reason: str) -> None:
+        """Say goodbye and end the thread."""
+
+
+class Executor(Protocol):
+    """The codec thread of a node: does jobs in the order in which they were submitted."""
+
+    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
+        """Give it a job; False if it has too many. values: how many the job codes (its cost in virtual time)."""
+
+    def exchange_seconds(self, measured: float, values: int) -> float:
+        """Return the seconds of one exchange. measured: CPU seconds; values: of the first fragment."""
+
+    def close(self) -> object:
+        """Let it finish what it has, and end it."""
+
+
+class NodeEnvironment(Protocol):
+    """The time, the threads and the connection of one node: real ones, or a simulation's.
+
+    virtual: time is simulated; runs repeat exactly, so nothing that is measured may decide anything.
     """
 
-    _link: HubSession
+    clock: Clock
+    virtual: bool
 
-    def __init__(
-        self,
-        open_channel: Callable[[], Channel],
-        peer: PeerId,
-        name: str,
-        address: str,
-        observer: bool = False,
-        codec_on: CodecOn = "auto",
-        events: NodeEvents | None = None,
-        share: LinkShare | None = None,
-        first: Node | None = None,
-        exchange: str = "",
-        incarnation: int = 0,
-        keep: tuple[CheckpointFolder, str, SavedNode | None] | None = None,
-        order: Promote | Stop | None = None,
-    ) -> None:
-        share, addresses = share or LinkShare(), address.split(",")
-        machine = Peer(
-            peer, name, observer, share.rate, share.share, exchange=exchange, incarnation=incarnation,
-            addresses=addresses, order=order,
+    def condition(self) -> threading.Condition:
+        """Return a condition on which the training thread can wait in this kind of time."""
+
+    def open_link(self, node: Node, share: LinkShare) -> NodeLink:
+        """Return the connection of this node, not started."""
+
+    def open_executor(self, node: Node) -> Executor:
+        """Return the codec thread of this node; `Node.on_codec_failed` takes the errors of its jobs."""
+
+    def make_coder(self, node: Node, model: ModelSpec) -> DeltaCoder:
+        """Return the coder of the deltas of this model."""
+
+
+class _CodecThread:
+    """The codec thread of a real node."""
+
+    def __init__(self, node: Node) -> None:
+        self._worker = Worker("zmqtrain-codec", 256, node.on_codec_failed)
+
+    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
+        return self._worker.submit(job)
+
+    def exchange_seconds(self, measured: float, values: int) -> float:
+        return measured
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        return self._worker.close(timeout_seconds)
+
+
+class RealEnvironment:
+    """Real time, threads and sockets. access: the keys with which the hub is reached."""
+
+    virtual = False
+
+    def __init__(self, access: Access) -> None:
+        self.clock: Clock = time
+        self._access = access
+
+    def condition(self) -> threading.Condition:
+        """See NodeEnvironment."""
+        return threading.Condition()
+
+    def open_link(self, node: Node, share: LinkShare) -> NodeLink:
+        """See NodeEnvironment."""
+        peer, address = node.peer, node.options.addresses[0]
+        return HubSession(
+            lambda: DealerChannel.connect(address, peer=peer.peer, access=self._access), peer, address, node, share
+        )
+
+    def open_executor(self, node: Node) -> Executor:
+        """See NodeEnvironment."""
+        return _CodecThread(node)
+
+    def make_coder(self, node: Node, model: ModelSpec) -> DeltaCoder:
+        """See NodeEnvironment."""
+        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
+            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
+        return DeltaCoder(model, node.settings, node.codec.device_coder(), node.shard)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """What one node is, and what it is asked to do.
+
+    peer: the id under which it connects.  addresses: of the broker, tried in turn.  codec_on: where deltas are
+    encoded.  events: recorder of what happens here.  share: what training may use of this machine's port.  exchange:
+    the name of its synchronous exchange, see `connect`.  incarnation: above which this process begins
+    (`new_incarnation`); 0: the node is not fenced.  keep: its checkpoints.  order: of an operator for the broker.
+    """
+
+    peer: PeerId
+    name: str
+    addresses: Sequence[str] = ()
+    observer: bool = False
+    codec_on: CodecOn = "auto"
+    events: NodeEvents | None = None
+    share: LinkShare = field(default_factory=LinkShare)
+    exchange: str = ""
+    incarnation: int = 0
+    keep: CheckpointOptions | None = None
+    order: Promote | Stop | None = None
+
+
+# ---------------------------------------------------------------------- the node
+
+
+class Node(NullListener):
+    """One node of a run: an `Exchange` for its training thread, and the `Listener` of its link.
+
+    first: the node at the first of several masters, if this is the connection to another one.
+    """
+
+    def __init__(self, options: NodeOptions, environment: NodeEnvironment, first: Node | None = None) -> None:
+        self.options, self.environment = options, environment
+        self.clock, self.name, self.peer_id = environment.clock, options.name, options.peer
+        self._events, self._is_first, share = options.events, first is None, options.share
+        self.peer = Peer(
+            options.peer, options.name, options.observer, share.rate, share.share, exchange=options.exchange,
+            incarnation=options.incarnation, addresses=options.addresses, order=options.order,
         )  # fmt: skip
-        super().__init__(name, machine, threading.Condition, time, events)
-        self._is_first = first is None
-        if first is not None:  # it says the same of the training
-            self._progress = first._progress
-        self.peer_id = peer
+        self._changed = environment.condition()
+        self.units = UnitQueue(options.peer, self, environment.condition(), self._events)
+        """The data units that are dealt to this node."""
+        self.idle: Callable[[], None] | None = None
+        """Called in the training thread, now and then, while it waits for a data unit."""
+        self.progress: Progress = Progress(self.clock, environment.virtual) if first is None else first.progress
+        self.restarts, self.offers, self.inbox = Restarts(), Offers(), Inbox()
+        self.codec = NodeCodec(self, self.offers, self.inbox, self.restarts, options.codec_on, self._events)
+        self._values: list[int] = []  # by fragment
+        self._executor = environment.open_executor(self)
+        self.link = environment.open_link(self, share)
+        self.checkpoint: NodeCheckpoint | None = None
+        """See Keeps."""
+        if options.keep is not None:
+            self.checkpoint = NodeCheckpoint(options.keep, self)
+            self.link.undecided = options.keep.saved is not None
+        self.answers_later = False
+        """Whether the hub's request for initial parameters is answered by `lend`, not at once."""
+        self.wanted = False
+        """See Exchange."""
+        self._initial: tuple[Sequence[Any], Sequence[Any]] = ((), ())  # parameters and optimizer state of `join`
         self.message_delay: Callable[[], float] | None = None
-        """For experiments: draws by how many seconds a delta is sent late; none is overtaken by a later one."""
+        """For experiments: draws by how many seconds a delta is sent late; none overtakes an earlier one."""
         self._publish_at = 0.0
         self._unpublished: deque[tuple[Offer, Version, Encoded, float]] = deque()
-        self._closed = False
-        self._copies: list[tuple[Snapshot, list[Buffer]]] | None = None
-        """What has come of the copy that was asked for; None: none was."""
-        self._place = CoderPlace(codec_on, name)
-        self._link = HubSession(open_channel, self._peer, addresses[0], self, share)
-        self._worker = Worker("zmqtrain-codec", 256, self._codec_failed)
-        if keep is not None:
-            self._keep_in(*keep)
-            self._link.undecided = keep[2] is not None
-        self._link.start()
+        self._copies: list[tuple[Snapshot, list[Buffer]]] | None = None  # None: `fetch_copy` was not called
+        self._withdrawals = 0
+        self._without_units = self._closed = False
+        self._scheduled: tuple[int, int, str, str] | None = None
+
+    def start(self) -> None:
+        """Say Hello to the broker. Raises what opening the connection raises; the node is closed then."""
+        self.link.start()
         try:
-            self._waiting.check()
+            self.check()
         except ZmqTrainError:
             self.close()
             raise
-
-    @property
-    def incarnation(self) -> int:
-        """Of the last Hello: what a checkpoint holds, so that the next life begins above it."""
-        return self._peer.incarnation
-
-    @property
-    def address(self) -> str:
-        """Where the broker is looked for."""
-        return self._link.address
-
-    @property
-    def term(self) -> int:
-        """How many standbys have taken over this run, as far as this node knows."""
-        return self._peer.term
-
-    @property
-    def run_model(self) -> ModelSpec:
-        """The run's model as the hub described it at the last welcome; () before the run had one."""
-        return self._peer.run_model
-
-    @property
-    def run_version(self) -> Version:
-        """The version that the run had when this node was last welcomed."""
-        return self._peer.run_version
-
-    def wait_over(self, timeout_seconds: float) -> bool:
-        """Wait until the hub says that its run is over; False when the time is up.
-
-        For an operator who has told it to end the run.  Raises JoinRefused (of who may not), HubUnreachable if the hub
-        goes away without a word.
-        """
-        self._waiting.wait(lambda: self._peer.over or bool(self._link.trouble[0]), timeout_seconds)
-        if not self._peer.over and (why := self._link.trouble[1]):
-            text = f"the broker at {self.address} is gone before it has said that its run is over: {why}"
-            raise HubUnreachable(text, self.address)
-        return self._peer.over
-
-    def fetch_copy(self, timeout_seconds: float) -> tuple[Snapshot, list[Buffer]]:
-        """Return a copy of what the hub has published, as it sends it, at a node that only looks on.
-
-        Raises ConfigError where the run has no parameters yet, HubUnreachable if the hub goes away or is too slow.
-        """
-        if not self._peer.run_model:
-            raise ConfigError(
-                f"the run at {self.address} has no parameters yet: no node has joined it; try again later"
-            )
-        self._copies = []
-        self._link.call(lambda: self._link.carry_out(self._peer.join(self._peer.run_model, time.monotonic())))
-        if not self._waiting.wait(lambda: bool(self._copies or self._link.trouble[0]), timeout_seconds):
-            raise HubUnreachable(
-                f"the broker at {self.address} has sent no copy in {timeout_seconds:g} s", self.address
-            )
-        if not self._copies:
-            text = f"the broker at {self.address} is gone before its copy was here: {self._link.trouble[1]}"
-            raise HubUnreachable(text, self.address)
-        return self._copies[0]
-
-    def move(self, address: str) -> None:
-        """Look for the broker at this address from now on, unless it is heard where it was."""
-        self._link.move(address)
-
-    # ------------------------------------------------------------------ joining (training thread)
-
-    def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
-        """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused."""
-        began = time.monotonic()
-        if not self._welcomed(timeout_seconds):
-            waited = min(timeout_seconds, time.monotonic() - began) if self._link.refused else timeout_seconds
-            text = say_unreachable(self._link.whereabouts, waited, self._link.obstacle)
-            raise HubUnreachable(text, self.address, self._link.refused)
-        assert self._peer.settings is not None
-        return self._peer.settings
-
-    def wait_hub_of_checkpoint(self, timeout_seconds: float, new_run: bool) -> bool:
-        """Wait for the broker, at a node that goes on from a checkpoint; without one it goes on alone, unless in strict
-        mode, where `join` waits for all.
-
-        Returns False if the broker's run is another, and `new_run` says that this one may be left.
-        Raises JoinRefused if it may not be.
-        """
-
-        def answered() -> bool:
-            other = self._link.trouble[0] in ("run", "version") and len(self._link.whereabouts) == 1
-            return self._peer.state is not PeerState.CONNECTING or other
-
-        came = self._waiting.wait(answered, timeout_seconds)
-        self._link.undecided = False
-        if came and self._peer.state is not PeerState.CONNECTING:
-            return True
-        if not self._link.trouble[0]:
-            why = f" ({self._link.obstacle})" if self._link.obstacle else ""
-            text = "nobody answers at %s%s: %s goes on from its checkpoint of version %d of %s, alone until it does"
-            logger.warning(
-                text, say_addresses(self._link.whereabouts), why, self.name, self._peer.version, self._peer.run
-            )
-        elif self._link.trouble[0] == "run":
-            if new_run:
-                return False
-            assert self.checkpoint is not None
-            raise JoinRefused(
-                f"the checkpoint in {self.checkpoint.folder.folder} is not of the run at {self.address}: "
-                f"{self._link.trouble[1].partition('. ')[0]}. Restart the broker with the checkpoint of the old run; "
-                "or, to leave that for the new one, say --new-run "
-                "(new_run=True); its checkpoints are then set aside",
-                "run",
-            )
-        return True
-
-    def _welcomed(self, timeout_seconds: float) -> bool:
-        """Wait for the broker's Welcome; say so when it takes long enough for somebody to wonder.
-
-        A broker that refuses this node is not waited for as long as one that does not answer.
-        """
-
-        def welcomed() -> bool:
-            return self._peer.settings is not None
-
-        def refused() -> bool:
-            return bool(self._link.refused) and len(self._link.whereabouts) == 1
-
-        until = time.monotonic() + timeout_seconds
-        soon = min(SAY_WAITING_SECONDS, timeout_seconds)
-        if not self._waiting.wait(lambda: welcomed() or refused(), soon) and (rest := timeout_seconds - soon) > 0:
-            logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(self._link.whereabouts), rest)
-            self._waiting.wait(lambda: welcomed() or refused(), rest)
-        if refused() and not welcomed():
-            self._waiting.wait(welcomed, min(REFUSED_SECONDS, max(0.0, until - time.monotonic())))
-        return welcomed()
-
-    def join(
-        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
-    ) -> Update | None:
-        """See Exchange. Waits for the other nodes of a run that starts with several, unless it is a population.
-
-        Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
-        """
-        update = super().join(model, leaves, score=score, moments=moments)
-        if self.device_coder is not None:  # while the caller compiles its own
-            self._worker.submit(lambda: self._warm_up(0))
-        return update
-
-    def _wait_to_join(self, condition: Callable[[], bool]) -> None:
-        waited = 0.0
-        while not self._waiting.wait(condition, SAY_AGAIN_SECONDS):
-            waited += SAY_AGAIN_SECONDS
-            logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
-
-    @property
-    def waiting_for(self) -> str:
-        """What this node is waiting for, in a few words; "" for nothing."""
-        match self._peer.state:
-            case PeerState.CONNECTING:
-                return "the broker" if self._is_first else f"the master at {self.address}"
-            case PeerState.SYNCING if not self._is_first:
-                return f"the parameters of shard {self.shard}, from {self.address}"
-            case PeerState.SYNCING:
-                return "the run's parameters" if self._peer.run_model else "the nodes that the run starts with"
-            case PeerState.LIVE if self.units.waiting:
-                return "data units"
-            case PeerState.LIVE if self.quarantined_seconds > 0:
-                return f"the end of its quarantine, in {self.quarantined_seconds:.0f} s"
-        return ""
-
-    @property
-    def alone(self) -> Solitude | None:
-        """How this node trains without a hub; None: it has one."""
-        if (seconds := self._link.alone_seconds()) is None:
-            return None
-        where = say_addresses(self._link.whereabouts)
-        return Solitude(seconds, where, self._link.why_alone, self._progress.step, self._progress.loss)
-
-    @property
-    def settings(self) -> RunSettings:
-        """The run's settings, as the broker gave them."""
-        return self.wait_welcome()
-
-    @property
-    def roster(self) -> Roster | None:
-        """Who is in the run, as the broker last said."""
-        return self._peer.roster
-
-    @property
-    def run(self) -> str:
-        """The id of the run."""
-        return self._peer.run
-
-    @property
-    def shard(self) -> int:
-        """Which of several masters this node speaks with here."""
-        return self._peer.shard
-
-    @property
-    def masters(self) -> tuple[str, ...]:
-        """By shard the address of its master, as the first master last said."""
-        return self._peer.masters
-
-    @property
-    def founding(self) -> int:
-        """The number with which several masters' shards are founded; see `Peer`."""
-        return self._peer.founding
-
-    @founding.setter
-    def founding(self, number: int) -> None:
-        self._peer.founding = number
-
-    @property
-    def device_coder(self) -> OnDevice | None:
-        """What compresses on the device, and counts the bytes that leave it; None where the processor does."""
-        return None if self._jobs.coder is None else self._jobs.coder.device
-
-    @property
-    def is_evaluator(self) -> bool:
-        """See Exchange."""
-        return self._peer.is_evaluator
-
-    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        """See Exchange."""
-        until = time.monotonic() + timeout_seconds
-        while not self._waiting.wait(
-            lambda: len(self._inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - time.monotonic()))
-        ):
-            waiting = self.waiting_for or "the other nodes' contributions"
-            if time.monotonic() >= until:
-                raise AggregateTimeout(
-                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self._offers.version} "
-                    f"from {waiting}. In strict mode every node must contribute; who does not is said by "
-                    f"`zmqtrain status {self.address}`"
-                )
-            logger.info("%s waits for the aggregate after version %d: %s", self.name, self._offers.version, waiting)
-        update = self.poll()
-        assert update is not None
-        return update
-
-    # ------------------------------------------------------------------ figures, and the end
-
-    def report_scores(self, scores: dict[str, float], version: Version) -> None:
-        """See Exchange."""
-        scores = {name: float(score) for name, score in scores.items()}  # a program may give device or numpy scalars
-        self._progress.scores, self._progress.score_version = scores, version
-        self._link.call(lambda: self._link.send(self.make_report()) if self._link.live else None)
-
-    def statistics(self) -> ExchangeStatistics:
-        """See Exchange."""
-        roster = self._peer.roster
-        return ExchangeStatistics(
-            version=self._offers.version,
-            peers=len(roster.members) if roster else 0,
-            bytes_sent=self._link.bytes_sent,
-            bytes_received=self._link.bytes_received,
-            encode_seconds=self._jobs.encode_seconds,
-            decode_seconds=self._inbox.decode_seconds,
-            publishes=self._link.publishes,
-            publishes_refused=self._withdrawals,
-            round_trip_seconds=self._peer.round_trip_seconds,
-            link_rate=self._link.link_rate,
-            run_samples=self._peer.run_samples,
-        )
 
     def close(self, reason: str = "") -> None:
         """Say goodbye and end the threads; safe to call twice."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self.close)
-            self._link.close(reason)
-            self._worker.close()
+            self.link.close(reason)
+            self._executor.close()
             if self.checkpoint is not None:
                 self.checkpoint.close()
             if self._events is not None:
@@ -388,73 +317,654 @@ class Node(PeerExchange):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # ------------------------------------------------------------------ waiting and failing (any thread)
+
+    def check(self) -> None:
+        """Raise the first failure of this node, if it has failed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def wait(self, condition: Callable[[], bool], timeout_seconds: float | None) -> bool:
+        """Wait until the condition holds; False when the time is up. Raises the node's failure."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: condition() or self.failure is not None, timeout_seconds)
+        self.check()
+        return came
+
+    def notify(self) -> None:
+        """Have `wait` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def in_codec(self, job: Callable[[], None], values: int = 0) -> bool:
+        """Have the codec thread do something, after all earlier jobs; False if it has too much to do.
+
+        values: how many the job codes.
+        """
+        return self._executor.submit(job, values)
+
+    # ------------------------------------------------------------------ what is known of the run
+
+    @property
+    def live(self) -> bool:
+        """Whether this node takes part in the run now."""
+        return self.link.live
+
+    @property
+    def unreachable(self) -> tuple[int, ...]:
+        """See Exchange."""
+        return () if self.link.live else (0,)
+
+    @property
+    def incarnation(self) -> int:
+        """Of the last Hello; the process that goes on from this node's checkpoint begins above it."""
+        return self.peer.incarnation
+
+    @property
+    def address(self) -> str:
+        """Where the broker is looked for."""
+        return self.link.address
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings, as the broker gave them; waits for its Welcome."""
+        return self.wait_welcome() if self.peer.settings is None else self.peer.settings
+
+    @property
+    def run(self) -> str:
+        """The id of the run."""
+        return self.peer.run
+
+    @property
+    def term(self) -> int:
+        """How many standbys have taken over this run, as far as this node knows."""
+        return self.peer.term
+
+    @property
+    def run_model(self) -> ModelSpec:
+        """The run's model as the hub described it at the last Welcome; () before the run had one."""
+        return self.peer.run_model
+
+    @property
+    def run_version(self) -> Version:
+        """The version that the run had when this node was last welcomed."""
+        return self.peer.run_version
+
+    @property
+    def roster(self) -> Roster | None:
+        """The members of the run, as the broker last listed them."""
+        return self.peer.roster
+
+    @property
+    def shard(self) -> int:
+        """The shard of the master that this node speaks with here."""
+        return self.peer.shard
+
+    @property
+    def masters(self) -> tuple[str, ...]:
+        """By shard the address of its master, as the first master last listed them."""
+        return self.peer.masters
+
+    @property
+    def founding(self) -> int:
+        """The number of the initialization of several masters' shards; see `Peer`."""
+        return self.peer.founding
+
+    @founding.setter
+    def founding(self, number: int) -> None:
+        self.peer.founding = number
+
+    @property
+    def founded(self) -> bool:
+        """See Exchange."""
+        return self.peer.founded
+
+    @property
+    def is_evaluator(self) -> bool:
+        """See Exchange."""
+        return self.peer.is_evaluator
+
+    @property
+    def stopped(self) -> bool:
+        """See Stops."""
+        return self.units.stopped and not self.units.used
+
+    @property
+    def ended_with_run(self) -> bool:
+        """Whether the run is over, every node has drained, and this one holds its last version."""
+        return 0 <= self.units.end_version <= self.offers.version
+
+    @property
+    def quarantined_seconds(self) -> float:
+        """For how long the hub will accept no delta of this node; 0: it accepts them."""
+        return max(0.0, self.peer.quarantined_until - self.clock.monotonic())
+
+    @property
+    def layout(self) -> Layout:
+        """See Exchange. Raises LocalProtocolError before `join`."""
+        if self.codec.coder is None:
+            raise LocalProtocolError(f"{self.name} has not joined the run yet: call join first")
+        return self.codec.coder.layout
+
+    @property
+    def device_coder(self) -> OnDevice | None:
+        """The coder that compresses on the device, and counts the bytes that leave it; None: the processor does."""
+        return None if self.codec.coder is None else self.codec.coder.device
+
+    @property
+    def waiting_for(self) -> str:
+        """What this node is waiting for, in a few words; "" for nothing."""
+        match self.peer.state:
+            case PeerState.CONNECTING:
+                return "the broker" if self._is_first else f"the master at {self.address}"
+            case PeerState.SYNCING if not self._is_first:
+                return f"the parameters of shard {self.shard}, from {self.address}"
+            case PeerState.SYNCING:
+                return "the run's parameters" if self.peer.run_model else "the nodes that the run starts with"
+            case PeerState.LIVE if self.units.waiting:
+                return "data units"
+            case PeerState.LIVE if self.quarantined_seconds > 0:
+                return f"the end of its quarantine, in {self.quarantined_seconds:.0f} s"
+        return ""
+
+    @property
+    def alone(self) -> Solitude | None:
+        """How this node trains without a hub; None: it has one."""
+        if (seconds := self.link.alone_seconds()) is None:
+            return None
+        where = say_addresses(self.link.whereabouts)
+        return Solitude(seconds, where, self.link.why_alone, self.progress.step, self.progress.loss)
+
+    def statistics(self) -> ExchangeStatistics:
+        """See Exchange. In virtual time the codec takes no time that could be measured."""
+        roster, measured = self.peer.roster, not self.environment.virtual
+        return ExchangeStatistics(
+            version=self.offers.version,
+            peers=len(roster.members) if roster else 0,
+            bytes_sent=self.link.bytes_sent,
+            bytes_received=self.link.bytes_received,
+            encode_seconds=self.codec.encode_seconds if measured else 0.0,
+            decode_seconds=self.inbox.decode_seconds if measured else 0.0,
+            publishes=self.link.publishes,
+            publishes_refused=self._withdrawals,
+            round_trip_seconds=self.peer.round_trip_seconds,
+            link_rate=self.link.link_rate,
+            run_samples=self.peer.run_samples,
+        )
+
+    # ------------------------------------------------------------------ an operator's, and the broker's address
+
+    def wait_over(self, timeout_seconds: float) -> bool:
+        """Wait until the hub says that its run is over; False when the time is up.
+
+        For an operator who has ordered its end.  Raises JoinRefused (this one may not), HubUnreachable if the hub goes
+        away without a word.
+        """
+        self.wait(lambda: self.peer.over or bool(self.link.trouble[0]), timeout_seconds)
+        if not self.peer.over and (why := self.link.trouble[1]):
+            text = f"the broker at {self.address} is gone before it has said that its run is over: {why}"
+            raise HubUnreachable(text, self.address)
+        return self.peer.over
+
+    def fetch_copy(self, timeout_seconds: float) -> tuple[Snapshot, list[Buffer]]:
+        """Return a copy of the published parameters, as the hub sends it, at an observer.
+
+        Raises ConfigError where the run has no parameters yet, HubUnreachable if the hub goes away or is too slow.
+        """
+        if not self.peer.run_model:
+            raise ConfigError(
+                f"the run at {self.address} has no parameters yet: no node has joined it; try again later"
+            )
+        self._copies = []
+        self.link.call(lambda: self.link.carry_out(self.peer.join(self.peer.run_model, self.clock.monotonic())))
+        if not self.wait(lambda: bool(self._copies or self.link.trouble[0]), timeout_seconds):
+            raise HubUnreachable(
+                f"the broker at {self.address} has sent no copy in {timeout_seconds:g} s", self.address
+            )
+        if not self._copies:
+            text = f"the broker at {self.address} is gone before its copy was here: {self.link.trouble[1]}"
+            raise HubUnreachable(text, self.address)
+        return self._copies[0]
+
+    def move(self, address: str) -> None:
+        """Look for the broker at this address from now on, unless it is heard where it was."""
+        self.link.move(address)
+
+    def wait_welcome(self, timeout_seconds: float = 10.0) -> RunSettings:
+        """Wait for the broker's Welcome and return the run's settings. Raises HubUnreachable or JoinRefused.
+
+        A broker that refuses this node is not waited for as long as one that does not answer.
+        """
+        began, link = self.clock.monotonic(), self.link
+
+        def welcomed() -> bool:
+            return self.peer.settings is not None
+
+        def answered() -> bool:
+            return welcomed() or (bool(link.refused) and len(link.whereabouts) == 1)
+
+        soon = min(SAY_WAITING_SECONDS, timeout_seconds)
+        if not self.wait(answered, soon) and (rest := timeout_seconds - soon) > 0:
+            logger.info("nobody answers yet at %s; trying for %.0f s more", say_addresses(link.whereabouts), rest)
+            self.wait(answered, rest)
+        if answered() and not welcomed():
+            rest = began + timeout_seconds - self.clock.monotonic()
+            self.wait(welcomed, min(REFUSED_SECONDS, max(0.0, rest)))
+        if self.peer.settings is None:
+            waited = min(timeout_seconds, self.clock.monotonic() - began) if link.refused else timeout_seconds
+            text = say_unreachable(link.whereabouts, waited, link.obstacle)
+            raise HubUnreachable(text, self.address, link.refused)
+        return self.peer.settings
+
+    def wait_hub_of_checkpoint(self, timeout_seconds: float, new_run: bool) -> bool:
+        """Wait for the broker, at a node that goes on from a checkpoint; without one it goes on alone, unless in strict
+        mode, where `join` waits for all.
+
+        Returns False if the broker's run is another and `new_run` allows to leave the checkpoint's.
+        Raises JoinRefused if it does not.
+        """
+        link = self.link
+
+        def answered() -> bool:
+            other = link.trouble[0] in ("run", "version") and len(link.whereabouts) == 1
+            return self.peer.state is not PeerState.CONNECTING or other
+
+        came = self.wait(answered, timeout_seconds)
+        link.undecided = False
+        if came and self.peer.state is not PeerState.CONNECTING:
+            return True
+        if not link.trouble[0]:
+            why = f" ({link.obstacle})" if link.obstacle else ""
+            text = "nobody answers at %s%s: %s goes on from its checkpoint of version %d of %s, alone until it does"
+            where = say_addresses(link.whereabouts)
+            logger.warning(text, where, why, self.name, self.peer.version, self.peer.run)
+        elif link.trouble[0] == "run":
+            if new_run:
+                return False
+            assert self.checkpoint is not None
+            raise JoinRefused(
+                f"the checkpoint in {self.checkpoint.folder.folder} is not of the run at {self.address}: "
+                f"{link.trouble[1].partition('. ')[0]}. Restart the broker with the checkpoint of the old run; or, to "
+                "leave that for the new one, say --new-run (new_run=True); its checkpoints are then set aside",
+                "run",
+            )
+        return True
+
+    # ------------------------------------------------------------------ joining (training thread)
+
+    def join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+    ) -> Update | None:
+        """See Exchange. Waits for the other nodes of a run that starts with several, unless it is a population.
+
+        Raises ModelMismatch, JoinRefused, HubUnreachable, NonFiniteDelta.
+        """
+        self.begin_join(model, leaves, score=score, moments=moments)
+        self._wait_to_join()
+        update = self.end_join()
+        if self.device_coder is not None:  # while the caller compiles its own
+            self.in_codec(lambda: self._warm_up(0))
+        return update
+
+    def begin_join(
+        self, model: ModelSpec, leaves: Sequence[Any], *, score: float = math.nan, moments: Sequence[Any] = ()
+    ) -> None:
+        """Ask to join, without waiting: the first third of `join`. Raises LocalProtocolError for a second time."""
+        if self.codec.coder is not None:
+            raise LocalProtocolError(
+                f"{self.name} has joined the run already, with another DelayedSync: a node exchanges one tree. Give "
+                'both models to one, as DelayedSync(node, {"generator": g, "discriminator": d}), and to its `step` '
+                "too; or connect another node, to a broker of its own, for the second model"
+            )
+        coder = self.environment.make_coder(self, model)
+        layout = coder.layout
+        self._values = [sum(layout.counts(fragment)) for fragment in range(layout.fragments)]
+        self.codec.coder, self._initial = coder, (leaves, moments)
+        resuming = None
+        if self.checkpoint is not None:
+            self.checkpoint.begin(model)
+            resuming = self.checkpoint.resuming
+        if self._events is not None:
+            version = -1 if resuming is None else resuming.version
+            self._events.joining(self.peer.peer, self.peer.run, self.settings, self.founded, version)
+        self.link.call(lambda: self.link.carry_out(self.peer.join(model, self.clock.monotonic(), score)))
+
+    def has_joined(self) -> bool:
+        """Return whether the hub has answered; for a node that goes on from a checkpoint, whether it may."""
+        if self.checkpoint is not None and self.checkpoint.resuming is not None:
+            return self.checkpoint.may_go_on()
+        if self.peer.state is PeerState.APART or self._lent_mean() is not None:
+            return True
+        return self.link.live and (len(self.inbox) > 0 or self.peer.confirmed)
+
+    def end_join(self) -> Update | None:
+        """Return the result of `join`; once `has_joined`."""
+        if (lent := self._lent_mean()) is not None:
+            self.inbox.take()
+            self.restarts.done(self.offers.next_sequence)
+            self.in_codec(self.codec.decode)
+            return lent
+        self._initial = ((), ())
+        if self.checkpoint is not None and self.checkpoint.resuming is not None:
+            self.checkpoint.go_on()
+            return None
+        if self.peer.state is PeerState.APART:
+            return None
+        first = self.inbox.peek()
+        if first is None or first.anchor is None:  # this node's are the run's: version 0; an aggregate is the next one
+            self.offers.version = 0
+            return None
+        return self.poll()
+
+    def _lent_mean(self) -> Update | None:
+        """The mean with which the run may begin, if it is here to be scored."""
+        first, settings = self.inbox.peek(), self.peer.settings
+        is_mean = settings is not None and settings.initial == "mean" and first is not None and first.version < 0
+        return first if is_mean else None
+
+    def _wait_to_join(self) -> None:
+        waited = 0.0
+        while not self.wait(self.has_joined, SAY_AGAIN_SECONDS):
+            waited += SAY_AGAIN_SECONDS
+            logger.info("%s has waited %.0f s for %s", self.name, waited, self.waiting_for or "its first parameters")
+
+    def compare(self, score: float, *, declined: bool = False) -> None:
+        """See Exchange."""
+        self.link.call(lambda: self.link.carry_out(self.peer.compare(score, declined)))
+
+    def vote(self, score: float) -> Update | None:
+        """See Exchange. Raises what `join` does."""
+        if self._lent_mean() is None:  # else the score is of another mean: all were asked again meanwhile
+            self.link.call(lambda: self.link.carry_out(self.peer.vote(score)))
+        self._wait_to_join()
+        return self.end_join()
+
+    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
+        """See Exchange."""
+        self.wanted = False
+        self.in_codec(lambda: self._send_initial(leaves, moments))
+
+    # ------------------------------------------------------------------ exchange (training thread)
+
+    def next_fragments(self) -> tuple[int, ...]:
+        """See Exchange; decided by `Offers.next_fragments`."""
+        self.offers.withdrawn(self.inbox.take_withdrawn())
+        timetable = self.peer.timetable
+        dropping = self.restarts.begun or self.peer.overtaken
+        if timetable is None or self.codec.coder is None or dropping or self.quarantined_seconds > 0:
+            return ()
+        return self.offers.next_fragments(timetable.at(self.offers.version), self.layout.fragments, self.link.live)
+
+    def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
+        """See Exchange. Raises NonFiniteDelta or JoinRefused when the node cannot go on."""
+        self.check()
+        if not self.next_fragments():
+            return None
+        self.offers.skip_to(self.peer.heard + 1)  # a former process of this node may have used those before
+        offer = self.offers.draft(fragment, segments, tally, dense=dense)
+        base, taken = self.offers.version, [offer]  # popped: the segments need not stay until the next job
+        if not self.in_codec(lambda: self.codec.encode(taken.pop(), base), self._values[fragment]):
+            return None
+        self.check()
+        self.offers.made(offer, self.layout.fragments)
+        if self._events is not None:
+            self._events.offered(offer.sequence, fragment, base, dense)
+        return offer.sequence
+
+    def in_flight(self) -> tuple[int, ...]:
+        """See Exchange."""
+        self.offers.withdrawn(self.inbox.take_withdrawn())
+        return self.offers.in_flight()
+
+    def peek(self) -> Update | None:
+        """See Exchange."""
+        self.check()
+        return self.inbox.peek()
+
+    def poll(self) -> Update | None:
+        """See Exchange."""
+        self.check()
+        update = self.inbox.take()
+        if update is not None:
+            self.offers.took(update)
+            self.restarts.landed(len(update.landed))
+            if update.reset:
+                self.restarts.done(self.offers.next_sequence)
+                self.peer.overtaken = False
+            self.in_codec(self.codec.decode)  # there is room now
+            if self._events is not None:
+                self._events.applied(update)
+        return update
+
+    def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
+        """See Exchange."""
+        until = self.clock.monotonic() + timeout_seconds
+        while not self.wait(
+            lambda: len(self.inbox) > 0, min(SAY_AGAIN_SECONDS, max(0.0, until - self.clock.monotonic()))
+        ):
+            waiting = self.waiting_for or "the other nodes' contributions"
+            if self.clock.monotonic() >= until:
+                raise AggregateTimeout(
+                    f"{self.name} waited {timeout_seconds:g} s for the aggregate after version {self.offers.version} "
+                    f"from {waiting}. In strict mode every node must contribute; `zmqtrain status {self.address}` says "
+                    "which does not"
+                )
+            logger.info("%s waits for the aggregate after version %d: %s", self.name, self.offers.version, waiting)
+        update = self.poll()
+        assert update is not None
+        return update
+
+    def batches(self, source: Source[Batch]) -> Iterator[Batch]:
+        """Give the batches of the data units that the broker deals to this node, until the run is over.
+
+        source: a program, or any function from a unit's number to its batches.  While no broker deals any, the node
+        draws units of its own, so that training never stops.
+        """
+        return self.units.batches(source)
+
+    def batches_as_they_come(self, source: Source[Batch], wait_seconds: float) -> Iterator[Batch | None]:
+        """Give the batches as `batches` does, and None where no unit has come within this time: for synchronous
+        training, where the others must hear that there is nothing now."""
+        return self.units.batches_within(source, wait_seconds)
+
+    def say_idle(self) -> None:
+        """Tell a hub that deals no data units that this node waits for some, and offers nothing meanwhile."""
+        self.link.call(lambda: self.link.send(WorkRequest((), 1, True)) if self.link.live else None)
+
+    def while_idle(self) -> None:
+        """See UnitNode."""
+        if self.idle is not None:
+            self.idle()
+
+    def everyone_drained(self, master: int) -> bool:
+        """See Exchange."""
+        return not self.link.live or not self.units.drain() or self.ended_with_run
+
+    def schedule(self) -> tuple[int, int]:
+        """See Exchange."""
+        timetable = self.peer.timetable
+        settings = self.settings if timetable is None else timetable.at(self.offers.version)
+        scheduled = (settings.every, settings.delay, settings.codec, settings.broadcast_codec)
+        if scheduled != self._scheduled:
+            coder = self.codec.joined_coder
+            if not self.in_codec(lambda: coder.adopt(*scheduled[2:])):
+                return scheduled[:2]  # the codec thread has too much to do: at the next step
+            self._scheduled = scheduled
+            if self._events is not None:
+                self._events.scheduled(*scheduled)
+        return scheduled[:2]
+
+    def pace(self) -> tuple[float, Sequence[float]]:
+        """See Exchange."""
+        own, rates = paces(self.peer.roster, self.peer.called)
+        if self._events is not None:
+            self._events.paced(own, rates)
+        return own, rates
+
+    # ------------------------------------------------------------------ reports (training thread)
+
+    def describe_data(self, digests: str) -> None:
+        """See Describes."""
+        self.progress.data = digests
+
+    def describe_device(self, device: str) -> None:
+        """See Describes."""
+        self.progress.device = device
+
+    def describe_first_step(self, digest: str) -> None:
+        """See Describes."""
+        self.progress.first_unit = self.units.first  # first: no report has the one without the other
+        self.progress.first_step = digest
+
+    def report(
+        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
+    ) -> None:
+        """See Exchange."""
+        progress = self.progress
+        progress.step, progress.samples, progress.loss = step, samples, loss
+        progress.age_steps, progress.offers_refused = age_steps, offers_refused
+        progress.held_seconds, progress.first_unit = held_seconds, self.units.first
+        if self.units.first < 0 and self.settings.units and not self._without_units:
+            self._without_units = True
+            text = (
+                "%s takes no data units, and the run has --units %d: they neither count nor end what this loop does. "
+                "`for batch in node.batches(batches_of)` takes them; leave --units out at the broker otherwise"
+            )
+            logger.warning(text, self.name, self.settings.units)
+        if self.checkpoint is not None:
+            self.checkpoint.stepped()
+        if self._events is not None:
+            self._events.stepped(step, samples, loss)
+
+    def report_scores(self, scores: dict[str, float], version: Version) -> None:
+        """See Exchange. A simulation scores the shared model itself."""
+        if self.environment.virtual:
+            return
+        scores = {name: float(score) for name, score in scores.items()}  # a program may give device or numpy scalars
+        self.progress.scores, self.progress.score_version = scores, version
+        self.link.call(lambda: self.link.send(self.make_report()) if self.link.live else None)
+
+    def ask_for_units(self) -> None:
+        """See UnitNode."""
+        self.link.call(self._request_units)
+
     # ------------------------------------------------------------------ Listener (network thread)
 
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
         """See Listener."""
-        if self._copies is None:
-            return super().on_delivered(deliver, frames)
-        if isinstance(deliver.announcement, Snapshot):  # what comes after it is of no use here
-            self._copies.append((deliver.announcement, frames))
-            self._waiting.notify()
+        announcement = deliver.announcement
+        if self._copies is not None:
+            if isinstance(announcement, Snapshot):  # later aggregates are of no use here
+                self._copies.append((announcement, frames))
+                self.notify()
+            return
+        if not isinstance(announcement, Aggregate):
+            taken = self.in_codec(lambda: self.codec.arrive(deliver, frames), sum(self._values))
+        elif self.inbox.full:
+            taken = self.in_codec(lambda: self.inbox.skip(deliver))
+            self.link.carry_out(self.peer.resync())
+        else:
+            values = sum(self._values[fragment] for fragment in announcement.fragments)
+            taken = self.in_codec(lambda: self.codec.arrive(deliver, frames), values)
+        if not taken:
+            self.on_failed(ZmqTrainError(f"the codec thread of {self.name} cannot keep up"))
 
     def on_withdrawn(self, sequence: int, reason: str, text: str) -> None:
         """See Listener."""
-        if reason not in ("lost", "non-finite"):
+        if reason not in ("lost", "non-finite") and not self.environment.virtual:
             why = f"{reason}: {text}"
             logger.warning("%s: the broker refused delta %d (%s); the next one holds it", self.name, sequence, why)
-        super().on_withdrawn(sequence, reason, text)
+        self._withdrawals += 1
+        if reason == "non-finite":
+            said = f"the broker refused a delta of {self.name}, which is not finite: {text}"
+            self.in_codec(lambda: self.codec.diverged(sequence, NonFiniteDelta(said)))
+        if (coder := self.codec.coder) is not None:
+            self.in_codec(lambda: self.codec.withdraw(coder, sequence, reason))
+        self.inbox.withdraw(sequence)
+
+    def on_quarantined(self, quarantine: Quarantine) -> None:
+        """See Listener."""
+        if quarantine.seconds <= 0:
+            logger.info("%s is not quarantined any more: %s", self.name, quarantine.text)
+            return
+        text = (
+            f"{self.name} is quarantined for {quarantine.seconds:.0f} s: the broker has refused too much of what it "
+            f"sent ({quarantine.reason}: {quarantine.text})"
+        )
+        if self.settings.masters > 1:
+            self.on_failed(ZmqTrainError(f"{text}. Start this node again: it takes the shared parameters"))
+            return
+        advice = "If that happens again, look at its learning rate, its memory, its card and its cable"
+        logger.warning("%s. It begins again from the shared parameters, and trains on meanwhile. %s", text, advice)
+
+    def on_founding(self) -> None:
+        """See Listener. A node of a population, or of several masters, answers when its training thread lends."""
+        if self.peer.state is PeerState.APART or self.answers_later:  # its parameters may change with every step
+            self.wanted = True
+            self.notify()
+        else:
+            leaves, moments = self._initial
+            self.in_codec(lambda: self._send_initial(leaves, moments))
+
+    def on_work(self, answer: WorkUnit) -> None:
+        """See Listener."""
+        self.units.dealt(answer)
+
+    def on_stopped(self) -> None:
+        """See Listener."""
+        logger.info("%s ends with its run: an operator has ended it. What is computed is sent first", self.name)
+        self.units.stop()
+
+    def on_changed(self) -> None:
+        """See Listener."""
+        if self.peer.state is PeerState.CONNECTING:  # a node that only waits for a snapshot keeps its units
+            self.units.reset()
+            self.wanted = False
+        if self.units.drained:  # a hub that had lost this node has forgotten that it has drained
+            self._request_units()
+        self.notify()
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """See Listener. The first failure counts; it is raised in the training thread."""
+        super().on_failed(error)
+        self.units.reset()  # wakes a training thread that waits for a unit
+        self.notify()
 
     def make_report(self) -> Report:
         """See Listener."""
-        link = self._link
-        report = self._progress.report(
-            link.bytes_sent, link.bytes_received, self.waiting_for, self._jobs.exchange_seconds
-        )
+        seconds = self._executor.exchange_seconds(self.codec.exchange_seconds, self._values[0] if self._values else 0)
+        report = self.progress.report(self.link.bytes_sent, self.link.bytes_received, self.waiting_for, seconds)
         return report if self._is_first else replace(report, scores=None, score_version=-1)
 
-    # ------------------------------------------------------------------ threads
-
-    def _in_network(self, what: Callable[[], object]) -> None:
-        self._link.call(what)
-
-    def _in_codec(self, what: Callable[[], None], fragments: Sequence[int] | None = ()) -> bool:
-        return self._worker.submit(what)
-
-    def _decode_on(self) -> None:
-        self._worker.submit(self._jobs.decode)
+    def _request_units(self) -> None:
+        if self.link.live and (request := self.units.request()) is not None:
+            self.link.send(request)
 
     # ------------------------------------------------------------------ codec thread
 
-    def _make_coder(self, model: ModelSpec) -> DeltaCoder:
-        if max((leaf.values for leaf in model), default=0) >= LARGE_SLAB:
-            kernels(LARGE_SLAB)  # compiled now, once on a machine, and not in the first exchange
-        return DeltaCoder(model, self.settings, self._place.coder(), self.shard)
-
-    def _encode(self, offer: Offer, base: Version) -> None:
-        self._place.settle(self._jobs.joined_coder, offer.segments)
-        try:
-            super()._encode(offer, base)
-        except NonFiniteDelta as error:
-            text = (
-                f"{error}, and nothing of it was sent. Start this node again (it takes the shared parameters); if it "
-                "happens again, use a smaller learning rate, and let its optimizer begin anew where `take_adoption` "
-                "says so"
-            )
-            raise NonFiniteDelta(text, error.leaf) from None
-
-    def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+    def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+        """See CodecNode."""
         now, late = self.clock.monotonic(), self.message_delay() if self.message_delay is not None else 0.0
         self._publish_at = max(self._publish_at, now + late)
         self._unpublished.append((offer, base, encoded, score))
-        self._link.call(lambda: self._link.publish(*self._unpublished.popleft()), self._publish_at - now)
+        self.link.call(lambda: self.link.publish(*self._unpublished.popleft()), self._publish_at - now)
+
+    def on_decoded(self, spoiled: CodecError | None) -> None:
+        """See CodecNode. A corrupted aggregate is lost; a snapshot takes its place."""
+        if spoiled is not None:
+            logger.warning("%s fetches the run's parameters: an aggregate is not what was sent: %s", self.name, spoiled)
+            self.link.call(lambda: self.link.carry_out(self.peer.resync()))
+        self.notify()
+
+    def on_codec_failed(self, error: BaseException) -> None:
+        """A job of the codec thread has failed with this error."""
+        self.on_failed(codec_failure(self.name, error))
+
+    def _send_initial(self, leaves: Sequence[Any], moments: Sequence[Any]) -> None:
+        initial = self.codec.encode_initial(leaves, moments)
+        self.link.call(lambda: self.link.send_founding(*initial))
 
     def _warm_up(self, fragment: int) -> None:
-        """Compile for one fragment, and the next ones after what has come meanwhile."""
-        coder = self._jobs.joined_coder
-        if fragment < coder.layout.fragments:
-            coder.warm_up(fragment)
-            self._worker.submit(lambda: self._warm_up(fragment + 1))
-
-    def _codec_failed(self, error: BaseException) -> None:
-        self.on_failed(say_codec_failure(self.name, error))
+        """Compile for one fragment, then for the next ones, after the jobs that have come meanwhile."""
+        if self.codec.warm_up(fragment):
+            self.in_codec(lambda: self._warm_up(fragment + 1))

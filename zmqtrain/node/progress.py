@@ -1,8 +1,7 @@
-"""Turn what a training thread says of itself into the report that the hub gets, and read what others have said.
+"""The figures of one node's training: set by its training thread, reported to the hub by its network thread.
 
-Rule 1: the training thread only leaves values here; a loss that is still computed on the device is not waited for.
-Rule 2: a device's loss is read in the training thread alone, one step later: that thread may donate its buffer at any
-moment, and in another thread the read could meet a buffer that is deleted.
+A loss that is still computed on the device is not waited for. It is read in the training thread, one step later: that
+thread may donate its buffer at any moment, so another thread could read a deleted one.
 """
 
 from __future__ import annotations
@@ -15,22 +14,25 @@ from zmqtrain.core.types import Version, number_of
 from zmqtrain.protocol.messages import Report, Roster
 
 LOSS_SECONDS = 0.1
-"""A device's loss is read so often at most: each read copies one value to the host."""
+"""A device's loss is read at most this often: each read copies one value to the host."""
 
 
 def paces(roster: Roster | None, called: str) -> tuple[float, list[float]]:
-    """Return the samples per second of the node that the roster calls so, and of all that have said theirs; NaN and []
-    where none has."""
+    """Return the samples per second of the node with this name, and of all that have reported theirs; NaN and [] if
+    none has."""
     members = roster.members if roster is not None else ()
     said = {str(one["peer"]): float(one["samples_per_second"]) for one in members if "samples_per_second" in one}
     return said.get(called, math.nan), list(said.values())
 
 
 class Progress:
-    """How training goes at one node. samples: so far; set at the end of each step, which gives the pace."""
+    """The figures of one node's training. samples: so far; setting it ends a step, which gives the pace.
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    waits: the newest loss is waited for (in virtual time, where a run is repeated exactly and nobody donates buffers).
+    """
+
+    def __init__(self, clock: Clock, waits: bool = False) -> None:
+        self._clock, self._waits = clock, waits
         self.step = self.offers_refused = 0
         self._loss: Any = math.nan
         self.age_steps = math.nan
@@ -67,13 +69,11 @@ class Progress:
             if now - self._loss_read_at >= LOSS_SECONDS:
                 self._loss_known, self._loss_read_at = float(before), now
 
-    def settle_loss(self) -> None:
-        """Wait for the newest loss: where time is virtual, and nobody donates it meanwhile."""
-        self._loss_known = number_of(self._loss)
-
     def report(self, bytes_sent: int, bytes_received: int, waiting: str, exchange_seconds: float = 0.0) -> Report:
         """Return the report of now. exchange_seconds: CPU of the codec for one exchange."""
         samples, pace = self._pace()
+        if self._waits:
+            self._loss_known = number_of(self._loss)
         return Report(
             step=self.step,
             samples=samples,

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from zmqtrain.averaging.coder import Encoded
 from zmqtrain.averaging.snapshot import Digest
@@ -121,23 +121,6 @@ class NullListener:
     def make_report(self) -> Report:
         """Return a node's report of now."""
         raise AssertionError("only nodes report")
-
-
-class PeerLink(Protocol):
-    """What an exchange uses of its session."""
-
-    @property
-    def live(self) -> bool:
-        """Whether the node takes part in the run now."""
-
-    def send(self, message: Message) -> None:
-        """Send a control message."""
-
-    def carry_out(self, effects: Sequence[PeerEffect]) -> None:
-        """Carry out effects of the machine."""
-
-    def send_founding(self, frames: Sequence[Buffer], moments: Sequence[Buffer] = (), digest: str = "") -> None:
-        """Announce the parameters that the hub asked for, unless that hub is lost."""
 
 
 class ProcessPeer(Peer):

@@ -29,22 +29,17 @@ ATTEND_SECONDS = 0.05
 
 
 class SimLink:
-    """The network thread of one simulated node. message_delay: draws how much later a delta is sent, in seconds."""
+    """The network thread of one simulated node: a `NodeLink`."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        hub: SimHub,
-        wire: Wire,
-        peer: Peer,
-        listener: NullListener,
-        message_delay: Callable[[], float],
-    ) -> None:
+    address, obstacle, refused = "the simulated hub", "", ""
+    why_alone, whereabouts, link_rate = "", ("the simulated hub",), 0.0
+
+    def __init__(self, scheduler: Scheduler, hub: SimHub, wire: Wire, peer: Peer, listener: NullListener) -> None:
         self.wire, self.peer, self.listener = wire, peer, listener
         self.publishes = 0
-        self._scheduler, self._hub, self._message_delay = scheduler, hub, message_delay
+        self.undecided, self.trouble = False, ("", "")
+        self._scheduler, self._hub = scheduler, hub
         self._outgoing: dict[int, Sequence[Buffer]] = {}
-        self._publish_at = 0.0
         self._transfer = 0
         self._founding = self._closed = False
         hub.nodes[peer.peer] = self
@@ -55,7 +50,30 @@ class SimLink:
         """Whether the node takes part in the run now."""
         return self.peer.state is PeerState.LIVE
 
+    @property
+    def bytes_sent(self) -> int:
+        """See NodeLink."""
+        return self.wire.up
+
+    @property
+    def bytes_received(self) -> int:
+        """See NodeLink."""
+        return self.wire.down
+
+    def alone_seconds(self) -> None:
+        """See NodeLink."""
+
+    def move(self, address: str) -> None:
+        """See NodeLink: there is one hub."""
+
     # ------------------------------------------------------------------ out
+
+    def call(self, what: Callable[[], object], after_seconds: float = 0.0) -> None:
+        """See NodeLink."""
+        if after_seconds > 0:
+            self._scheduler.call_later(after_seconds, what)
+        else:
+            what()
 
     def start(self) -> None:
         """Say Hello; from then on, heartbeats and reports."""
@@ -63,7 +81,7 @@ class SimLink:
         self._beat()
         self._report()
 
-    def leave(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Say goodbye; nothing is taken any more."""
         self.carry_out(self.peer.leave(reason))
         self._closed = True
@@ -97,14 +115,7 @@ class SimLink:
                     self._disconnect(reason, text)
 
     def publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
-        """Announce an encoded offer, after its delay; what is offered later does not overtake it."""
-        self._publish_at = max(self._publish_at, self._scheduler.now + self._message_delay())
-        if self._publish_at > self._scheduler.now:
-            self._scheduler.call_at(self._publish_at, lambda: self._publish(offer, base, encoded, score))
-        else:
-            self._publish(offer, base, encoded, score)
-
-    def _publish(self, offer: Offer, base: Version, encoded: Encoded, score: float) -> None:
+        """Announce an encoded offer."""
         if self._closed:
             return
         if not self.live:

@@ -23,10 +23,11 @@ from zmqtrain.core.types import PeerId
 from zmqtrain.monitor import records
 from zmqtrain.monitor.recorder import BrokerRecorder, NodeRecorder
 from zmqtrain.monitor.records import Record
+from zmqtrain.node.node import Node, NodeOptions
 from zmqtrain.programs import load_program, parse_arguments, program_arguments
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.sim.clock import Scheduler
-from zmqtrain.sim.exchange import SimExchange
+from zmqtrain.sim.exchange import SimEnvironment
 from zmqtrain.sim.faults import NOISE_KINDS, RESTART_SECONDS, FrameNoise
 from zmqtrain.sim.hub import CodecTimes, SimHub, port_rate
 from zmqtrain.sim.program import NodeProgram, SharedModel
@@ -37,6 +38,7 @@ from zmqtrain.train.loop import TrainingLoop, TrainingResult
 from zmqtrain.train.minibatch import minibatch_from_spec
 from zmqtrain.train.program import Program
 from zmqtrain.train.sync import DelayedSync
+from zmqtrain.transport.pacing import LinkShare
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class _Simulation:
         self.model = SharedModel(program)
         self.records: list[Record] = []
         self.results: dict[str, TrainingResult] = {}
-        self.exchanges: list[SimExchange] = []
+        self.wires: list[Wire] = []
         self.peers: dict[str, PeerId] = {}
         self.steps: dict[tuple[str, int], int] = {}
         self.kills: dict[str, Callable[[], None]] = {}
@@ -186,25 +188,20 @@ class _Simulation:
             recorder = NodeRecorder(self.folder / f"{node.name}.jsonl", spoilt, scheduler)
             self.recorders[node.name] = recorder
         rate = port_rate(self.scenario.link)
-        exchange = SimExchange(
-            scheduler,
-            self.hub,
-            wire,
-            node.name,
-            late,
-            CodecTimes.of(self.scenario),
-            self._decoded,
-            recorder,
-            rate,
-            life,
+        environment = SimEnvironment(scheduler, self.hub, wire, CodecTimes.of(self.scenario), self._decoded)
+        peer = PeerId(f"{node.name}#simulated" if life == 1 else f"{node.name}#life-{life}")
+        options = NodeOptions(
+            peer=peer, name=node.name, codec_on="host", events=recorder, share=LinkShare(rate), incarnation=1
         )
-        self.exchanges.append(exchange)
-        self.peers[node.name] = exchange.link.peer.peer
+        exchange = Node(options, environment)
+        exchange.message_delay = late
+        self.wires.append(wire)
+        self.peers[node.name] = peer
         task = scheduler.start(node.name, lambda: self._train(node, exchange, life), node.joins_at)
 
         def kill() -> None:
             if not task.ended:
-                exchange.link.die()
+                environment.link.die()
                 scheduler.kill(task)
                 self._say_membership(node.name, "killed")
 
@@ -225,11 +222,12 @@ class _Simulation:
                 scheduler.call_at(when, happen)
                 scheduler.call_at(when, partial(self._say_membership, node.name, word))
 
-    def _train(self, node: SimNode, exchange: SimExchange, life: int) -> None:
+    def _train(self, node: SimNode, exchange: Node, life: int) -> None:
         self._say_membership(node.name, "joined")
         program = NodeProgram(self.program, node, self.initial_params, self.scenario.score_nodes)
         before_step, before_part = self._computation(node)
-        exchange.connect()
+        exchange.start()
+        exchange.wait(lambda: exchange.peer.settings is not None, None)
         loss_before: list[Any] = []
 
         def watch(number: int, loss: Any) -> None:
@@ -253,7 +251,7 @@ class _Simulation:
             self._say_steps(loss_before)
         self.results[node.name] = result
         self._say_end(node, result)
-        exchange.link.leave("its training is over")
+        exchange.link.close("its training is over")
 
     def _computation(self, node: SimNode) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return what takes a node's time: before each step its random delay, before each part of a batch its share."""
@@ -318,15 +316,14 @@ class _Simulation:
 
     def _result(self, wall_seconds: float) -> SimResult:
         scores, hub, now = self._evaluate(), self.hub.hub, self.scheduler.now
-        wires = [exchange.link.wire for exchange in self.exchanges]
         figures = {
             "version": hub.version,
             "samples": hub.samples,
             "steps": sum(self.steps.values()),
             "contributions": hub.contributions,
             "refused": hub.refused,
-            "bytes_up": sum(wire.up for wire in wires),
-            "bytes_down": sum(wire.down for wire in wires),
+            "bytes_up": sum(wire.up for wire in self.wires),
+            "bytes_down": sum(wire.down for wire in self.wires),
         }
         self._record(records.run_end(now, {**figures, "target_seconds": self.target_seconds, **scores}))
         leaves = self.hub.published()

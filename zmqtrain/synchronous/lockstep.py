@@ -15,8 +15,8 @@ from zmqtrain.core.errors import ConfigError, JoinRefused
 from zmqtrain.core.interfaces import GradientExchange
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import ModelSpec, Version
-from zmqtrain.node.masters import MastersNode
 from zmqtrain.node.node import Node
+from zmqtrain.node.shards import ShardedNode
 from zmqtrain.parameter_server.parameter_client import ParameterClient
 from zmqtrain.parameter_server.store import consistency_from_spec, optimizer_from_spec
 from zmqtrain.synchronous.allreduce import AllreduceExchange
@@ -70,7 +70,7 @@ def unit_wait_seconds(settings: RunSettings) -> float:
 
 
 def open_gradients(
-    choice: Lockstep, node: Node | MastersNode, credentials: Credentials | None, model: ModelSpec, version: Version
+    choice: Lockstep, node: Node | ShardedNode, credentials: Credentials | None, model: ModelSpec, version: Version
 ) -> GradientExchange:
     """Return the way to the others of the node's run; waits for them.
 
@@ -85,7 +85,7 @@ def open_gradients(
     return _open_server(choice, node, credentials, model, version)
 
 
-def _open_allreduce(choice: Allreduce, node: Node | MastersNode, credentials: Credentials) -> AllreduceExchange:
+def _open_allreduce(choice: Allreduce, node: Node | ShardedNode, credentials: Credentials) -> AllreduceExchange:
     size = choice.size or node.settings.start_nodes
     if size == 1:
         logger.warning(
@@ -116,7 +116,7 @@ def _open_allreduce(choice: Allreduce, node: Node | MastersNode, credentials: Cr
 
 
 def _open_server(
-    choice: Server, node: Node | MastersNode, credentials: Credentials, model: ModelSpec, version: Version
+    choice: Server, node: Node | ShardedNode, credentials: Credentials, model: ModelSpec, version: Version
 ) -> ServerExchange:
     check_masters(choice, node.settings)
 

@@ -11,9 +11,8 @@ from tests.fixed import fixed_run
 from zmqtrain.averaging.coder import DeltaCoder
 from zmqtrain.core.errors import CodecError, NonFiniteDelta, ZmqTrainError
 from zmqtrain.core.types import LeafSpec, Offer
-from zmqtrain.node.codec_jobs import CodecJobs, say_codec_failure
 from zmqtrain.node.inbox import Inbox
-from zmqtrain.node.restarts import Restarts
+from zmqtrain.node.offers import NodeCodec, Offers, Restarts, codec_failure
 
 MODEL = (LeafSpec("w", (10,), "float32"),)
 
@@ -22,15 +21,16 @@ class World:
     """The jobs of one node, and what they publish."""
 
     def __init__(self, **settings):
-        self.settings = fixed_run(**settings)
-        self.published, self.inbox, self.restarts = [], Inbox(lambda: None, pytest.fail), Restarts()
-        self.jobs = CodecJobs(
-            "pc-1", self.inbox, self.restarts, lambda: self.settings, lambda: 3, self.publish, None
-        )  # fmt: skip
+        self.name, self.settings = "pc-1", fixed_run(**settings)
+        self.published, self.inbox, self.restarts = [], Inbox(), Restarts()
+        self.jobs = NodeCodec(self, Offers(), self.inbox, self.restarts)
         self.jobs.coder = DeltaCoder(MODEL, self.settings)
 
     def publish(self, offer, base, encoded, score):
         self.published.append((offer.sequence, base, encoded, score))
+
+    def on_decoded(self, spoiled):
+        assert spoiled is None
 
     def offer(self, sequence, value=0.5, scores=()):
         self.jobs.encode(Offer(sequence, 0, [np.full(10, value, np.float32)], 8, 1, scores), 3)
@@ -86,10 +86,10 @@ def test_what_has_landed_or_was_withdrawn_is_kept_no_more():
 
 
 def test_a_failure_says_what_to_do_where_that_is_known(caplog):
-    unreadable = say_codec_failure("pc-1", CodecError("3 bytes too many"))
+    unreadable = codec_failure("pc-1", CodecError("3 bytes too many"))
     assert "pc-1 cannot read what the broker sent: 3 bytes too many. Start this node again" in str(unreadable)
     for error in (NonFiniteDelta("nan"), ZmqTrainError("another")):
-        assert say_codec_failure("pc-1", error) is error
-    assert CodecJobs.__module__ not in [record.name for record in caplog.records]
-    assert "the codec thread of pc-1 failed: KeyError" in str(say_codec_failure("pc-1", KeyError("x")))
+        assert codec_failure("pc-1", error) is error
+    assert NodeCodec.__module__ not in [record.name for record in caplog.records]
+    assert "the codec thread of pc-1 failed: KeyError" in str(codec_failure("pc-1", KeyError("x")))
     assert "the codec thread of pc-1 failed" in caplog.text

@@ -1,46 +1,208 @@
-"""Be a node of several masters: one `Exchange` made of a line to each, every line an ordinary node of one shard.
+"""A node of several masters: one `Exchange` over a connection to each, every connection an ordinary `Node` of a shard.
 
-Rule 1: the first master has the settings, the data units, the roster and the run's name; the others are found through
-it (`Lines`).  Rule 2: fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
-Rule 3: a master that is lost costs its shard's exchange until it is back, at whatever address, and nothing else.
+The first master has the settings, the data units, the roster and the run's name; it says where the others are.
+Fragment f of shard i is i * fragments + f here, and its offer s is s * masters + i.
+A lost master costs its shard's exchange until it is back, at whatever address, and nothing else.
+The run begins at the first master last: the node that is asked for the initial parameters gives the others theirs
+before it answers, and a node that joins asks the others only when it takes part at the first. So if the first master
+has parameters, all have, and of one node.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from zmqtrain.codecs.fragment import WholeLayout
-from zmqtrain.core.errors import LocalProtocolError
+from zmqtrain.core.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
-from zmqtrain.node.batches import UnitSource
-from zmqtrain.node.line import Line
-from zmqtrain.node.lines import Lines
+from zmqtrain.core.types import Array, ExchangeStatistics, ModelSpec, Part, PeerId, Tally, Update, Version
+from zmqtrain.node.node import Node
+from zmqtrain.node.units import Batch, Source
+from zmqtrain.protocol.members import name_missing
 from zmqtrain.protocol.messages import Roster
 from zmqtrain.session.hub_session import Solitude
 
-Batch = TypeVar("Batch", covariant=True)
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.01
+"""How often a node looks, while it joins, whether it may go on."""
+SAY_AGAIN_SECONDS = 5.0
 
 
-class MastersNode:
+class LineOpener(Protocol):
+    """Opens connections to other masters than the first."""
+
+    def open_line(self, address: str, first: Node) -> Node:
+        """Return the started node at this address; first: the same node at the first master."""
+
+
+class Lines:
+    """The connections of one node, in the order of the shards. others: all but the first, once the node joins."""
+
+    def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
+        self._first, self._opener, self._wait_seconds = first, opener, wait_seconds
+        self._count = first.settings.masters
+        self.others: list[Node] = []
+        first.answers_later = True
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter((self._first, *self.others))
+
+    def __getitem__(self, shard: int) -> Node:
+        return (self._first, *self.others)[shard]
+
+    @property
+    def waiting_for(self) -> str:
+        """What the node is waiting for, in a few words; "" for nothing."""
+        if not self.others and not self._first.has_joined() and (missing := name_missing(self._first.masters)):
+            return missing
+        return next((line.waiting_for for line in self if line.waiting_for), "")
+
+    def follow_moved(self) -> None:
+        """Connect to lost masters at the addresses that the first master gives for them now."""
+        for shard, line in enumerate(self.others, 1):
+            if line.unreachable and self._address(shard) not in ("", line.address):
+                line.move(self._address(shard))
+
+    def join(self, model: ModelSpec, leaves: Sequence[Any], score: float, moments: Sequence[Any]) -> Update | None:
+        """Join at all masters; see `ShardedNode.join`."""
+        self._first.begin_join(model, leaves, score=score, moments=moments)
+        while True:
+            self._until(lambda: self._first.has_joined() or self._first.wanted, lambda: self.waiting_for)
+            if self._first.has_joined():
+                break
+            self._leave_others()
+            if self.found_others(model, leaves):
+                self._first.lend(leaves, moments)
+        update = self._first.end_join()
+        if update is None and self.others:
+            return None
+        self._leave_others()  # their parameters are not the run's
+        return self._join_others(model, update)
+
+    def found_others(self, model: ModelSpec, leaves: Sequence[Any]) -> bool:
+        """Give the others their shards of this node's parameters; False if the first no longer asks for that."""
+        number = self._first.founding
+
+        def obsolete() -> bool:
+            return not (self._first.wanted and self._first.founding == number)
+
+        try:
+            for shard in range(1, self._count):
+                if (line := self._open(shard, obsolete)) is None:
+                    break
+                line.founding = number
+                line.begin_join(model, leaves)
+            for line in self.others:
+                self._until(lambda line=line: line.has_joined() or obsolete(), lambda line=line: line.waiting_for)  # type: ignore[misc]
+        except JoinRefused as error:
+            # another node was asked, and may have answered before the loss of the first is seen here
+            self._leave_others()
+            if error.reason != "founding" or not self._wait(obsolete, 2 * self._first.settings.lost_seconds):
+                raise
+            return False
+        if obsolete():
+            self._leave_others()
+            return False
+        for line in self.others:
+            line.end_join()
+            line.founding = 0
+        return True
+
+    def _join_others(self, model: ModelSpec, update: Update | None) -> Update:
+        anchor: list[Part] = []
+        version = -1
+        if update is not None:
+            anchor, version = [*(update.anchor or ())], update.version
+        for shard in range(1, self._count):
+            line = self._open(shard, lambda: False)
+            assert line is not None
+            line.begin_join(model, ())
+        for line in self.others:
+            self._until(line.has_joined, lambda line=line: line.waiting_for)  # type: ignore[misc]
+            theirs = line.end_join()
+            if theirs is None or theirs.anchor is None:
+                raise ZmqTrainError(
+                    f"the master at {line.address} sent no parameters of its shard: start this node again"
+                )
+            anchor += theirs.anchor
+        return Update(version, {}, {}, anchor=anchor)
+
+    def _open(self, shard: int, obsolete: Callable[[], bool]) -> Node | None:
+        """Connect to a master, once the first says where it is; None if that has become obsolete."""
+        self._until(lambda: bool(self._address(shard)) or obsolete(), lambda: name_missing(self._first.masters))
+        if obsolete():
+            return None
+        address = self._address(shard)
+        line = self._opener.open_line(address, self._first)
+        self.others.append(line)
+        try:
+            line.wait_welcome(self._wait_seconds)
+        except HubUnreachable:
+            if self._address(shard) == address:
+                raise HubUnreachable(
+                    f"the master of shard {shard} is at {address}, says the first, and does not answer from here "
+                    f"(waited {self._wait_seconds:g} s). If other PCs reach it at another address, start it with "
+                    "--address tcp://HOST:PORT; and its firewall must let that port in",
+                    address,
+                ) from None
+            self.others.pop().close()  # it has gone meanwhile, or come back elsewhere
+            return self._open(shard, obsolete)
+        if (line.run, line.shard) != (self._first.run, shard):
+            raise JoinRefused(
+                f"the first master, at {self._first.address}, says that shard {shard} of {self._first.run} is at "
+                f"{line.address}; the broker there has shard {line.shard} of {line.run}. Was another broker started at "
+                "that address? Start the master of the shard again",
+                "shard",
+            )
+        return line
+
+    def _address(self, shard: int) -> str:
+        masters = self._first.masters
+        return masters[shard] if shard < len(masters) else ""
+
+    def _leave_others(self) -> None:
+        others, self.others = self.others, []
+        for line in others:
+            line.close("another node founds the run")
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the condition holds, for so long; raise the failure of a connection."""
+        until = self._first.clock.monotonic() + seconds
+        while not condition():
+            for line in self:
+                line.peek()
+            if self._first.clock.monotonic() >= until:
+                return False
+            self._first.clock.sleep(LOOK_SECONDS)
+        return True
+
+    def _until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        waited = 0.0
+        while not self._wait(condition, SAY_AGAIN_SECONDS):
+            waited += SAY_AGAIN_SECONDS
+            logger.info("%s has waited %.0f s for %s", self._first.name, waited, what() or "the first master")
+
+
+class ShardedNode:
     """One node of a run of several masters: an `Exchange`, with all that a `Node` has for its user.
 
-    first: the line to the first master, welcomed.  open_line: makes the line to another, given its address.
-    wait_seconds: how long one that is said to be there may take to answer.
+    first: the node at the first master, welcomed.  wait_seconds: how long each other master may take to answer.
     """
 
-    def __init__(self, first: Line, open_line: Callable[[str], Line], wait_seconds: float) -> None:
-        self._first, self._lines = first, Lines(first, open_line, wait_seconds)
+    def __init__(self, first: Node, opener: LineOpener, wait_seconds: float) -> None:
+        self._first, self._lines = first, Lines(first, opener, wait_seconds)
         self._count, self._fragments = first.settings.masters, first.settings.fragments
         self._layout: WholeLayout | None = None
         self._next: tuple[int, Update, Update] | None = None  # shard, its line's update, and that as it is here
-        first.units.idle = self._tell_idle
+        first.idle = self._tell_idle
 
     # ------------------------------------------------------------------ joining
 
@@ -114,14 +276,13 @@ class MastersNode:
 
     @property
     def ended_with_run(self) -> bool:
-        """See `PeerExchange.ended_with_run`: as the first master has said."""
+        """See `Node.ended_with_run`: as the first master has said."""
         return self._first.units.end_version >= 0
 
     @property
     def stopped(self) -> bool:
         """See Stops."""
-        units = self._first.units
-        return units.stopped and not units.used
+        return self._first.stopped
 
     @property
     def wanted(self) -> bool:
@@ -175,14 +336,12 @@ class MastersNode:
         """See Exchange."""
         self._first.report_scores(scores, version)
 
-    def batches(self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]]) -> Iterator[Batch]:
-        """Give the batches of the data units that the first master deals; see `PeerExchange.batches`."""
+    def batches(self, source: Source[Batch]) -> Iterator[Batch]:
+        """Give the batches of the data units that the first master deals; see `Node.batches`."""
         return self._first.batches(source)
 
-    def batches_as_they_come(
-        self, source: UnitSource[Batch] | Callable[[int], Iterator[Batch]], wait_seconds: float
-    ) -> Iterator[Batch | None]:
-        """Give the batches, and None where there is none now; see `PeerExchange.batches_as_they_come`."""
+    def batches_as_they_come(self, source: Source[Batch], wait_seconds: float) -> Iterator[Batch | None]:
+        """Give the batches, and None where there is none now; see `Node.batches_as_they_come`."""
         return self._first.batches_as_they_come(source, wait_seconds)
 
     @property
@@ -276,7 +435,7 @@ class MastersNode:
         """See Exchange."""
         line = self._lines[master]
         if self._first.units.finished:
-            line.units.finish()
+            line.units.finished = True  # other masters deal no units
         elif master:
             line.say_idle()  # it leaves early, and waits at others for nodes that may wait for it here
         return line.everyone_drained(0)
@@ -311,7 +470,7 @@ class MastersNode:
             for line in self._lines:
                 stack.callback(line.close, reason)
 
-    def __enter__(self) -> MastersNode:
+    def __enter__(self) -> ShardedNode:
         return self
 
     def __exit__(self, *_: object) -> None:
