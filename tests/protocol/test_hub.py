@@ -6,8 +6,9 @@ import pytest
 
 from tests.protocol.hubs import SAMPLES, hub_of, in_state, sent
 from zmqtrain.core.errors import RemoteProtocolError
+from zmqtrain.protocol.effects import Hear
 from zmqtrain.protocol.members import ALLOWED, MemberState
-from zmqtrain.protocol.messages import MESSAGES, Goodbye, Hello, Refused
+from zmqtrain.protocol.messages import MESSAGES, Goodbye, Hello, Holding, Refused
 
 ONLY_OF_HUBS = {
     *("Welcome", "Refused", "Roster", "Schedule", "Aggregate", "Preempt", "Quarantine", "WorkUnit", "Probed"),
@@ -44,3 +45,7 @@ def test_whoever_is_not_known_is_told_to_say_hello(kind):
 
 def test_a_goodbye_of_somebody_unknown_is_no_news():
     assert hub_of().receive("x", Goodbye(), 0.0) == []
+
+
+def test_the_nodes_may_hear_of_the_version_that_a_standby_holds():
+    assert in_state(MemberState.STANDBY).receive("x", Holding(3), 1.0) == [Hear(3)]
