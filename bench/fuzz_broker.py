@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+from zmqtrain.broker import admin as admin_room
 from zmqtrain.broker import broker as broker_room
-from zmqtrain.broker import broker as receiver_room
-from zmqtrain.broker import deltas as arrivals_room
-from zmqtrain.broker import log as telling
+from zmqtrain.broker import core as core_room
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, CodecError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Buffer, Lane, PeerId
@@ -29,8 +28,8 @@ from zmqtrain.protocol.framing import decode_message
 from zmqtrain.protocol.messages import (
     Aggregate,
 )
-from zmqtrain.session import downlink as intake_room
-from zmqtrain.session import downlink as traffic_room
+from zmqtrain.session import downlink as downlink_room
+from zmqtrain.session.codec_executor import CodecExecutor
 from zmqtrain.transport.pacing import check_message
 
 from fuzz_inputs import read_session
@@ -62,22 +61,16 @@ class _Clock:
         return int(1e9 * self.now)
 
 
-class _Jobs:
+class _Jobs(CodecExecutor):
     """A codec thread that works when it is told to."""
 
-    failure: BaseException | None = None
-    seconds = 0.0
+    def __init__(self, name: str, stop: asyncio.Event) -> None:
+        self.failure, self.seconds, self._once = None, 0.0, set()
+        self.waiting: list[tuple[Callable[[], object], Callable[[Any], None] | None]] = []
 
-    def __init__(self, name: str, broken: Callable[[], object]) -> None:
-        self.waiting: list[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = []
-
-    def do(self, work: Callable[[], Any], then: Callable[..., None] | None = None, *facts: Any) -> None:
+    def submit(self, work: Callable[[], object], resume: Callable[[Any], None] | None) -> None:
         """See CodecExecutor."""
-        self.waiting.append((work, then, facts))
-
-    def do_once(self, name: str, work: Callable[[], Any]) -> None:
-        """See CodecExecutor."""
-        self.do(work)
+        self.waiting.append((work, resume))
 
     def fail(self, error: BaseException | None) -> None:
         """See CodecExecutor."""
@@ -86,13 +79,14 @@ class _Jobs:
     def work(self) -> None:
         """Do all that waits here."""
         while self.waiting:
-            work, then, facts = self.waiting.pop(0)
+            work, resume = self.waiting.pop(0)
+            result: object
             try:
                 result = work()
             except CodecError as error:
                 result = error
-            if then is not None:
-                then(result, *facts)
+            if resume is not None:
+                resume(result)
 
 
 def _work(made: Sequence[_Jobs]) -> None:
@@ -150,20 +144,20 @@ class _Noted(logging.Handler):
 def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     """Give the broker's rooms this clock and jobs without a thread (which `made` then holds), and note what it logs as
     an exception."""
-    timed = (broker_room, receiver_room, arrivals_room, intake_room, traffic_room, parameters_room)
+    timed = (broker_room, core_room, admin_room, downlink_room, parameters_room)
     before = [(room, room.time) for room in timed]
-    jobs, noted = broker_room.CodecExecutor, _Noted()
-    logger = logging.getLogger(telling.__name__)
+    jobs, noted = CodecExecutor, _Noted()
+    logger = logging.getLogger(core_room.__name__)
     propagates, level = logger.propagate, logger.level
 
-    def make_jobs(name: str, broken: Callable[[], object]) -> _Jobs:
-        made.append(_Jobs(name, broken))
+    def make_jobs(name: str, stop: asyncio.Event) -> _Jobs:
+        made.append(_Jobs(name, stop))
         return made[-1]
 
     try:
         for room, _ in before:
             room.time = clock
-        broker_room.CodecExecutor = make_jobs
+        broker_room.CodecExecutor = core_room.CodecExecutor = make_jobs  # type: ignore[misc, assignment]
         logger.propagate = False
         logger.setLevel(logging.ERROR)
         logger.addHandler(noted)
@@ -171,7 +165,7 @@ def _rooms(clock: _Clock, made: list[_Jobs]) -> Iterator[_Noted]:
     finally:
         for room, own in before:
             room.time = own
-        broker_room.CodecExecutor = jobs
+        broker_room.CodecExecutor = core_room.CodecExecutor = jobs  # type: ignore[misc]
         logger.removeHandler(noted)
         logger.propagate = propagates
         logger.setLevel(level)
@@ -204,7 +198,7 @@ async def _session(data: bytes) -> int:
                     lane = Lane.BULK if len(frames) > 1 else Lane.CONTROL
                     return PEERS[who % len(PEERS)], lane, list(frames)
                 clock.now += (0.04, 0.6, 2.1, 4.0)[who % 4]
-                broker._look_around(clock.now)
+                broker.tick(clock.now)
                 _work(jobs)
             return None
 
@@ -232,9 +226,7 @@ def _check_bounds(broker: Any) -> None:
         most = max(64, hub.timetable.at(hub.version).offers_in_flight)
         assert len(member.open) + pending.count(peer) <= most, "more publishes of a node wait than may"
         assert sum(owner == peer for owner in hub.ledger._dealt.values()) <= 4096, "more units dealt than a node needs"
-    assert len(broker._arrivals.whole) <= len(pending) + len(hub.members) + sum(
-        len(m.open) for m in hub.members.values()
-    )
+    assert len(broker.uploads.whole) <= len(pending) + len(hub.members) + sum(len(m.open) for m in hub.members.values())
     assert broker.downlink.uploads._credits.in_flight_bytes >= 0
     assert broker.downlink._lines.keys() | broker.downlink.uploads._lines.keys() <= set(PEERS)
 
@@ -244,7 +236,7 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
     hub = broker.hub
     for _ in range(3):
         for peer in PEERS:
-            broker._carry_out(hub.gone(peer, "the session is over", clock.now))
+            broker.core.carry_out(hub.gone(peer, "the session is over", clock.now))
         _work(jobs)
     assert not hub.members and not (broker.downlink._lines or broker.downlink.uploads._lines), (
         "lines of peers that have gone"
@@ -253,13 +245,13 @@ def _part(broker: Any, clock: _Clock, jobs: Sequence[_Jobs]) -> None:
         "grants": broker.downlink.uploads._credits._transfers,
         "bytes in flight": broker.downlink.uploads._credits.in_flight_bytes,
         "limits": broker.downlink._limits,
-        "relays": broker._relays._waiting,
+        "relays": broker.groups.relays._waiting,
         "groups": hub.groups._complete or hub.groups._forming or hub.groups._in,
-        "reductions": broker._reducers._groups,
+        "reductions": broker.groups.reducers._groups,
         "requests": broker.parameters._announced or broker.parameters._incoming or broker.parameters._outgoing,
         "clients": broker.parameters.machine.clients,
         "units": hub.ledger._dealt,
     }
     assert not any(held.values()), {name: one for name, one in held.items() if one}
     left = {peer for peer, _ in hub.rounds.pending}
-    assert {peer for peer, _ in broker._arrivals.whole} <= left, "frames of publishes that do not wait"
+    assert {peer for peer, _ in broker.uploads.whole} <= left, "frames of publishes that do not wait"

@@ -50,7 +50,7 @@ def test_what_was_sent_on_a_former_connection_is_not_taken_for_what_has_its_numb
     async def story(peers):
         await peers.join("a#1", "b#1")
         go_on = threading.Event()
-        peers.broker._jobs.do(go_on.wait)
+        peers.broker.codec.do(go_on.wait)
         peers.publish("a#1", 0, transfer=7, value=1.0)  # whole, and checked once the codec thread goes on
         peers.wire.say("a#1", Hello("a#1"))
         peers.wire.say("a#1", Fetch(0, model_to_wire(MODEL)))
@@ -75,14 +75,14 @@ def test_what_is_checked_while_the_broker_ends_is_neither_counted_nor_an_error(t
 
         await peers.join("a#1")
         peers.broker.aggregator.check = slow
-        close = peers.broker._jobs._worker.close
+        close = peers.broker.codec._worker.close
 
         def close_and_let_go(seconds):
             threading.Thread(target=go_on.set).start()
-            peers.broker._jobs._worker._jobs.close()
+            peers.broker.codec._worker._jobs.close()
             return close(seconds)
 
-        peers.broker._jobs._worker.close = close_and_let_go
+        peers.broker.codec._worker.close = close_and_let_go
         peers.publish("a#1", 0, transfer=7)
         await peers.until(checking.is_set)
 
@@ -220,7 +220,7 @@ def test_what_a_peer_said_before_its_connection_was_gone_is_heard_though_it_cann
 def test_whose_connection_is_gone_is_lost_if_it_has_said_nothing(caplog):
     async def story(peers):
         await peers.join("a#1", "b#1")
-        peers.broker.downlink._unreachable("b#1")
+        peers.broker.core.unreachable("b#1")
         await peers.until(lambda: "b#1" not in peers.broker.hub.members)
 
     caplog.set_level("INFO", "zmqtrain")
@@ -273,7 +273,7 @@ def test_a_run_is_ended_by_an_operator_alone_and_a_stranger_costs_it_nothing(tmp
         assert peers.told("op#1", Goodbye) == [Goodbye(RUN_OVER)], "a standby, and other masters, end by this too"
 
     with caplog.at_level("INFO"):
-        lived(story, tmp_path, is_operator=lambda peer: operator)
+        lived(story, tmp_path, operator=operator)
     said = "an operator, op, ends the run: one node sends what it has computed, and ends" in caplog.text
     assert said == operator
     assert read_model(tmp_path / "model.safetensors")[1].version == int(operator)

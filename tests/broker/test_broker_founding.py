@@ -35,12 +35,12 @@ def test_the_founders_optimizer_state_goes_to_the_nodes_of_the_founding_and_to_n
         give(peers, "b#1", moments=encode_optimizer_state([np.ones(20, np.float32)]))
         await peers.until(lambda: len(snapshots(peers)) == 2)
         assert (snapshots(peers)["a#1"].moments, snapshots(peers)["b#1"].sizes) == (1, ())
-        assert len(peers.broker.versions.moments) == 1
+        assert len(peers.broker.snapshots.moments) == 1
         peers.publish("a#1", 0, transfer=7)
         await peers.until(lambda: peers.broker.aggregator.version == 1)
         wants(peers, "c#1", 0.0)
         await peers.until(lambda: "c#1" in snapshots(peers))
-        assert snapshots(peers)["c#1"].moments == 0 and len(peers.broker.versions.moments) == 0
+        assert snapshots(peers)["c#1"].moments == 0 and len(peers.broker.snapshots.moments) == 0
 
     lived(story, initial="best", start_nodes=2, fresh_moments=False)
 
@@ -80,7 +80,7 @@ def test_one_of_a_population_is_lent_what_another_gave():
         await peers.until(lambda: peers.wire.asked("a#1") == 2)
         give(peers, "a#1", transfer=2)
         await peers.until(lambda: snapshots(peers)["b#1"].version == 0)
-        assert not snapshots(peers)["b#1"].reset and not peers.broker._arrivals.whole
+        assert not snapshots(peers)["b#1"].reset and not peers.broker.uploads.whole
 
     lived(story, initial="own", start_nodes=2, preemption="score:patience=1,margin=0", fresh_moments=False)
 
@@ -92,11 +92,11 @@ def test_the_mean_of_related_parameters_founds_and_who_left_is_not_in_it():
         await peers.until(lambda: peers.wire.asked("c#1"))
         give(peers, "a#1", [3 * LEAVES[0]])
         give(peers, "c#1", [LEAVES[0] * 100])
-        await peers.until(lambda: len(peers.broker._arrivals.whole) == 2)
+        await peers.until(lambda: len(peers.broker.uploads.whole) == 2)
         peers.wire.say("c#1", Goodbye())
         give(peers, "b#1", [LEAVES[0]])
         await peers.until(lambda: peers.broker.aggregator.version == 0)
         np.testing.assert_array_equal(peers.broker.aggregator.parameters[0], 2 * LEAVES[0])
-        assert not peers.broker._arrivals.whole
+        assert not peers.broker.uploads.whole
 
     lived(story, initial="mean", start_nodes=3)

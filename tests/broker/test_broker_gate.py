@@ -13,7 +13,7 @@ from zmqtrain.protocol.messages import Aggregate, Hello, Preempt, Quarantine, Re
 def test_who_comes_in_with_one_key_is_one_voter():
     async def story(peers):
         keys = {"x1#1": "lab", "x2#1": "lab", "a#1": ""}
-        peers.broker.receiver._key_name = lambda peer: keys[peer]
+        peers.broker.core.access.key_name = lambda peer: keys[peer]
         for peer in keys:
             peers.wire.say(peer, Hello(peer))
         await peers.until(lambda: peers.told("a#1", Welcome))

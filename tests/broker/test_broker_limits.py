@@ -104,7 +104,7 @@ def test_a_peer_whose_messages_take_the_loops_time_is_shown_out_and_nothing_more
 
 def test_with_the_keys_of_a_node_nobody_is_the_standby_or_the_master_of_a_shard():
     async def story(peers):
-        peers.broker.receiver._has_our_keys = lambda peer: peer == "s#1"
+        peers.broker.core.access.has_hub_keys = lambda peer: peer == "s#1"
         address = "tcp://10.0.0.9:1"
         peers.wire.say("x#1", Hello("x", "standby", address=address))
         peers.wire.say("y#1", Hello("y", "master", shard=1, address=address))
@@ -121,9 +121,9 @@ async def looked_to_while_asking(peers, times, *asked):
     await peers.join("a#1", "b#1")
     await peers.until(lambda: peers.broker.downlink.follows("b#1"))
     looked, go_on = [], threading.Event()
-    peers.broker._jobs.do(go_on.wait)
-    look = peers.broker.serving._look
-    peers.broker.serving._look = lambda *facts: looked.append(facts[1]) or look(*facts)
+    peers.broker.codec.do(go_on.wait)
+    bring = peers.broker.snapshots._bring
+    peers.broker.snapshots._bring = lambda peer: looked.append(peer) or bring(peer)
     for _ in range(times):
         for message in asked:
             peers.wire.say("b#1", message)
@@ -169,7 +169,7 @@ def test_the_roster_says_what_the_broker_has_refused_and_whether_its_disk_has_ro
         await peers.join("a#1")
         peers.wire.say("a#1", Publish(7, 0, 0, 0, DENSE, (1,) * 50, 8, 1, nan, True))
         await peers.until(lambda: peers.told("a#1", Refused))
-        peers.broker._turned_away = lambda: 5
+        peers.broker.core.access.turned_away = 5
         peers.broker.keeper.waits_for_room = True
         peers.wire.say("o#1", Hello("o", "observer"))
         await peers.until(lambda: peers.told("o#1", Roster))

@@ -16,31 +16,20 @@ from zmqtrain.protocol.messages import Heartbeat
 
 
 def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() -> None:
-    def receive(peer: PeerId, message: object, now: float) -> list[object]:
-        assert receiver.behind == [b"behind"]
+    def receive(peer: PeerId, message: object, now: float) -> None:
+        assert core.behind == [b"behind"]
         raise RuntimeError("nobody thought of this")
 
-    hub = SimpleNamespace(screen=lambda *facts: None, judge=lambda *facts: None, receive=receive)
+    hub = SimpleNamespace(screen=lambda *facts: None, judge=lambda *facts: None)
     downlink = SimpleNamespace(uploads=SimpleNamespace(pay=lambda size: None))
-    rest: Any = SimpleNamespace()
-    receiver = Receiver(
-        rest,
-        hub,
-        downlink,
-        rest,
-        rest,
-        rest,
-        rest,
-        rest,
-        rest,
-        rest,
-        lambda peer: True,
-        lambda peer: "",  # type: ignore[arg-type]
-        lambda peer: False,
+    core: Any = SimpleNamespace(
+        channel=None, hub=hub, downlink=downlink, behind=(), messages={}, receive=receive, now=lambda: 0.0
     )
+    rest: Any = SimpleNamespace()
+    receiver = Receiver(core, rest, rest)
     with pytest.raises(RuntimeError):
         receiver._take(PeerId("a#1"), Lane.BULK, [encode_message(Heartbeat()), b"behind"])
-    assert receiver.behind == ()
+    assert core.behind == ()
 
 
 def test_the_time_of_the_garbage_collector_is_no_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from tests.fixed import fixed_run
 from tests.stories import WAIT, lived_through
 from zmqtrain.averaging.coder import DENSE, DeltaCoder, encode_snapshot
-from zmqtrain.broker.broker import Broker
+from zmqtrain.broker.broker import Broker, BrokerOptions
+from zmqtrain.broker.core import Access
 from zmqtrain.core.types import Lane, LeafSpec, Offer
 from zmqtrain.protocol.framing import decode_message, encode_message, split
 from zmqtrain.protocol.messages import Fetch, Group, Hello, JoinGroup, Publish, Snapshot, model_to_wire
@@ -96,11 +97,23 @@ class Peers:
         self.transfer(peer, lambda s: Publish(transfer, sequence, 0, 0, DENSE, s, samples, 1, nan, dense), frames)
 
 
-def lived(story, folder=None, is_operator=lambda peer: False, **settings):
+class Operators(Access):
+    """Access for a test. operator: every peer may end the run."""
+
+    turned_away = 0
+
+    def __init__(self, operator):
+        self.operator = operator
+
+    def is_operator(self, peer):
+        return self.operator
+
+
+def lived(story, folder=None, operator=False, **settings):
     """Run a broker while `story(peers)` happens; return the broker when it has ended."""
     settings = {"release": "immediately", "outer": "sgd:rate=1", "lost_seconds": 10 * WAIT, **settings}
 
     def make():
-        return Broker(Wire(), fixed_run(**settings), folder, is_operator=is_operator)
+        return Broker(Wire(), fixed_run(**settings), BrokerOptions(checkpoint=folder), Operators(operator))
 
     return lived_through(make, lambda broker: story(Peers(broker)))

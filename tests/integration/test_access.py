@@ -18,7 +18,7 @@ import pytest
 import zmq
 from channels import HERE, StrangeSockets, meet, run
 
-from zmqtrain.broker import serve as doorkeeper
+from zmqtrain.broker import serve as serving
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import Lane, PeerId
 from zmqtrain.node.connect import connect
@@ -185,7 +185,7 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
     async def wait_until_heard(farewell_seconds: float) -> None:  # it says something meanwhile
         await heard.wait()
 
-    monkeypatch.setattr(doorkeeper, "asyncio", SimpleNamespace(sleep=wait_until_heard, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(serving, "asyncio", SimpleNamespace(sleep=wait_until_heard, to_thread=asyncio.to_thread))
 
     async def main() -> None:
         folder = KeyFolder(tmp_path / "keys")
@@ -197,7 +197,7 @@ def test_a_revoked_key_is_refused_at_once_told_why_and_cut_while_others_go_on(
             dismissed.put_nowait((peer, why))
             hub.send(peer, Lane.CONTROL, [why.encode()])
 
-        keeper = doorkeeper.KeyWatcher(hub, folder, dismiss)
+        keeper = serving.KeyWatcher(hub, folder, SimpleNamespace(dismiss=dismiss))
         await keeper.look()
         stays = DealerChannel.connect(hub.address, peer=A, keys=one, server_key=one.server)
         goes = DealerChannel.connect(hub.address, peer=B, keys=two, server_key=two.server)
@@ -235,7 +235,7 @@ def test_a_broken_key_or_folder_is_said_and_changes_nothing_for_others(
         keys = CurveKeys.load(path)
         (folder.authorised_folder / "broken.key").write_bytes(b"\xff\xfe no key")
         hub = RouterChannel.bind(HERE, keys=folder.hub(), admission=Admission())
-        keeper = doorkeeper.KeyWatcher(hub, folder, lambda peer, why: pytest.fail("nobody is dismissed"))
+        keeper = serving.KeyWatcher(hub, folder, SimpleNamespace())
         await keeper.look()
         folder.authorised_folder.rename(tmp_path / "away")
         for _ in range(3):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import Trainer, batches, broker, loss, parameters
 
-from zmqtrain.broker.broker import Loads
+from zmqtrain.broker.core import LoadMeter
 from zmqtrain.codecs import fast
 from zmqtrain.core.settings import FIRST as FIRST_SETTINGS
 from zmqtrain.core.settings import RunSettings
@@ -47,7 +47,7 @@ def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every
     caplog.set_level(logging.INFO, "zmqtrain")
     monkeypatch.setattr(auto, "_step_seconds", lambda member: 1e-3)  # of slow steps k is 1, for 2 nodes and for 3
     monkeypatch.setattr(NodeCodec, "exchange_seconds", 0.0)  # the port alone decides, not how busy this machine is
-    monkeypatch.setattr(Loads, "contribution_seconds", lambda self: 0.0)
+    monkeypatch.setattr(LoadMeter, "contribution_seconds", lambda self: 0.0)
     recorder = BrokerRecorder(tmp_path / "broker.jsonl")
     with broker(AUTO, share=SLOW_PORT, events=recorder) as hub:
         trainers = [Watched(hub.address, name) for name in ("pc-1", "pc-2")]

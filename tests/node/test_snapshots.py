@@ -12,7 +12,7 @@ import pytest
 from tests.fixed import fixed_run
 from zmqtrain.averaging.coder import DENSE, DeltaCoder, decode_snapshot, encode_snapshot
 from zmqtrain.averaging.snapshot import digest_of
-from zmqtrain.broker import snapshots as shelf
+from zmqtrain.broker import snapshots
 from zmqtrain.broker.broker import Broker
 from zmqtrain.codecs import payload
 from zmqtrain.codecs.codec import SLAB_VALUES
@@ -249,7 +249,7 @@ def test_all_who_come_share_one_snapshot_and_take_the_aggregates_since():
         for node in (first, *others):
             np.testing.assert_array_equal(node.params, broker.aggregator.published[0])
             await node.leave()
-        assert broker.serving.shelf.bytes > 0
+        assert broker.snapshots.cache.bytes > 0
 
     assert lived(story).statistics().snapshots_served == 3
 
@@ -258,8 +258,8 @@ def test_what_nobody_fetches_any_more_is_let_go(monkeypatch):
     async def story(hub, broker, founder):
         node = await newcomer(hub)
         await until(lambda: node.params is not None)
-        monkeypatch.setattr(shelf, "KEPT_SECONDS", 0.0)
-        await until(lambda: broker.serving.shelf.bytes == 0)
+        monkeypatch.setattr(snapshots, "KEPT_SECONDS", 0.0)
+        await until(lambda: broker.snapshots.cache.bytes == 0)
         await node.leave()
 
     lived(story)

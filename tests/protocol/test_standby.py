@@ -6,9 +6,10 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from math import nan
+from types import SimpleNamespace
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
-from zmqtrain.broker.standby import Replicas
+from zmqtrain.broker.standby import StandbyService
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Reduce, Replicate, Send
 from zmqtrain.protocol.fencing import LIFE, Stamp
@@ -358,9 +359,14 @@ def test_a_standby_is_copied_after_the_releases_that_its_own_hello_brings_about(
     assert kinds[-1] is Replicate and Reduce in kinds
 
 
+def core(hub, reconnect=lambda peer, text: None):
+    access = SimpleNamespace(connects=False)
+    return SimpleNamespace(hub=hub, reconnect=reconnect, carry_out=lambda effects: None, access=access)
+
+
 def test_a_run_that_goes_back_waits_for_its_standby_to_hold_the_new_course_of_it():
     hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
-    replicas, told = Replicas(hub, lambda peer, text: None, lambda effects: None), []
+    replicas, told = StandbyService(core(hub)), []
     hub.receive("s#1", Hello("s", "standby", address=SECOND), 0.0)
     replicas.holds(9, 0.0)
     assert hub.lease.follows
@@ -374,7 +380,7 @@ def test_a_run_that_goes_back_waits_for_its_standby_to_hold_the_new_course_of_it
 def test_a_first_that_waits_for_its_nodes_takes_its_standby_back():
     hub = Hub(SETTINGS, release_rule_from_spec("immediately"), "run-1")
     sent_away, told = [], []
-    replicas = Replicas(hub, lambda peer, text: sent_away.append(peer), lambda effects: None)
+    replicas = StandbyService(core(hub, lambda peer, text: sent_away.append(peer)))
     hub.lease.joined(SECOND)
     hub.lease.tell(["a", "b"], 0.0)
     hub.lease.lost()
@@ -439,7 +445,7 @@ def versions_of_nodes_with(lag, seconds, beat=0.6):
         hub.gone(peer, text, clock[0])
         lags.clear()
 
-    replicas = Replicas(hub, send_away, lambda effects: None)
+    replicas = StandbyService(core(hub, send_away))
     while (now := clock[0]) < seconds:
         if hub.standby is None:
             hub.receive("s#1", Hello("s", "standby", address=SECOND), now)

@@ -1,6 +1,6 @@
 """Two hubs and their nodes, in virtual time: whoever dies or is cut off, there is one truth, and nothing is lost of it.
 
-Rule 1: a hub here is the machines of a living one, with `Replicas` for what waits.  Rule 2: the wires between any two
+Rule 1: a hub here is the machines of a living one, with a `StandbyService`.  Rule 2: the wires between any two
 may be cut and mended, any hub or node may be killed; nodes come, leave and are started again as the ones that they
 were, processes come and go, and strangers tell the standby to take over.  Rule 3: what a node has been told of is
 written down, and is never taken back: of each version there is one course of the run that leads to it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from math import nan
+from types import SimpleNamespace
 from typing import ClassVar
 
 from hypothesis import settings as hypothesis_settings
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.protocol.standbys import FIRST, MODEL, SECOND, SETTINGS
-from zmqtrain.broker.standby import Replicas
+from zmqtrain.broker.standby import StandbyService
 from zmqtrain.protocol.effects import (
     Broadcast,
     Connect,
@@ -46,7 +47,7 @@ IDS = [f"{name}#1" for name in NAMES]
 
 
 class Broker:
-    """A living hub: the machine, its standby's `Replicas`, and what it has released and told."""
+    """A living hub: the machine, its standby's `StandbyService`, and what it has released and told."""
 
     def __init__(self, world, address, state=None, course=None):
         self.world, self.address, self.alive = world, address, True
@@ -55,9 +56,10 @@ class Broker:
             self.hub.restore(state)
         self.following, self.transfer = set(), 0
         self.course = {} if course is None else course
-        self.replicas = Replicas(self.hub, self.send_away, self.carry_out)
+        self.access = SimpleNamespace(connects=False)
+        self.replicas = StandbyService(self)
 
-    def send_away(self, peer, text):
+    def reconnect(self, peer, text):
         self.say(peer, Refused("unknown", text))
         self.carry_out(self.hub.gone(peer, text, self.world.now))
 

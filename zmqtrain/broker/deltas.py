@@ -1,356 +1,50 @@
-"""Deltas and versions of a broker's run: checking uploads, adding them, releasing, going back."""
+"""Deltas and versions of a broker's run: uploads checked, added and released; the run founded, saved, taken back.
+
+The codec thread owns the arrays.  A job that fails for a reason of our own ends the broker (`CodecExecutor`).
+"""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import isfinite, nan
 from typing import Any
 
-from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.averaging.aggregator import Released
 from zmqtrain.averaging.gate import error_of, reason_of
 from zmqtrain.averaging.snapshot import check_sizes, split_snapshot
 from zmqtrain.broker.checkpoint import Keeper
-from zmqtrain.broker.codec_executor import CodecExecutor
-from zmqtrain.broker.log import BrokerLog
+from zmqtrain.broker.core import BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.broker.snapshots import SnapshotService
-from zmqtrain.broker.standby import Replicas, pack_replica
+from zmqtrain.broker.standby import StandbyService
 from zmqtrain.core.errors import CodecError, ConfigError, FramingError
-from zmqtrain.core.types import Buffer, ModelSpec, PeerId, count_values
+from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.effects import (
     Accumulate,
     Average,
+    Expect,
     Found,
-    HubEffect,
     Lend,
     Propose,
+    Rebase,
     Reduce,
-    Replicate,
     Rewind,
-    Serve,
     TakeBack,
 )
-from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.initialization import sends_optimizer_state
 from zmqtrain.protocol.messages import Announcement, Publish, Snapshot
-from zmqtrain.session.downlink import Downlink
+from zmqtrain.session.codec_executor import spawn
 from zmqtrain.strategies.norms import Judgement
-
-VersionEffect = Found | Average | Propose | Lend | Accumulate | Reduce | TakeBack | Rewind | Serve | Replicate
 
 Frames = Sequence[Buffer]
 
-
-class ReleasePipeline:
-    """The versions of one run.
-
-    moments: the founder's optimizer state, until training has begun; of a run that is resumed, as it was kept.
-    carry_out: does what the hub wishes.  The rest: of the broker.
-    """
-
-    def __init__(
-        self,
-        hub: Hub,
-        aggregator: Aggregator,
-        jobs: CodecExecutor,
-        keeper: Keeper,
-        arrivals: PendingUploads,
-        downlink: Downlink,
-        serving: SnapshotService,
-        replicas: Replicas,
-        telling: BrokerLog,
-        carry_out: Callable[[Sequence[HubEffect]], None],
-        moments: Frames,
-    ) -> None:
-        self.moments = moments
-        self._hub, self._aggregator, self._jobs, self._keeper = hub, aggregator, jobs, keeper
-        self._arrivals, self._downlink, self._serving, self._replicas = arrivals, downlink, serving, replicas
-        self._telling, self._carry_out = telling, carry_out
-        self._mean: Frames | None = None  # that the run may begin with
-        self._looked_at_score = hub.score_version
-
-    def do(self, effect: VersionEffect) -> None:
-        """Do what the hub wishes; jobs are done in the order in which it wished them."""
-        match effect:
-            case Found():
-                self._found(effect)
-            case Average(snapshots):
-                self._average(snapshots)
-            case Propose(peers):
-                self._propose(peers)
-            case Lend(lender, announcement, peers):
-                self._lend(lender, announcement, peers)
-            case Accumulate(peer, publish):
-                frames = self._arrivals.take(peer, publish)
-                self._jobs.do(partial(self._aggregator.accumulate, peer, publish, frames))
-            case TakeBack(peer):
-                self._jobs.do(partial(self._aggregator.version_before, peer), self._found_before, peer)
-            case Reduce():
-                if effect.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
-                    self._serving.begin_anew(())
-                    self._arrivals.clear()
-                self._jobs.do(partial(self._release, effect, len(self._hub.live)), self._released, effect)
-                if self._hub.version == effect.version:
-                    self.save_when_due(together=True)
-            case Rewind(version) if version < 0:
-                self._telling.going_back(version)
-            case Rewind(version):
-                self._jobs.do(partial(self._keeper.rewind, version, self._aggregator), self._rewound)
-            case Serve():
-                self._serving.serve(effect, self.moments)
-            case Replicate(standby):
-                self._replicate(standby)
-
-    def save_when_due(self, together: bool = False) -> None:
-        """Save the version that the hub is at, if it is time to. together: as in `Keeper.is_due`."""
-        if self._keeper.is_due(self._hub.version, together):
-            self._jobs.do(partial(self._keeper.save, self._hub.state(), self._aggregator))
-
-    def look_at_scores(self) -> None:
-        """Have the keeper keep what was evaluated, if it is the best so far; where one master has all of the model."""
-        version, loss = self._hub.score_version, self._hub.scores.get("loss", nan)
-        settings = self._hub.settings
-        if version <= self._looked_at_score or settings.masters > 1 or settings.mode == "strict" or not isfinite(loss):
-            return
-        self._looked_at_score = version
-        if self._keeper.is_best(version, loss):
-            scores, samples = dict(self._hub.scores), self._hub.samples
-            self._jobs.do(partial(self._keeper.keep_best, version, scores, samples, self._aggregator))
-
-    # ------------------------------------------------------------------ version 0
-
-    def _found(self, found: Found) -> None:
-        peer, announcement = found.peer, found.announcement
-        self._telling.founding(peer, found.model)
-        whole, self._mean = self._mean, None
-        frames, self.moments = split_snapshot(announcement, whole or self._arrivals.take(peer, announcement))
-        self._serving.begin_anew(self.moments)
-        self._keeper.forget_best()
-        self._looked_at_score = -1
-        self._arrivals.clear()  # what was pending in a run that is founded anew
-        self._jobs.do(partial(self._begin, frames, self._hub.state(), peer, self.moments))
-        if (standby := self._hub.standby) is not None:
-            self._replicate(standby.peer)
-
-    def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
-        self._aggregator.found(frames)
-        self._telling.founded(peer)
-        # before the founder, or anybody, hears of the run
-        self._keeper.save(state, self._aggregator, wait=True, moments=moments)
-
-    def _average(self, snapshots: Sequence[tuple[PeerId, Snapshot]]) -> None:
-        gathered = [self._arrivals.take(peer, snapshot) for peer, snapshot in snapshots]
-        parts: dict[str, Frames] = {
-            peer: split_snapshot(snapshot, frames)[0]
-            for (peer, snapshot), frames in zip(snapshots, gathered, strict=True)
-        }
-        self._jobs.do(partial(self._aggregator.average, parts), self._averaged, snapshots)
-
-    def _averaged(
-        self, result: tuple[tuple[Buffer, ...], str] | CodecError, snapshots: Sequence[tuple[PeerId, Snapshot]]
-    ) -> None:
-        if isinstance(result, CodecError):
-            raise result
-        frames, why = result
-        if why:
-            self._telling.unrelated([peer for peer, _ in snapshots], why)
-            self._carry_out(self._hub.unrelated(why))
-        else:
-            self._mean = frames
-            self._telling.averaged([peer for peer, _ in snapshots])
-            self._carry_out(self._hub.averaged())
-
-    def _propose(self, peers: Sequence[PeerId]) -> None:
-        if not peers:
-            self._mean = None
-        elif self._mean is not None:
-            self._serving.lend(peers, self._mean, ())
-
-    def _lend(self, lender: PeerId, announcement: Snapshot, peers: Sequence[PeerId]) -> None:
-        """Pass the parameters of one of a population on to those that are to start again from them."""
-        frames, moments = split_snapshot(announcement, self._arrivals.take(lender, announcement))
-        here = [peer for peer in peers if peer in self._hub.members]
-        for peer in here:
-            self._telling.preempted(peer, lender)
-        self._serving.lend(here, frames, moments)
-
-    # ------------------------------------------------------------------ those that follow
-
-    def _release(self, reduce: Reduce, nodes: int) -> Released:
-        released = self._aggregator.release(reduce)
-        self._keeper.released(released, reduce)
-        self._telling.released(reduce, nodes, released)
-        return released
-
-    def _released(self, released: Released | CodecError, reduce: Reduce) -> None:
-        if isinstance(released, CodecError):
-            raise released
-        if released.overflowed:
-            self._telling.overflowed(released.version, reduce)
-        for one, judgement in released.left_out:
-            error = error_of(judgement)
-            assert error is not None
-            self._telling.refused(one.peer, error)
-            self._carry_out(self._hub.left_out(one.peer, reason_of(error), judgement.why, time.monotonic()))
-        self.moments = ()
-        standby = self._hub.standby
-        first = standby.peer if standby is not None else ""
-        self._downlink.send_aggregate(released, reduce, lambda peer: peer == first, whole=True)
-        to_nodes = partial(self._serving.released, released, reduce, lambda peer: peer != first)
-        size = sum(len(frame) for frames in released.frames for frame in frames)
-        self._replicas.announce(released.version, to_nodes, time.monotonic(), size)
-
-    # ------------------------------------------------------------------ an earlier one
-
-    def _found_before(self, version: int | CodecError, peer: PeerId) -> None:
-        """A node was found to diverge; what it contributed since this version was a part of that."""
-        assert isinstance(version, int)
-        before = self._hub.version
-        effects = self._hub.take_back(peer, version)
-        if effects:
-            self._telling.taking_back(peer, version, before)
-            self._carry_out(effects)
-
-    def _rewound(self, result: tuple[dict[str, Any], Frames] | CodecError) -> None:
-        assert not isinstance(result, CodecError)
-        state, self.moments = result
-        self._serving.begin_anew(self.moments)
-        self._telling.going_back(state["version"])
-        self._replicas.go_back(int(state["version"]))
-        self._carry_out(self._hub.rewound(state))
-        if (standby := self._hub.standby) is not None:
-            self._replicate(standby.peer)
-
-    # ------------------------------------------------------------------ all that there is
-
-    def _replicate(self, standby: PeerId) -> None:
-        """Send the standby a copy of all there is, as it stands once the codec thread has come to it."""
-        pack = partial(pack_replica, self._hub.state(), self._aggregator)
-        self._jobs.do(pack, self._send_replica, standby, self._hub.version)
-
-    def _send_replica(self, packed: tuple[list[Buffer], int], standby: PeerId, version: int) -> None:
-        if standby in self._hub.members:
-            self._replicas.copied()
-            if not self._downlink.send_replica(standby, version, *packed):
-                self._replicas.send_away(standby, "it does not read what it is sent")
-
-
-class PendingUploads:
-    """What has come to one broker and is not used yet. carry_out: does what the hub wishes."""
-
-    def __init__(
-        self,
-        hub: Hub,
-        downlink: Downlink,
-        jobs: CodecExecutor,
-        aggregator: Aggregator,
-        telling: BrokerLog,
-        carry_out: Callable[[Sequence[HubEffect]], None],
-    ) -> None:
-        self._hub, self._downlink, self._jobs, self._aggregator = hub, downlink, jobs, aggregator
-        self._telling, self._carry_out = telling, carry_out
-        self.whole: dict[tuple[PeerId, int], Frames] = {}
-        """By peer and sequence (of its parameters -1): accepted, and not yet added."""
-        self._forgotten: dict[PeerId, bool] = {}  # by the gate, soon; whether for a quarantine
-
-    def expect(self, peer: PeerId, announcement: Announcement) -> None:
-        """Let a peer send what it has announced, or have the hub refuse it."""
-        now = time.monotonic()
-        try:
-            if isinstance(announcement, Snapshot):
-                if self._hub.settings.masters == 1:  # of several each has a share
-                    check_capacity(self._hub.model)
-                self._aggregator.plan(self._hub.model)
-                check_sizes(announcement, self._aggregator.snapshot_bound(), sends_optimizer_state(self._hub.settings))
-            else:
-                assert isinstance(announcement, Publish)
-                self._aggregator.check_sizes(announcement)
-            self._downlink.uploads.expect(peer, announcement)
-        except FramingError as error:
-            self._carry_out(self._hub.broken(peer, announcement.transfer, "size", str(error), now))
-        except ConfigError as error:
-            self._carry_out(self._hub.broken(peer, announcement.transfer, "model", str(error), now))
-
-    def arrived(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
-        """All of a transfer is here: have it checked, and the hub told of what comes out."""
-        voter = self._hub.voter_of(peer)
-        self._jobs.do(lambda: self._check(peer, announcement, frames, voter), self._checked, peer, announcement, frames)
-
-    def take(self, peer: PeerId, announcement: Announcement) -> Frames:
-        """Return what is used now, and hold it no more."""
-        return self.whole.pop(_key(peer, announcement))
-
-    def clear(self) -> None:
-        """Hold nothing any more: the run begins anew."""
-        self.whole.clear()
-
-    def forget(self, peer: PeerId) -> None:
-        """Take note that a peer has gone: a publish that was accepted counts all the same, but of one in lockstep."""
-        self.whole.pop((peer, -1), None)
-        if self._hub.exchange and peer not in self._hub.members:
-            self.whole = {key: frames for key, frames in self.whole.items() if key[0] != peer}
-
-    # ------------------------------------------------------------------ the norm gate
-
-    def forget_norms(self, peer: PeerId, probation: bool = False) -> None:
-        """Have the gate take a node for a new one; however often nodes come and go, one job does it for all.
-
-        probation: because it is quarantined.
-        """
-        self._forgotten[peer] = probation or self._forgotten.get(peer, False)
-        self._jobs.do_once("forget", self._forget_all_norms)
-
-    def rebase(self, peers: Sequence[PeerId]) -> None:
-        """Have the gate take the size of these nodes' deltas for usual."""
-        self._jobs.do(lambda: self._aggregator.gate.rebase(peers))
-
-    def _forget_all_norms(self) -> None:
-        while self._forgotten:
-            self._aggregator.gate.forget(*self._forgotten.popitem())
-
-    # ------------------------------------------------------------------ the codec thread
-
-    def _check(self, peer: PeerId, announcement: Announcement, frames: Frames, voter: str) -> Judgement | None:
-        if isinstance(announcement, Publish):
-            self._aggregator.check(announcement, frames)
-            return self._aggregator.judge(peer, announcement, frames, voter)
-        assert isinstance(announcement, Snapshot)
-        self._aggregator.check_snapshot(announcement, frames)
-        return None
-
-    def _checked(
-        self, result: Judgement | CodecError | None, peer: PeerId, announcement: Announcement, frames: Frames
-    ) -> None:
-        now = time.monotonic()
-        member = self._hub.members.get(peer)
-        if member is None or member.open.get(announcement.transfer) is not announcement:
-            return  # its node has left, or came back (and uses the number again): what it sent before does not count
-        error = result
-        if isinstance(announcement, Publish) and isinstance(result, Judgement):
-            self._jobs.do(partial(self._aggregator.count, announcement, result))
-            error = error_of(result)
-        if isinstance(error, CodecError):
-            self._telling.refused(peer, error)
-            self._carry_out(self._hub.broken(peer, announcement.transfer, reason_of(error), str(error), now))
-        else:
-            self.whole[_key(peer, announcement)] = frames
-            self._carry_out(self._hub.received(peer, announcement.transfer, now))
-
-
-def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
-    """What tells the publishes of a peer apart while they wait: it may use a transfer's number again, no sequence."""
-    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
-
-
 MODELS_HELD = 5
-"""What a hub holds of a model at least, in float32: the parameters, what is published, a round's sum, an outer
-optimizer's state, and a snapshot on its way."""
+"""A hub holds at least so many copies of a model in float32: the parameters, what is published, a round's sum, an outer
+optimizer's state, and a snapshot in flight."""
 
 
 def check_capacity(model: ModelSpec, memory_bytes: int | None = None) -> None:
-    """Raise ConfigError if a hub of this model needs more memory than there is.
+    """Raise ConfigError if a hub of this model needs more memory than there is; asked before anything is allocated.
 
     memory_bytes: None for this machine's.
     """
@@ -362,3 +56,258 @@ def check_capacity(model: ModelSpec, memory_bytes: int | None = None) -> None:
             f"a model of {values:,} values needs {4 * MODELS_HELD * values / 2**30:.0f} GiB at its hub, which has "
             f"{memory_bytes / 2**30:.0f}: divide it among masters, each on a machine of its own"
         )
+
+
+class PendingUploads:
+    """Uploads that are announced, and those that are checked and not yet used.
+
+    A delta counts once all of it is checked, by the norm gate too. A peer's upload on a connection that it has left
+    does not count, whatever it has announced since.
+    whole: by peer and sequence (-1 for its parameters), what is accepted and not yet added.
+    """
+
+    def __init__(self, core: BrokerCore) -> None:
+        self._core, self._hub, self._codec, self._aggregator = core, core.hub, core.codec, core.aggregator
+        self.messages: MessageHandlers = {}
+        self.effects: EffectHandlers = {Expect: self._expect, Rebase: self._rebase}
+        self.whole: dict[tuple[PeerId, int], Frames] = {}
+        self._forgotten: dict[PeerId, bool] = {}  # by the gate, soon; whether for a quarantine
+
+    def _expect(self, expect: Expect) -> None:
+        """Let a peer send what it has announced; an upload of an impossible size is refused before it is sent."""
+        peer, announcement = expect.peer, expect.announcement
+        try:
+            if isinstance(announcement, Snapshot):
+                if self._hub.settings.masters == 1:  # of several each has a share
+                    check_capacity(self._hub.model)
+                self._aggregator.plan(self._hub.model)
+                check_sizes(announcement, self._aggregator.snapshot_bound(), sends_optimizer_state(self._hub.settings))
+            else:
+                assert isinstance(announcement, Publish)
+                self._aggregator.check_sizes(announcement)
+            self._core.downlink.uploads.expect(peer, announcement)
+        except (FramingError, ConfigError) as error:
+            reason = "size" if isinstance(error, FramingError) else "model"
+            self._core.carry_out(self._hub.broken(peer, announcement.transfer, reason, str(error), self._core.now()))
+
+    def arrived(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        """Check a transfer that has arrived whole, and tell the hub."""
+        spawn(self._check(peer, announcement, frames))
+
+    async def _check(self, peer: PeerId, announcement: Announcement, frames: Frames) -> None:
+        error: CodecError | None
+        try:
+            if isinstance(announcement, Publish):
+                voter = self._hub.voter_of(peer)
+                judgement = await self._codec(self._judge, peer, announcement, frames, voter)
+                error = error_of(judgement)
+            else:
+                assert isinstance(announcement, Snapshot)
+                judgement = None
+                error = await self._codec(self._aggregator.check_snapshot, announcement, frames)
+        except CodecError as unsound:
+            judgement, error = None, unsound
+        now = self._core.now()
+        member = self._hub.members.get(peer)
+        if member is None or member.open.get(announcement.transfer) is not announcement:
+            return  # the node has left, or came back and uses the number again: earlier uploads do not count
+        if judgement is not None and isinstance(announcement, Publish):
+            self._codec.do(self._aggregator.count, announcement, judgement)
+        if error is not None:
+            self._core.log.refused(peer, error)
+            effects = self._hub.broken(peer, announcement.transfer, reason_of(error), str(error), now)
+        else:
+            self.whole[_key(peer, announcement)] = frames
+            effects = self._hub.received(peer, announcement.transfer, now)
+        self._core.carry_out(effects)
+
+    def _judge(self, peer: PeerId, publish: Publish, frames: Frames, voter: str) -> Judgement:
+        self._aggregator.check(publish, frames)
+        return self._aggregator.judge(peer, publish, frames, voter)
+
+    def take(self, peer: PeerId, announcement: Announcement) -> Frames:
+        """Return the frames of an upload that is used now, and hold them no more."""
+        return self.whole.pop(_key(peer, announcement))
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget a peer that has left; its accepted publishes still count, unless the mode is synchronous."""
+        self.whole.pop((peer, -1), None)
+        if self._hub.exchange and peer not in self._hub.members:
+            self.whole = {key: frames for key, frames in self.whole.items() if key[0] != peer}
+
+    # ------------------------------------------------------------------ the norm gate
+
+    def forget_norms(self, peer: PeerId, probation: bool = False) -> None:
+        """Have the gate treat a node as a new one; one job does it for all nodes that come and go meanwhile.
+
+        probation: because it is quarantined.
+        """
+        self._forgotten[peer] = probation or self._forgotten.get(peer, False)
+        self._codec.do_once("forget", self._forget_all_norms)
+
+    def _forget_all_norms(self) -> None:
+        while self._forgotten:
+            self._aggregator.gate.forget(*self._forgotten.popitem())
+
+    def _rebase(self, rebase: Rebase) -> None:
+        self._core.log.rebased(rebase.peers, rebase.why)
+        if not rebase.why:
+            self._codec.do(self._aggregator.gate.rebase, rebase.peers)
+
+
+def _key(peer: PeerId, announcement: Announcement) -> tuple[PeerId, int]:
+    """Return the key of a pending upload; a transfer's number may be used again, a sequence may not."""
+    return peer, announcement.sequence if isinstance(announcement, Publish) else -1
+
+
+class ReleasePipeline:
+    """The versions of one run: founded, released, saved, taken back.
+
+    A node hears of a version only when a restarted broker, and the standby, would know it: a release goes to the
+    journal first, then to the standby, then to the nodes.
+    """
+
+    def __init__(
+        self,
+        core: BrokerCore,
+        keeper: Keeper,
+        uploads: PendingUploads,
+        snapshots: SnapshotService,
+        standby: StandbyService,
+    ) -> None:
+        self._core, self._hub, self._aggregator, self._codec = core, core.hub, core.aggregator, core.codec
+        self._keeper, self._uploads, self._snapshots, self._standby = keeper, uploads, snapshots, standby
+        self.messages: MessageHandlers = {}
+        self.effects: EffectHandlers = {
+            Found: self._found,
+            Average: lambda effect: spawn(self._average(effect.snapshots)),
+            Propose: self._propose,
+            Lend: self._lend,
+            Accumulate: self._accumulate,
+            Reduce: self._reduce,
+            TakeBack: lambda effect: spawn(self._take_back(effect.peer)),
+            Rewind: self._rewind,
+        }
+        self._mean: Frames | None = None  # that the run may begin with
+        self._looked_at_score = self._hub.score_version
+
+    def save_when_due(self, together: bool = False) -> None:
+        """Save the version that the hub is at, if it is time to. together: as in `Keeper.is_due`."""
+        if self._keeper.is_due(self._hub.version, together):
+            self._codec.do(self._keeper.save, self._hub.state(), self._aggregator)
+
+    def look_at_scores(self) -> None:
+        """Keep the version that was evaluated, if it is the best so far and one master has all of the model."""
+        version, loss = self._hub.score_version, self._hub.scores.get("loss", nan)
+        settings = self._hub.settings
+        if version <= self._looked_at_score or settings.masters > 1 or settings.mode == "strict" or not isfinite(loss):
+            return
+        self._looked_at_score = version
+        if self._keeper.is_best(version, loss):
+            scores = dict(self._hub.scores)
+            self._codec.do(self._keeper.keep_best, version, scores, self._hub.samples, self._aggregator)
+
+    # ------------------------------------------------------------------ version 0
+
+    def _found(self, found: Found) -> None:
+        peer, announcement = found.peer, found.announcement
+        self._core.log.founding(peer, found.model)
+        whole, self._mean = self._mean, None
+        frames, moments = split_snapshot(announcement, whole or self._uploads.take(peer, announcement))
+        self._snapshots.restart(moments)
+        self._keeper.forget_best()
+        self._looked_at_score = -1
+        self._uploads.whole.clear()  # of the run before, if this one is founded again
+        self._codec.do(self._begin, frames, self._hub.state(), peer, moments)
+        self._standby.replicate()
+
+    def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
+        self._aggregator.found(frames)
+        self._core.log.founded(peer)
+        # before the founder, or anybody, hears of the run
+        self._keeper.save(state, self._aggregator, wait=True, moments=moments)
+
+    async def _average(self, snapshots: Sequence[tuple[PeerId, Snapshot]]) -> None:
+        peers = [peer for peer, _ in snapshots]
+        parts = {peer: split_snapshot(one, self._uploads.take(peer, one))[0] for peer, one in snapshots}
+        frames, why = await self._codec(self._aggregator.average, parts)
+        if why:
+            self._core.log.unrelated(peers, why)
+            self._core.carry_out(self._hub.unrelated(why))
+        else:
+            self._mean = frames
+            self._core.log.averaged(peers)
+            self._core.carry_out(self._hub.averaged())
+
+    def _propose(self, propose: Propose) -> None:
+        if not propose.peers:
+            self._mean = None
+        elif self._mean is not None:
+            self._snapshots.lend(propose.peers, self._mean, ())
+
+    def _lend(self, lend: Lend) -> None:
+        """Send one node's parameters to those of its population that start again from them."""
+        frames, moments = split_snapshot(lend.announcement, self._uploads.take(lend.lender, lend.announcement))
+        here = [peer for peer in lend.peers if peer in self._hub.members]
+        for peer in here:
+            self._core.log.preempted(peer, lend.lender)
+        self._snapshots.lend(here, frames, moments)
+
+    # ------------------------------------------------------------------ releases
+
+    def _accumulate(self, effect: Accumulate) -> None:
+        frames = self._uploads.take(effect.peer, effect.publish)
+        self._codec.do(self._aggregator.accumulate, effect.peer, effect.publish, frames)
+
+    def _reduce(self, reduce: Reduce) -> None:
+        if reduce.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
+            self._snapshots.restart(())
+            self._uploads.whole.clear()
+        spawn(self._release(reduce, len(self._hub.live)))
+        if self._hub.version == reduce.version:
+            self.save_when_due(together=True)
+
+    async def _release(self, reduce: Reduce, nodes: int) -> None:
+        released = await self._codec(self._make_release, reduce, nodes)
+        if released.overflowed:
+            self._core.log.overflowed(released.version, reduce)
+        for one, judgement in released.left_out:
+            error = error_of(judgement)
+            assert error is not None
+            self._core.log.refused(one.peer, error)
+            self._core.carry_out(self._hub.left_out(one.peer, reason_of(error), judgement.why, self._core.now()))
+        self._snapshots.moments = ()
+        standby = self._hub.standby.peer if self._hub.standby is not None else ""
+        self._core.downlink.send_aggregate(released, reduce, lambda peer: peer == standby, whole=True)
+        await self._standby.announced(released.version, sum(len(frame) for one in released.frames for frame in one))
+        self._snapshots.released(released, reduce, lambda peer: peer != standby)
+
+    def _make_release(self, reduce: Reduce, nodes: int) -> Released:
+        released = self._aggregator.release(reduce)
+        self._keeper.released(released, reduce)
+        self._core.log.released(reduce, nodes, released)
+        return released
+
+    # ------------------------------------------------------------------ going back
+
+    async def _take_back(self, peer: PeerId) -> None:
+        """Take back all releases since the first one that a diverged node has contributed to."""
+        version = await self._codec(self._aggregator.version_before, peer)
+        before = self._hub.version
+        if effects := self._hub.take_back(peer, version):
+            self._core.log.taking_back(peer, version, before)
+            self._core.carry_out(effects)
+
+    def _rewind(self, rewind: Rewind) -> None:
+        if rewind.version < 0:
+            self._core.log.going_back(rewind.version)
+        else:
+            spawn(self._go_back(rewind.version))
+
+    async def _go_back(self, version: Version) -> None:
+        state, moments = await self._codec(self._keeper.rewind, version, self._aggregator)
+        self._snapshots.restart(moments)
+        self._core.log.going_back(state["version"])
+        self._standby.go_back(int(state["version"]))
+        self._core.carry_out(self._hub.rewound(state))
+        self._standby.replicate()

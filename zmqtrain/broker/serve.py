@@ -1,4 +1,8 @@
-"""A broker in this thread (`serve`) or in a thread of its own (`BrokerThread`), and its key folder."""
+"""A broker in this thread (`serve`) or in a thread of its own (`BrokerThread`), and the watch over its key folder.
+
+asyncio begins and ends here, so that callers need no event loop.  What keeps a broker from starting (address,
+checkpoint, settings) is raised to the caller.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, TypedDict, Unpack
 
-from zmqtrain.broker.broker import Broker, BrokerStatistics
+from zmqtrain.broker.broker import Broker, BrokerOptions, BrokerStatistics
 from zmqtrain.broker.checkpoint import RunFolders, new_run
-from zmqtrain.broker.standby import MasterPlace, Registration, Standby, StandbyPlace
+from zmqtrain.broker.core import Access
+from zmqtrain.broker.standby import MasterPlace, Registration, Standby, StandbyPlace, TakeoverState
 from zmqtrain.checkpoint.model_files import Beginning
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.interfaces import Channel
@@ -33,20 +40,34 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
-"""Between what a revoked peer is told and the end of its connection, so that it can read it."""
+"""Between the message to a revoked peer and the end of its connection, so that it can read the message."""
+START_SECONDS = 60.0
+STOP_SECONDS = 90.0
+
+
+class Dismisser(Protocol):
+    """Sends peers away."""
+
+    def dismiss(self, peer: PeerId, why: str) -> None:
+        """Tell a peer why it must go, and forget it."""
 
 
 class KeyWatcher:
-    """Looks at a folder of keys for a channel, in its loop.  dismiss: tells a peer, by name and why, to go."""
+    """Watches the folder of authorised keys of a channel, in the channel's loop.
 
-    def __init__(self, channel: RouterChannel, folder: KeyFolder, dismiss: Callable[[PeerId, str], None]) -> None:
-        self._channel, self._folder, self._dismiss = channel, folder, dismiss
+    Rule 1: from the moment of a look, nothing that a revoked key has signed is received; the peer is told why, then its
+    connections are cut.  No other peer is affected.  Rule 2: a folder that cannot be read changes nothing; a warning
+    says so.
+    """
+
+    def __init__(self, channel: RouterChannel, folder: KeyFolder, dismisser: Dismisser) -> None:
+        self._channel, self._folder, self._dismisser = channel, folder, dismisser
         self._stamp: Stamp | None = None
         self._trouble = ""
         self._gone: dict[str, str] = {}  # keys that were revoked and not cut yet, with their names
 
     async def run(self) -> None:
-        """Look for ever, whatever goes wrong: what a look has not done is done by the next."""
+        """Look for ever; what one look fails to do is done by the next."""
         while True:
             try:
                 await self.look()
@@ -57,7 +78,7 @@ class KeyWatcher:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Look once, and do what follows from it."""
+        """Look once: admit the keys that are there, and cut those that are not."""
         try:
             stamp = await asyncio.to_thread(self._folder.stamp)
             if stamp == self._stamp and not self._gone:
@@ -78,7 +99,7 @@ class KeyWatcher:
         for key, name in self._gone.items():
             text = f"its key, {name}, was revoked"
             for peer in self._channel.peers_with(key):
-                self._dismiss(peer, f"{text}; ask who runs the hub for another (zmqtrain keys new)")
+                self._dismisser.dismiss(peer, f"{text}; ask who runs the hub for another (zmqtrain keys new)")
             logger.warning("the key of %s was revoked", name)
         if self._gone:
             await asyncio.sleep(FAREWELL_SECONDS)
@@ -88,150 +109,180 @@ class KeyWatcher:
         self._trouble = ""
 
 
-START_SECONDS = 60.0
-STOP_SECONDS = 90.0
+class RouterAccess(Access):
+    """The rights of peers by the keys with which they came in. folder: of authorised keys; pair: the hub's own."""
+
+    connects = True
+
+    def __init__(self, channel: RouterChannel, folder: KeyFolder | None, pair: CurveKeys | None) -> None:
+        self._channel, self._folder, self._pair = channel, folder, pair
+
+    @property
+    def turned_away(self) -> int:
+        """See Access."""
+        return self._channel.turned_away
+
+    def has_hub_keys(self, peer: PeerId) -> bool:
+        """See Access."""
+        return self._folder is None or self._channel.name_of(peer) == HUB
+
+    def key_name(self, peer: PeerId) -> str:
+        """See Access."""
+        return self._channel.name_of(peer)
+
+    def is_operator(self, peer: PeerId) -> bool:
+        """See Access: a peer with the hub's own keys, or, where there are no keys, one on this machine."""
+        return self._channel.is_of_this_machine(peer) if self._folder is None else self.has_hub_keys(peer)
+
+    def connect(self, address: str, peer: PeerId) -> Channel:
+        """See Access."""
+        server_key = None if self._pair is None else self._pair.public
+        return DealerChannel.connect(address, peer=peer, keys=self._pair, server_key=server_key)
+
+
+class ServeOptions(TypedDict, total=False):
+    """Options of `serve` and `BrokerThread`.
+
+    keys: the folder of authorised keys, looked at every second; of a pair alone, every peer that knows its public key
+    may come in; None: every peer that reaches the address.
+    checkpoint, checkpoint_every, checkpoint_keep, run, watch, events, share, beginning: as in `BrokerOptions`; of
+    `RunFolders` the run's own.  watch's last roster says how the run ended.
+    place: where this broker belongs if it is not the first of its run's masters; it takes the settings from the first.
+    """
+
+    keys: CurveKeys | KeyFolder | None
+    checkpoint: Path | RunFolders | None
+    checkpoint_every: str
+    checkpoint_keep: int
+    run: str
+    watch: Callable[[Roster], None] | None
+    events: BrokerEvents | None
+    share: LinkShare | None
+    place: MasterPlace | None
+    beginning: Beginning | None
 
 
 def serve(
     address: str,
     settings: RunSettings | None,
     *,
-    keys: CurveKeys | KeyFolder | None = None,
-    checkpoint: Path | RunFolders | None = None,
-    checkpoint_every: str = "",
-    checkpoint_keep: int = 3,
-    run: str = "",
     ready: Callable[[Broker], None] = lambda broker: None,
-    watch: Callable[[Roster], None] | None = None,
     interrupted: Callable[[int], None] | None = None,
-    events: BrokerEvents | None = None,
-    share: LinkShare | None = None,
-    place: MasterPlace | None = None,
     standby: StandbyPlace | None = None,
-    beginning: Beginning | None = None,
     following: Callable[[Standby], None] = lambda standby: None,
+    **options: Unpack[ServeOptions],
 ) -> BrokerStatistics:
-    """Run a broker in this thread until the run is over or it is told to stop; return its last figures.
+    """Run a broker in this thread until the run is over or it is stopped; return its last figures.
 
-    keys: the folder that says who comes in, looked at every second; of a pair alone, whoever knows its public key does;
-    None: whoever reaches the address.
-    settings: of the run; None with a place.  place: what belongs to this broker if it is not the first of its run's
-    masters; it takes the settings from the first.  checkpoint, checkpoint_every, checkpoint_keep: as of a `Broker`; of
-    `RunFolders` the run's own.  run: the id of the run, if it is new; "": one is drawn.
-    ready: called in the broker's loop once it listens.  watch: with every roster, the last one telling how it ended.
-    interrupted: called at each SIGINT or SIGTERM, and at a SIGHUP if it is the first, with how many have come; the
-    first stops the broker (in the main thread only; None leaves signals alone, and a SIGHUP that is ignored stays so).
-    events: who is told what happens, as a `BrokerRecorder`.
-    share: what training may use of this machine's port; None: all there is.
-    standby: whom this broker follows until it takes over (settings are then that one's); if it never does,
-    the figures have version -1.  following: called in its loop once the first has answered.
-    beginning: the parameters that a new run begins with.
-    Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and whatever ended the broker.
+    settings: of the run; None with a place or a standby.  ready: called in the broker's loop once it listens.
+    interrupted: called at each SIGINT or SIGTERM, and at a SIGHUP if it is the first signal, with their number; the
+    first stops the broker (in the main thread only; None leaves signals alone, and an ignored SIGHUP stays ignored).
+    standby: the broker that this one follows until it takes over (settings are then that one's); if it never does, the
+    figures have version -1.  following: called in its loop once the first has answered.
+    Raises ConfigError, AddressInUse, CheckpointError, HubUnreachable (no first master), and the error that ended it.
     """
+    return asyncio.run(_Host(address, settings, standby, options, ready, following, interrupted).run())
 
-    folder = keys if isinstance(keys, KeyFolder) else None
-    pair = keys.hub(make=place is None and standby is None) if isinstance(keys, KeyFolder) else keys
-    living: list[Broker] = []
 
-    def open_line(address: str, peer: PeerId) -> Channel:
-        return DealerChannel.connect(address, peer=peer, keys=pair, server_key=None if pair is None else pair.public)
+@dataclass
+class _Host:
+    """One call of `serve`, whose arguments it has. brokers: the one that runs, if it has begun."""
 
-    def dismiss(peer: PeerId, why: str) -> None:
-        for broker in living:
+    address: str
+    settings: RunSettings | None
+    standby: StandbyPlace | None
+    options: ServeOptions
+    ready: Callable[[Broker], None]
+    following: Callable[[Standby], None]
+    interrupted: Callable[[int], None] | None
+    registration: Registration | None = None
+    brokers: list[Broker] = field(default_factory=list)
+
+    async def run(self) -> BrokerStatistics:
+        if self.settings is not None:
+            canonical(self.settings)  # refused before anybody can connect
+        keys, first = self.options.get("keys"), self.options.get("place") is None and self.standby is None
+        folder = keys if isinstance(keys, KeyFolder) else None
+        pair = keys.hub(make=first) if isinstance(keys, KeyFolder) else keys
+        channel = RouterChannel.bind(self.address, keys=pair, admission=None if folder is None else Admission())
+        watcher = None if folder is None else asyncio.create_task(KeyWatcher(channel, folder, self).run())
+        try:
+            return await self._live(channel, RouterAccess(channel, folder, pair))
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+
+    def dismiss(self, peer: PeerId, why: str) -> None:
+        for broker in self.brokers:
             broker.dismiss(peer, why)
 
-    async def begin() -> BrokerStatistics:
-        if settings is not None:
-            canonical(settings)  # refused before anybody can connect
-        channel = RouterChannel.bind(address, keys=pair, admission=None if folder is None else Admission())
-        door = None if folder is None else asyncio.create_task(KeyWatcher(channel, folder, dismiss).run())
+    async def _live(self, channel: RouterChannel, access: RouterAccess) -> BrokerStatistics:
         try:
-            return await live(channel)
-        finally:
-            if door is not None:
-                door.cancel()
-                await asyncio.gather(door, return_exceptions=True)
-
-    async def live(channel: RouterChannel) -> BrokerStatistics:
-        registration, inheritance = None, None
-
-        def is_operator(peer: PeerId) -> bool:
-            """Whether a peer is connected with the hub's own keys, or, where there are none, from this machine."""
-            return channel.is_of_this_machine(peer) if folder is None else channel.name_of(peer) == HUB
-
-        try:
-            if standby is not None:
-                public = standby.address or public_address(address, channel.address, standby.first)
-                follower = Standby(channel, standby, public, open_line, is_operator)
-                channel.remember(follower.owner_of)
-                if interrupted is not None:
-                    _stop_at_signals(follower, interrupted)
-                if (inheritance := await follower.run(following)) is None:
-                    await channel.close()
-                    return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
-            if place is not None:
-                public = place.address or public_address(address, channel.address, place.first)
-                registration = Registration(place, public)
-                await registration.welcomed()
-            given = settings if inheritance is None else inheritance.settings
-            agreed = registration.settings if registration is not None else given
-            assert agreed is not None, "a broker has settings, or another that gives them"
-            name, term = run or new_run(), 0
-            if registration is not None:
-                name = registration.run
-            elif inheritance is not None:
-                name, term = str(inheritance.state["run"]), int(inheritance.state["term"])
-            if isinstance(checkpoint, RunFolders):
-                shard = 0 if place is None else place.shard
-                folder_of_run: Path | None = checkpoint.folder(name, shard, agreed.masters, term)
-            else:
-                folder_of_run = checkpoint
-            broker = Broker(
-                channel,
-                agreed,
-                folder_of_run,
-                checkpoint_every,
-                checkpoint_keep,
-                watch,
-                events,
-                share,
-                registration,
-                open_line,
-                inheritance,
-                lambda peer: folder is None or channel.name_of(peer) == HUB,
-                channel.name_of,
-                lambda: channel.turned_away,
-                name,
-                isinstance(checkpoint, RunFolders),
-                is_operator,
-                beginning,
-            )
-            channel.remember(broker.hub.records.owner)
-        except BaseException:
-            if registration is not None:
-                registration.close()
-            await channel.close(0.0)
-            raise
-        if interrupted is not None:
-            _stop_at_signals(broker, interrupted)
-        living.append(broker)
-        try:
-            ready(broker)
-        except BaseException:  # or the port would be open, with nobody behind it
-            if registration is not None:
-                registration.close()
+            takeover = None
+            if self.standby is not None and (takeover := await self._follow(channel, access, self.standby)) is None:
+                await channel.close()
+                return BrokerStatistics(-1, 0, 0, 0, 0, 0, 0.0, 0, 0)
+            broker = await self._make_broker(channel, access, takeover)
+            if self.interrupted is not None:
+                _stop_at_signals(broker, self.interrupted)
+            self.brokers.append(broker)
+            self.ready(broker)
+        except BaseException:  # or the port would stay open without a broker
+            if self.registration is not None:
+                self.registration.close()
             await channel.close(0.0)
             raise
         try:
             await broker.run()
         finally:
-            if registration is not None:
-                await asyncio.to_thread(registration.close)
-        if watch is not None:
+            if self.registration is not None:
+                await asyncio.to_thread(self.registration.close)
+        if (watch := self.options.get("watch")) is not None:
             watch(broker.describe(broker.hub.roster(time.monotonic())))  # how the run ended
         return broker.statistics()
 
-    return asyncio.run(begin())
+    async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:
+        public = place.address or public_address(self.address, channel.address, place.first)
+        follower = Standby(channel, place, public, access)
+        channel.remember(follower.owner_of)
+        if self.interrupted is not None:
+            _stop_at_signals(follower, self.interrupted)
+        return await follower.run(self.following)
+
+    async def _make_broker(
+        self, channel: RouterChannel, access: RouterAccess, takeover: TakeoverState | None
+    ) -> Broker:
+        settings, place = self.settings if takeover is None else takeover.settings, self.options.get("place")
+        name, term, shard = self.options.get("run") or new_run(), 0, 0
+        if place is not None:
+            public = place.address or public_address(self.address, channel.address, place.first)
+            self.registration = Registration(place, public)
+            await self.registration.welcomed()
+            settings, name, shard = self.registration.settings, self.registration.run, place.shard
+        elif takeover is not None:
+            name, term = str(takeover.state["run"]), int(takeover.state["term"])
+        assert settings is not None, "a broker has settings, or another that gives them"
+        checkpoint = self.options.get("checkpoint")
+        folder = (
+            checkpoint.folder(name, shard, settings.masters, term) if isinstance(checkpoint, RunFolders) else checkpoint
+        )
+        options = BrokerOptions(
+            checkpoint=folder,
+            checkpoint_every=self.options.get("checkpoint_every", ""),
+            checkpoint_keep=self.options.get("checkpoint_keep", 3),
+            own_folder=isinstance(checkpoint, RunFolders),
+            run=name,
+            watch=self.options.get("watch"),
+            events=self.options.get("events"),
+            share=self.options.get("share"),
+            registration=self.registration,
+            takeover=takeover,
+            beginning=self.options.get("beginning"),
+        )
+        broker = Broker(channel, settings, options, access)
+        channel.remember(broker.hub.records.owner)
+        return broker
 
 
 def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None]) -> None:
@@ -253,50 +304,21 @@ def _stop_at_signals(broker: Broker | Standby, interrupted: Callable[[int], None
 class BrokerThread:
     """A broker in a thread of this process: what `zmqtrain local` and the demo start beside their nodes.
 
-    watch: called in the broker's thread with every roster.  The others: as for `serve`.
-    Raises what `serve` raises before the broker listens.
+    Its options and errors are those of `serve`; `watch` is called in the broker's thread.
     """
 
-    def __init__(
-        self,
-        address: str,
-        settings: RunSettings | None,
-        *,
-        keys: CurveKeys | KeyFolder | None = None,
-        checkpoint: Path | None = None,
-        checkpoint_every: str = "",
-        checkpoint_keep: int = 3,
-        run: str = "",
-        watch: Callable[[Roster], None] = lambda roster: None,
-        events: BrokerEvents | None = None,
-        share: LinkShare | None = None,
-        place: MasterPlace | None = None,
-        beginning: Beginning | None = None,
-    ) -> None:
+    def __init__(self, address: str, settings: RunSettings | None, **options: Unpack[ServeOptions]) -> None:
         self.roster: Roster | None = None
         self.failure: BaseException | None = None
-        self._watch = watch
+        self._watch = options.get("watch")
         self._broker: Broker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = threading.Event()
+        options["watch"] = self._see
 
         def live() -> None:
             try:
-                serve(
-                    address,
-                    settings,
-                    keys=keys,
-                    checkpoint=checkpoint,
-                    checkpoint_every=checkpoint_every,
-                    checkpoint_keep=checkpoint_keep,
-                    run=run,
-                    ready=self._ready,
-                    watch=self._see,
-                    events=events,
-                    share=share,
-                    place=place,
-                    beginning=beginning,
-                )
+                serve(address, settings, ready=self._ready, **options)
             except BaseException as error:
                 self.failure = error
             finally:
@@ -314,7 +336,8 @@ class BrokerThread:
 
     def _see(self, roster: Roster) -> None:
         self.roster = roster
-        self._watch(roster)
+        if self._watch is not None:
+            self._watch(roster)
 
     @property
     def broker(self) -> Broker:

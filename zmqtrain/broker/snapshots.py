@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from zmqtrain.averaging.aggregator import Aggregator, Released, Vector
+from zmqtrain.averaging.aggregator import Released, Vector
 from zmqtrain.averaging.coder import encode_snapshot
 from zmqtrain.averaging.snapshot import digest_of
-from zmqtrain.broker.codec_executor import CodecExecutor
+from zmqtrain.broker.core import BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
+from zmqtrain.broker.standby import StandbyService
 from zmqtrain.codecs.fragment import Layout
-from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Reduce, Serve
-from zmqtrain.session.downlink import Downlink
+from zmqtrain.session.codec_executor import CodecExecutor, spawn
 
 MOST_KEPT = 2
 KEPT_SECONDS = 60.0
@@ -242,111 +240,99 @@ Frames = Sequence[Buffer]
 class SnapshotService:
     """The snapshots of one broker.
 
-    jobs, copies: the codec thread, and the one that makes frames.  here: whether a peer is a member now.  joined: told
-    who is brought to which version for the first time.  announce: does what lets nodes hear of a version as soon as
-    they may, in the order in which it is asked.  deaf: told of a peer for which too much waits.  landed: which of a
-    peer's publishes are in the parameters, and since which version.  size: of the parameters, in bytes; rate: what the
-    hub's port carries, in bytes per second.
-    served: snapshots sent, whole or in part.
+    Rule 1: the codec thread only copies the published parameters, into memory that another thread has touched; that
+    thread makes frames and their digest of the copy.
+    Rule 2: all peers that fetch share the cached snapshots. Each is sent one (or nothing, if the aggregates since are
+    all that it lacks), then these aggregates, and from then on every aggregate, in the order of the versions.
+    Rule 3: peers are served in turns (`Turns`), so that snapshots have a bounded share of the port and of this process.
+    A peer that needs nothing is answered at once.
+
+    copies: the thread that makes frames.  standby: says from when on nodes may hear of a version.
+    moments: the founder's optimizer state, until training has begun.  served: snapshots sent, whole or in part.
     """
 
-    def __init__(
-        self,
-        downlink: Downlink,
-        jobs: CodecExecutor,
-        copies: CodecExecutor,
-        aggregator: Aggregator,
-        here: Callable[[PeerId], bool],
-        joined: Callable[[PeerId, Version], None],
-        deaf: Callable[[PeerId], None],
-        announce: Callable[[Version, Callable[[], None]], None],
-        landed: Callable[[PeerId], tuple[tuple[int, Version], ...]],
-        size: Callable[[], int],
-        rate: Callable[[], float],
-    ) -> None:
-        self._downlink, self._jobs, self._copies, self._aggregator = downlink, jobs, copies, aggregator
-        self._here, self._joined, self._deaf, self._announce = here, joined, deaf, announce
-        self._landed, self._size, self._rate = landed, size, rate
-        self.shelf = SnapshotCache()
+    def __init__(self, core: BrokerCore, copies: CodecExecutor, loads: LoadMeter, standby: StandbyService) -> None:
+        self._core, self._codec, self._copies = core, core.codec, copies
+        self._aggregator, self._downlink = core.aggregator, core.downlink
+        self._loads, self._standby = loads, standby
+        self.messages: MessageHandlers = {}
+        self.effects: EffectHandlers = {Serve: self.serve}
+        self.cache = SnapshotCache()
+        self.moments: Frames = ()
         self.served = 0
         self._turns = Turns()
-        self._asked: dict[
-            PeerId, tuple[Serve, Frames]
-        ] = {}  # until its turn, and until the codec thread has come so far
-        self._looked_to: set[PeerId] = set()  # for whom it has been asked, also if they have gone meanwhile
+        self._asked: dict[PeerId, tuple[Serve, Frames]] = {}  # with the moments of that time, until they are served
+        self._scheduled: set[PeerId] = set()  # that the codec thread has been asked for, also if they have left since
         self._waiting: list[Serve] = []  # until the codec thread has copied what is published
         self._copying = False
         self._foundings = 0
 
-    def serve(self, serve: Serve, moments: Frames) -> None:
-        """Bring a peer, in its turn, to the parameters as they are then, after all that the codec thread was given.
+    def serve(self, serve: Serve) -> None:
+        """Send a peer, in its turn, the parameters as they are then, after all earlier jobs of the codec thread.
 
-        Who asks again before it was looked to is looked to once, on whatever connection.
+        A peer that asks again before its turn is served once, on its newest connection.
         """
-        self._asked[serve.peer] = serve, moments
+        self._asked[serve.peer] = serve, self.moments
         if self._turns.wait(serve.peer):
-            self._look_to(serve.peer)
-            self._go_on()
+            self._schedule(serve.peer)
+            self._serve_next()
 
     def tick(self, now: float) -> None:
-        """Let time pass: places are free again, and versions that nobody fetches are let go."""
+        """Free the places of peers that have taken their snapshot, and drop snapshots that nobody fetches."""
         for peer in self._turns.places:
             if not self._downlink.holds_snapshot(peer):
                 self._turns.took(peer)
-        self._turns.look(self._size(), self._rate(), now)
-        self._go_on()
-        self.shelf.forget_old(now)
+        self._turns.look(self._core.model_bytes(), self._loads.port_rate(), now)
+        self._serve_next()
+        self.cache.forget_old(now)
 
     def lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
         """Send these peers another's parameters: they start again from them."""
-        whole = [*frames, *moments]
-        self._copies.do(lambda: digest_of(whole), self._lend, peers, frames, moments)
+        spawn(self._lend(peers, frames, moments))
 
     def released(self, released: Released, reduce: Reduce, to: Callable[[PeerId], bool]) -> None:
-        """Send an aggregate to all who follow, as far as they are meant, and keep it for those who will."""
-        self.shelf.released(released, reduce)
+        """Send an aggregate to all followers among those meant, and keep it for those that will follow."""
+        self.cache.released(released, reduce)
         self._downlink.send_aggregate(released, reduce, to)
 
-    def begin_anew(self, moments: Frames) -> None:
-        """Take note that the run is founded, maybe again: no version that is kept is one of it.
+    def restart(self, moments: Frames) -> None:
+        """Drop all snapshots because the run is founded, or goes back: none of them is a version of it.
 
-        moments: of the founder's optimizer, for those for whom a version was being made.
+        moments: of the founder's optimizer.
         """
+        self.moments = moments
         self._foundings += 1
-        waiting = [serve for kept in self.shelf.being_made for serve in kept.waiting]
-        self.shelf.clear()
+        waiting = [serve for kept in self.cache.being_made for serve in kept.waiting]
+        self.cache.clear()
         for serve in waiting:
             _wait(self._waiting, serve)
         if self._waiting and not self._copying:
-            self._copy(moments)
+            spawn(self._copy(moments))
 
     def forget(self, peer: PeerId) -> None:
-        """Take note that a peer has gone: it waits for nothing."""
+        """Forget a peer that has left."""
         self._asked.pop(peer, None)
         self._turns.forget(peer)
-        for waiting in (self._waiting, *(kept.waiting for kept in self.shelf.being_made)):
+        for waiting in (self._waiting, *(kept.waiting for kept in self.cache.being_made)):
             waiting[:] = [serve for serve in waiting if serve.peer != peer]
 
-    # ------------------------------------------------------------------ the way of one
+    # ------------------------------------------------------------------ one fetch
 
-    def _go_on(self) -> None:
-        """Look to those whose turn it is now."""
-        while (peer := self._turns.next(self._size(), self._rate(), time.monotonic())) is not None:
-            self._look_to(peer)
+    def _serve_next(self) -> None:
+        while peer := self._turns.next(self._core.model_bytes(), self._loads.port_rate(), self._core.now()):
+            self._schedule(peer)
 
-    def _look_to(self, peer: PeerId) -> None:
-        if peer not in self._looked_to:
-            self._looked_to.add(peer)
-            self._jobs.do(lambda: self._aggregator.version, self._look, peer)
+    def _schedule(self, peer: PeerId) -> None:
+        if peer not in self._scheduled:
+            self._scheduled.add(peer)
+            spawn(self._bring(peer))
 
-    def _look(self, version: Version | CodecError, peer: PeerId) -> None:
-        assert isinstance(version, int)
-        self._announce(version, partial(self._bring, version, peer))
-
-    def _bring(self, version: Version, peer: PeerId) -> None:
-        """Bring a peer to this version, which all that follow have been sent."""
-        self._looked_to.discard(peer)
-        if (asked := self._asked.get(peer)) is None or not self._here(peer):
+    async def _bring(self, peer: PeerId) -> None:
+        """Bring a peer to the version that the codec thread is at, once all followers have been sent that."""
+        version = await self._codec(lambda: self._aggregator.version)
+        await self._standby.announced(version)
+        self._scheduled.discard(peer)
+        if (asked := self._asked.get(peer)) is None or peer not in self._core.hub.members:
             return
         serve, moments = asked
         if serve.known_version == version:
@@ -357,52 +343,42 @@ class SnapshotService:
         if not self._turns.is_due(peer):
             return
         del self._asked[peer]
-        kept = self.shelf.of(serve)
+        kept = self.cache.of(serve)
         if kept is None:
             _wait(self._waiting, serve)
             if not self._copying:
-                self._copy(moments)
+                spawn(self._copy(moments))
         elif not kept.frames:
             _wait(kept.waiting, serve)
         else:
-            self._send_kept(kept, serve)
+            self._send_cached(kept, serve)
 
-    def _copy(self, moments: Frames) -> None:
+    async def _copy(self, moments: Frames) -> None:
+        """Copy the published parameters, make a snapshot of them, and send it to the peers that wait for one."""
         self._copying = True
-        self._copies.do(self._aggregator.make_room, self._have_room, moments)
-
-    def _have_room(self, room: list[Vector] | CodecError, moments: Frames) -> None:
-        assert isinstance(room, list)
-        self._jobs.do(partial(self._aggregator.copy, room), self._copied, moments, self._foundings)
-
-    def _copied(self, copy: tuple[Version, Layout, list[Vector]] | CodecError, moments: Frames, founding: int) -> None:
-        assert isinstance(copy, tuple)
-        self._announce(copy[0], partial(self._keep, *copy, moments, founding))
-
-    def _keep(self, version: Version, layout: Layout, flats: list[Vector], moments: Frames, founding: int) -> None:
-        """Keep a copy of this version, which all that follow have been sent, and have frames made of it."""
+        room = await self._copies(self._aggregator.make_room)
+        founding = self._foundings
+        version, layout, flats = await self._codec(self._aggregator.copy, room)
+        await self._standby.announced(version)
         self._copying = False
         if founding != self._foundings or not self._waiting:
             if self._waiting:
-                self._copy(moments)
+                spawn(self._copy(moments))
             return
-        kept = self.shelf.begin(version, time.monotonic())
+        kept = self.cache.begin(version, self._core.now())
         kept.waiting, self._waiting = self._waiting, []
-        self._copies.do(partial(_make, layout, flats, moments), self._made, kept, moments)
-
-    def _made(self, made: tuple[Frames, tuple[str, str]] | CodecError, kept: CachedSnapshot, moments: Frames) -> None:
-        if isinstance(made, CodecError):
-            raise made
-        kept.make(made[0], moments, made[1])
+        frames, digests = await self._copies(_make, layout, flats, moments)
+        kept.make(frames, moments, digests)
         waiting, kept.waiting = kept.waiting, []
         for serve in waiting:
-            self._send_kept(kept, serve)
+            self._send_cached(kept, serve)
 
-    def _send_kept(self, kept: CachedSnapshot, serve: Serve) -> None:
-        kept.used_at = time.monotonic()
+    def _send_cached(self, kept: CachedSnapshot, serve: Serve) -> None:
+        kept.used_at = self._core.now()
         begins_at = serve.known_version if kept.leads_on_from(serve.known_version) else kept.version
         frames, moments, digest, first = kept.parts_for(serve)
-        if self._here(serve.peer) and self._send(serve, begins_at, frames, moments, digest, first):
+        here = serve.peer in self._core.hub.members
+        if here and self._send(serve, begins_at, frames, moments, digest, first):
             since = [one for one in kept.since if one[0].version > begins_at]
             sent = [*[*frames, *moments][first:], *(frame for one, _ in since for part in one.frames for frame in part)]
             self._turns.used(serve.peer, sum(len(frame) for frame in sent), kept.used_at)
@@ -413,8 +389,8 @@ class SnapshotService:
         """Send a snapshot, the frames from `first` on; return whether the peer follows from there."""
         peer = serve.peer
         if not self._downlink.follows(peer):
-            self._joined(peer, version)
-        landed = tuple((sequence, at) for sequence, at in self._landed(peer) if at <= version)
+            self._core.log.joined(peer, version)
+        landed = tuple((sequence, at) for sequence, at in self._core.hub.records.landed(peer) if at <= version)
         self._downlink.drop_aggregates(peer)
         following = self._downlink.send_snapshot(
             peer, version, frames, moments, landed, serve.reset, serve.rewound, digest, first
@@ -422,16 +398,16 @@ class SnapshotService:
         self._downlink.follow(peer, following)
         self.served += following and bool(frames)
         if not following:
-            self._deaf(peer)
+            self._core.reconnect(peer)
         return following
 
-    def _lend(self, digest: str | CodecError, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
-        assert isinstance(digest, str)
+    async def _lend(self, peers: Sequence[PeerId], frames: Frames, moments: Frames) -> None:
+        digest = await self._copies(digest_of, [*frames, *moments])
         for peer in peers:
-            if self._here(peer) and not self._downlink.send_snapshot(
-                peer, -1, frames, moments, (), True, digest=digest
-            ):
-                self._deaf(peer)
+            if peer not in self._core.hub.members:
+                continue
+            if not self._downlink.send_snapshot(peer, -1, frames, moments, (), True, digest=digest):
+                self._core.reconnect(peer)
 
 
 def _wait(waiting: list[Serve], serve: Serve) -> None:

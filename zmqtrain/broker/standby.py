@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from safetensors.numpy import load, save
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
+from zmqtrain.broker.core import Access, BrokerCore, EffectHandlers, MessageHandlers
 from zmqtrain.core.errors import (
     ChannelClosed,
     ConfigError,
@@ -25,10 +26,10 @@ from zmqtrain.core.errors import (
     SteppedDown,
     ZmqTrainError,
 )
-from zmqtrain.core.interfaces import Channel, HubChannel
+from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId, Version
-from zmqtrain.protocol.effects import Deliver, HubEffect
+from zmqtrain.protocol.effects import Deliver, Hear, Replicate
 from zmqtrain.protocol.fencing import Stamp, begin_incarnation
 from zmqtrain.protocol.framing import decode_head, encode_message
 from zmqtrain.protocol.hub import Hub
@@ -46,6 +47,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
+from zmqtrain.session.codec_executor import Suspension, spawn
 from zmqtrain.session.connect_deadline import ConnectDeadline
 from zmqtrain.session.hub_session import HubSession, NullListener
 from zmqtrain.session.mailbox import Worker
@@ -61,9 +63,6 @@ PAUSED_SECONDS = 2.0
 """The nodes let a hub go on without its standby within this, if they are here."""
 CLOSE_BEHIND = 2
 """A standby that is so many versions behind is brought in step: the nodes wait for it from then on."""
-
-OpenLine = Callable[[str, PeerId], Channel]
-"""Makes a channel to the broker at an address, under an id; called in the loop of whoever reads it."""
 
 
 def _cut(data: bytes) -> list[Buffer]:
@@ -97,34 +96,56 @@ class _Waiting(NamedTuple):
     size: int
 
 
-class Replicas:
-    """The standby of one hub, and what waits for it.
+class StandbyService:
+    """Keeps a hub's standby in step: a copy of the hub, then every release before the nodes hear of it.
 
-    send_away: tells a standby, with a reason, that it must begin anew.  carry_out: does what the hub wishes.
-    open_line: None never asks whether a standby that was lost has taken over.
+    Rule 1: what lets nodes hear of a version goes through `announce`, in order, and waits until the standby holds that
+    version.  Rule 2: a standby that nodes wait for too long (`protocol.standby.Patience`) is sent away; it comes again,
+    is copied again, and stays out of step for a while.  Rule 3: a hub whose standby is lost asks at its address whether
+    that has taken over, and then steps down; until it knows, nodes hear of nothing new unless more than half of the
+    electorate are here (`protocol.standby.PrimaryLease`).
     """
 
-    def __init__(
-        self,
-        hub: Hub,
-        send_away: Callable[[PeerId, str], None],
-        carry_out: Callable[[Sequence[HubEffect]], None],
-        open_line: OpenLine | None = None,
-    ) -> None:
-        self._hub, self.send_away, self._carry_out, self._open_line = hub, send_away, carry_out, open_line
+    def __init__(self, core: BrokerCore) -> None:
+        self._core, self._hub = core, core.hub
+        self.messages: MessageHandlers = {}
+        self.effects: EffectHandlers = {
+            Hear: lambda effect: self.holds(effect.version, core.now()),
+            Replicate: lambda effect: spawn(self._replicate(effect.peer)),
+        }
         self._waiting: deque[_Waiting] = deque()
         self._patience, self._flushed_at = Patience(), 0.0
-        self._announced: Version = hub.version
+        self._announced: Version = self._hub.version
         self._held: Version = -1
         self._closing_since: float | None = None
         self._in_step_at = 0.0
         self._rival: _Rival | None = None
         self._paused = False
 
+    def announced(self, version: Version, size: int = 0) -> Suspension[None]:
+        """Return what waits until nodes may hear of a version, in the order in which it is awaited.
+
+        size: the bytes of it that the standby is sent.
+        """
+        return Suspension(lambda resume: self.announce(version, lambda: resume(None), self._core.now(), size))
+
     def announce(self, version: Version, action: Callable[[], None], now: float, size: int = 0) -> None:
-        """Do what lets nodes hear of a version, as soon as they may. size: the bytes that the standby is sent of it."""
+        """Call `action` as soon as nodes may hear of a version."""
         self._waiting.append(_Waiting(version, now, action, size))
         self._flush(now)
+
+    def replicate(self) -> None:
+        """Send the standby that is here, if any, a copy of the hub as it is once the codec thread has come to it."""
+        if (standby := self._hub.standby) is not None:
+            spawn(self._replicate(standby.peer))
+
+    async def _replicate(self, standby: PeerId) -> None:
+        version = self._hub.version
+        frames, state = await self._core.codec(pack_replica, self._hub.state(), self._core.aggregator)
+        if standby in self._hub.members:
+            self.copied()
+            if not self._core.downlink.send_replica(standby, version, frames, state):
+                self._core.reconnect(standby)
 
     def copied(self) -> None:
         """A copy is on its way to the standby: what it held before counts no more."""
@@ -147,7 +168,7 @@ class Replicas:
                 self._closing_since, self._in_step_at = None, now
                 self._patience.in_step(now)
                 logger.info("the standby at %s is in step, at version %d", standby.address, version)
-                self._carry_out(self._hub.in_step(now))
+                self._core.carry_out(self._hub.in_step(now))
             elif version >= self._announced - CLOSE_BEHIND and self._closing_since is None:
                 self._closing_since = now
         self._flush(now)
@@ -164,7 +185,7 @@ class Replicas:
                 f"the nodes have waited too long for it, now {now - since:.1f} s for one version: the run goes on "
                 f"without it, and it is in step again in {pause:.0f} s at the earliest"
             )
-            self.send_away(standby.peer, text)
+            self._core.reconnect(standby.peer, text)
         elif self._held >= 0 and not self._hub.lease.follows:  # it may be in step again since it said so
             self.holds(self._held, now)
         self._flush(now)
@@ -217,8 +238,8 @@ class Replicas:
         address = "" if self._hub.standby is not None else lease.standby
         if self._rival is not None and self._rival.address != address:
             self.close()
-        if self._rival is None and address and self._open_line is not None:
-            self._rival = _Rival(self._open_line, address, self._hub.run, self._hub.term)
+        if self._rival is None and address and self._core.access.connects:
+            self._rival = _Rival(self._core.access, address, self._hub.run, self._hub.term)
         if self._rival is not None and (term := self._rival.peer.term) > self._hub.term:
             raise self._stepped_down(term)
 
@@ -234,13 +255,13 @@ class Replicas:
 class _Rival:
     """The line of a first to where its lost standby was: one that has taken over welcomes it with a higher term."""
 
-    def __init__(self, open_line: OpenLine, address: str, run: str, term: int) -> None:
+    def __init__(self, access: Access, address: str, run: str, term: int) -> None:
         self.address = address
         peer = PeerId(f"first#{secrets.token_hex(4)}")
         self.peer = Peer(peer, "the first broker", observer=True, incarnation=1)
         self.peer.run, self.peer.term = run, term
         self._link = HubSession(
-            lambda: open_line(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
+            lambda: access.connect(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
         )
         self._link.start()
 
@@ -280,25 +301,20 @@ class TakeoverState:
 
 
 class Standby(NullListener):
-    """A standby on `channel`, which nodes reach at `address`. open_line: how it reaches the first.
+    """A standby on `channel`, which nodes reach at `address`: it follows the first broker, and may take over.
 
-    is_operator: whether a peer may tell it to take over.
+    Rule 1: it has a line to the first broker and the port at which nodes will look for it, both from the start.
+    Rule 2: it applies what it receives at once, so that a takeover takes no longer than the decision.  Rule 3: until
+    then it answers each peer at its port that it is a standby, and counts that peer as one that misses the first.
     """
 
-    def __init__(
-        self,
-        channel: HubChannel,
-        place: StandbyPlace,
-        address: str,
-        open_line: OpenLine,
-        is_operator: Callable[[PeerId], bool],
-    ) -> None:
+    def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, access: Access) -> None:
         super().__init__()
         self.place, self.address = place, address
         peer = PeerId(f"standby#{secrets.token_hex(4)}")
         self.follower = Follower(peer, "the standby", address, begin_incarnation(0, time.time_ns()))
         self._succession = TakeoverPolicy(self.follower, place.takeover_seconds)
-        self._channel, self._is_operator = channel, is_operator
+        self._channel, self._access = channel, access
         self._hub: Hub | None = None
         self._aggregator: Aggregator | None = None
         self._stopped = False
@@ -306,7 +322,7 @@ class Standby(NullListener):
         self._said, self._said_at = "", 0.0
         self._worker = Worker("zmqtrain-replica", MOST_RELEASES, self._broken)
         self._link = HubSession(
-            lambda: open_line(place.first, peer),
+            lambda: access.connect(place.first, peer),
             self.follower,
             place.first,
             self,
@@ -431,7 +447,7 @@ class Standby(NullListener):
                 self._take(peer, *decode_head(frames[0]))
 
     def _take(self, peer: PeerId, stamp: Stamp, message: Message) -> None:
-        is_operator = isinstance(message, Hello | Promote) and self._is_operator(peer)
+        is_operator = isinstance(message, Hello | Promote) and self._access.is_operator(peer)
         if isinstance(message, Promote):
             text = "an operator, %s, tells this standby to take over"
             self._log.warning(

@@ -50,8 +50,8 @@ from zmqtrain.parameter_server.machine import (
 from zmqtrain.parameter_server.store import Store, optimizer_from_spec
 from zmqtrain.protocol import messages
 from zmqtrain.protocol.messages import KeyRequest, Refused, Roster, Scalar, model_from_wire
+from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue
 from zmqtrain.session.downlink import Downlink
-from zmqtrain.session.effect_queue import EffectQueue
 
 logger = logging.getLogger(__name__)
 
@@ -123,23 +123,23 @@ MEMORY_SHARE = 0.5
 """Of this machine's memory, what keys may take, with all that belongs to them."""
 
 Payload = messages.Initialise | messages.Push
-Job = Callable[..., None]
 
 
 class Parameters:
     """The key server of one broker.
 
-    downlink: of the broker.  job(work, then, *facts): does `work` in the codec thread, then `then(result, *facts)` in
-    the loop, both in order; a CodecError is a result.  name: unlike any other master's.  keeper: of what is kept, every
-    `keep_seconds`.  Raises CheckpointError.
+    downlink, codec: of the broker.  name: unlike any other master's.  keeper: of what is kept, every `keep_seconds`.
+    Raises CheckpointError.
     """
 
-    def __init__(self, downlink: Downlink, job: Job, name: str, keeper: ParameterKeeper, keep_seconds: float) -> None:
+    def __init__(
+        self, downlink: Downlink, codec: CodecExecutor, name: str, keeper: ParameterKeeper, keep_seconds: float
+    ) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.machine = KeyServer(name, int(MEMORY_SHARE * memory))
         kept = keeper.resume(self.machine)
         self.directory, self.store = kept or (Directory(1), Store(optimizer_from_spec(self.machine.rules.optimizer)))
-        self._downlink, self._submit, self._keeper, self._keep_seconds = downlink, job, keeper, keep_seconds
+        self._downlink, self._codec, self._keeper, self._keep_seconds = downlink, codec, keeper, keep_seconds
         self._jobs: deque[tuple[Callable[[], Any], Callable[..., None] | None, tuple[Any, ...]]] = deque()
         self._submitted = 0
         self._kept_at, self._changed = time.monotonic(), False
@@ -332,9 +332,9 @@ class Parameters:
         while self._jobs and self._submitted < JOBS_AT_ONCE:
             self._submitted += 1
             work, then, facts = self._jobs.popleft()
-            self._submit(work, self._finish, then, facts)
+            self._codec.submit(work, partial(self._finish, then, facts))
 
-    def _finish(self, result: object, then: Callable[..., None] | None, facts: tuple[Any, ...]) -> None:
+    def _finish(self, then: Callable[..., None] | None, facts: tuple[Any, ...], result: object) -> None:
         self._submitted -= 1
         self._submit_some()
         if then is not None:

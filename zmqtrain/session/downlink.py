@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Protocol
 
 from zmqtrain.averaging.aggregator import Released
 from zmqtrain.core.errors import ChannelClosed, ChannelFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zmqtrain.core.interfaces import HubChannel
 from zmqtrain.core.types import Buffer, Lane, PeerId, Version
 from zmqtrain.protocol.effects import Reduce
-from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
+from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.framing import Assembler, encode_message, split
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.limits import PROBE_FRAME_BYTES
@@ -75,12 +76,11 @@ class _UploadLine:
 class UploadFlowControl:
     """What is on its way from the peers of one hub; used by the broker's loop alone.
 
-    most_bytes: says how much a peer may have on its way, asked when its first transfer is expected.
-    send: gives a peer its credit; it may be lost by that.
+    downlink: sends the peers their credits, by which one may be lost.
     """
 
-    def __init__(self, most_bytes: Callable[[], int], send: Callable[[PeerId, Credit], None]) -> None:
-        self._most_bytes, self._send = most_bytes, send
+    def __init__(self, downlink: Downlink) -> None:
+        self._downlink = downlink
         self._credits = Credits(GRANT_WINDOW_BYTES)
         self._lines: dict[PeerId, _UploadLine] = {}
         self._looked = 0.0  # for idle holders
@@ -170,12 +170,12 @@ class UploadFlowControl:
             if peer not in holding:
                 self._lines[peer].arrived_at = now
             self._lines[peer].rate.begun(now)
-            self._send(peer, Credit(transfer, chunks))
+            self._downlink.send(peer, Credit(transfer, chunks))
         self._again.set(self._credits.retry_seconds)
 
     def _line(self, peer: PeerId) -> _UploadLine:
         if peer not in self._lines:
-            self._lines[peer] = _UploadLine(Assembler(self._most_bytes()))
+            self._lines[peer] = _UploadLine(Assembler(self._downlink.most_bytes()))
         return self._lines[peer]
 
 
@@ -201,28 +201,32 @@ class _DownlinkPeer:
     rate: RateMeter = field(default_factory=RateMeter)
 
 
-class Downlink:
-    """The bytes that go and come on `channel`; used by the broker's loop alone. intake: those that come.
+class DownlinkOwner(Protocol):
+    """What a downlink asks, and tells when a peer cannot be sent to; the peer may have left already."""
 
-    queue_bytes: says how much may be needed to queue for one peer, asked when its first transfer comes or goes.
-    lost: told of a peer that cannot be sent to, and why.  unreachable: of one whose connection is gone; what it had
-    said may wait to be received.  Both may have left already.
-    stamp: gives the stamp of what a peer is sent next, on the lane of control or not.
-    bytes_sent: payload and heads.  dropped: aggregates that did not go, as a snapshot went instead or will.
+    def queue_bytes(self) -> int:
+        """Return how many bytes may have to queue for one peer; asked at its first transfer."""
+
+    def lost(self, peer: PeerId, why: str) -> None:
+        """A peer cannot be sent to."""
+
+    def unreachable(self, peer: PeerId) -> None:
+        """A peer's connection is gone; messages of it may still wait to be received."""
+
+    def stamp(self, peer: PeerId, counted: bool) -> Stamp:
+        """Return the stamp of the next message to a peer. counted: it goes on the control lane."""
+
+
+class Downlink:
+    """The bytes to the peers of `channel`; used by the broker's loop alone. uploads: grants the bytes from them.
+
+    bytes_sent: payload and heads.  dropped: aggregates that were not sent because a snapshot replaces them.
     """
 
-    def __init__(
-        self,
-        channel: HubChannel,
-        queue_bytes: Callable[[], int],
-        lost: Callable[[PeerId, str], None],
-        unreachable: Callable[[PeerId], None],
-        stamp: Callable[[PeerId, bool], Stamp] = lambda peer, counted: UNSTAMPED,
-    ) -> None:
-        self._stamp = stamp
-        self._channel, self._queue_bytes, self._lost, self._unreachable = channel, queue_bytes, lost, unreachable
+    def __init__(self, channel: HubChannel, owner: DownlinkOwner) -> None:
+        self._channel, self._owner = channel, owner
         self.bytes_sent = self.dropped = 0
-        self.uploads = UploadFlowControl(self._most_bytes, self.send)
+        self.uploads = UploadFlowControl(self)
         self._sending: Reservation[PeerId] = Reservation()
         self._lines: dict[PeerId, _DownlinkPeer] = {}
         self._limits: dict[PeerId, float | None] = {}
@@ -258,17 +262,17 @@ class Downlink:
 
     def send(self, peer: PeerId, message: Message, stamp: Stamp | None = None) -> None:
         """Send a control message. stamp: None for the next of the peer's connection."""
-        head = encode_message(message, self._stamp(peer, True) if stamp is None else stamp)
+        head = encode_message(message, self._owner.stamp(peer, True) if stamp is None else stamp)
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
             self.bytes_sent += len(head)
             self._sending.pay(len(head), time.monotonic())
         except PeerLost:
-            self._unreachable(peer)
+            self._owner.unreachable(peer)
         except ChannelFull:
-            self._lost(peer, "it does not read what it is sent")
+            self._owner.lost(peer, "it does not read what it is sent")
         except LocalProtocolError as error:  # what it asked for makes an answer that no message holds
-            self._lost(peer, str(error))
+            self._owner.lost(peer, str(error))
         except ChannelClosed:
             pass
 
@@ -279,7 +283,7 @@ class Downlink:
         """
         if not size:
             return self.send(peer, probed)
-        message: list[Buffer] = [encode_message(probed, self._stamp(peer, False)), PADDING[:size]]
+        message: list[Buffer] = [encode_message(probed, self._owner.stamp(peer, False)), PADDING[:size]]
         with contextlib.suppress(PeerLost, ChannelFull, ChannelClosed):
             self._channel.send(peer, Lane.BULK, message)
             moved = sum(len(frame) for frame in message)
@@ -296,7 +300,7 @@ class Downlink:
         except ChannelFull:
             return False
         except PeerLost:
-            self._unreachable(peer)
+            self._owner.unreachable(peer)
             return True
         except ChannelClosed:
             return True
@@ -324,7 +328,7 @@ class Downlink:
         transfer, frames = self._next_transfer(), [*frames, *moments]
         sizes = tuple(len(frame) for frame in frames)
         announcement = Snapshot(transfer, version, sizes, landed, len(moments), reset, rewound, digest, first)
-        head, *chunks = _messages(announcement, frames, self._stamp(peer, False))
+        head, *chunks = _messages(announcement, frames, self._owner.stamp(peer, False))
         if not self._line(peer).outbox.push(transfer, [head, *chunks[first:]], droppable=False):
             return False
         self._pump(peer)
@@ -344,7 +348,7 @@ class Downlink:
     def send_values(self, peer: PeerId, request: int, version: Version, frames: Sequence[Buffer]) -> None:
         """Send what a client's request wants, where there is room for it."""
         values = Values(self._next_transfer(), request, version, tuple(len(frame) for frame in frames))
-        messages = _messages(values, frames, self._stamp(peer, False))
+        messages = _messages(values, frames, self._owner.stamp(peer, False))
         if not self._line(peer).outbox.push(values.transfer, messages, droppable=False):
             raise LocalProtocolError(f"{peer} was sent values without room for them")
         self._pump(peer)
@@ -358,7 +362,9 @@ class Downlink:
         outbox = self._line(peer).outbox
         outbox.limit_bytes = max(outbox.limit_bytes, 2 * sum(replica.sizes) + HEADS_BYTES)
         outbox.drop_droppable()
-        if not outbox.push(replica.transfer, _messages(replica, frames, self._stamp(peer, False)), droppable=False):
+        if not outbox.push(
+            replica.transfer, _messages(replica, frames, self._owner.stamp(peer, False)), droppable=False
+        ):
             return False
         self.follow(peer, True)
         self._pump(peer)
@@ -378,7 +384,7 @@ class Downlink:
             if not (line.following and to(peer)):
                 continue
             own = tuple(one for one in announcement.landed if whole or one[0] == peer)
-            messages = _messages(replace(announcement, landed=own), frames, self._stamp(peer, False))
+            messages = _messages(replace(announcement, landed=own), frames, self._owner.stamp(peer, False))
             if not line.outbox.push(announcement.transfer, messages, droppable=True):
                 self.dropped += 1 + len(line.outbox.drop_droppable())  # the gap makes the node fetch a snapshot
             self._pump(peer)
@@ -460,7 +466,7 @@ class Downlink:
             return False
         except PeerLost:
             self._sending.leave(peer)
-            self._unreachable(peer)
+            self._owner.unreachable(peer)
             return False
         except ChannelClosed:
             self._sending.leave(peer)
@@ -490,13 +496,13 @@ class Downlink:
 
     def _line(self, peer: PeerId) -> _DownlinkPeer:
         if peer not in self._lines:
-            outbox = Outbox(OUTBOX_WINDOW_BYTES, self._most_bytes())
+            outbox = Outbox(OUTBOX_WINDOW_BYTES, self.most_bytes())
             self._lines[peer] = _DownlinkPeer(outbox, TokenBucket(self._limits.get(peer)))
         return self._lines[peer]
 
-    def _most_bytes(self) -> int:
-        """What may be on its way to or from one peer, and wait."""
-        return max(OUTBOX_BYTES, self._queue_bytes())
+    def most_bytes(self) -> int:
+        """Return how many bytes may be in flight to or from one peer, and wait."""
+        return max(OUTBOX_BYTES, self._owner.queue_bytes())
 
 
 def _messages(

@@ -47,7 +47,7 @@ from zmqtrain.protocol.messages import (
     WorkUnit,
 )
 from zmqtrain.protocol.peer import Peer, PeerState
-from zmqtrain.session.effect_queue import EffectQueue
+from zmqtrain.session.codec_executor import EffectQueue
 from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket, Use
 

@@ -64,7 +64,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
-from zmqtrain.session.effect_queue import EffectQueue
+from zmqtrain.session.codec_executor import EffectQueue
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.scenario import Scenario

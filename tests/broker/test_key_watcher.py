@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from zmqtrain.broker import serve as doorkeeper
+from zmqtrain.broker import serve as serving
 from zmqtrain.broker.serve import KeyWatcher
 from zmqtrain.core.types import PeerId
 
@@ -41,7 +42,7 @@ def test_a_key_that_is_revoked_is_cut_though_something_that_nobody_thought_of_wa
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("LOOK_SECONDS", "FAREWELL_SECONDS"):
-        monkeypatch.setattr(doorkeeper, name, 0.0)
+        monkeypatch.setattr(serving, name, 0.0)
     door, dismissed = Door(), list[PeerId]()
 
     def dismiss(peer: PeerId, why: str) -> None:
@@ -50,7 +51,7 @@ def test_a_key_that_is_revoked_is_cut_though_something_that_nobody_thought_of_wa
             raise RuntimeError("nobody thought of this")
 
     async def main() -> None:
-        watch = asyncio.create_task(KeyWatcher(door, door, dismiss).run())  # type: ignore[arg-type]
+        watch = asyncio.create_task(KeyWatcher(door, door, SimpleNamespace(dismiss=dismiss)).run())  # type: ignore[arg-type]
         while not door.known:
             await asyncio.sleep(0)
         del door.names["k1"]

@@ -8,23 +8,24 @@ from typing import Any
 import pytest
 
 from zmqtrain.averaging.aggregator import Released
-from zmqtrain.broker import snapshots as serving_module
+from zmqtrain.broker import snapshots as snapshots_module
 from zmqtrain.broker.snapshots import AGAIN_SHARE, AT_ONCE, SHARE, SnapshotService
 from zmqtrain.protocol.effects import Reduce, Serve
+from zmqtrain.session.codec_executor import CodecExecutor, Suspension
 
 SIZE, RATE = 50_000_000, 125e6
 FETCHERS = [f"fetcher-{number}#1" for number in range(10)]
 
 
-class Inline:
+class Inline(CodecExecutor):
     """Jobs that are done at once, or when the test says so."""
 
     def __init__(self) -> None:
         self.waits = False
         self.queue: list[Any] = []
 
-    def do(self, work: Any, then: Any = None, *facts: Any) -> None:
-        self.queue.append(lambda: then(work(), *facts))
+    def submit(self, work: Any, resume: Any) -> None:
+        self.queue.append(lambda: resume(work()))
         while self.queue and not self.waits:
             self.queue.pop(0)()
 
@@ -32,6 +33,13 @@ class Inline:
         self.waits = False
         while self.queue:
             self.queue.pop(0)()
+
+
+class Everybody:
+    """The members of a hub: all."""
+
+    def __contains__(self, peer: object) -> bool:
+        return True
 
 
 class World:
@@ -45,21 +53,23 @@ class World:
         self.under_way: dict[str, float] = {}  # until when
         self.free_at, self.takes = 0.0, True
         self.makes = Inline()
-        monkeypatch.setattr(serving_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(serving_module, "encode_snapshot", lambda layout, flats: (memoryview(ROOM)[:layout],))
-        monkeypatch.setattr(serving_module, "digest_of", lambda frames: "digest")
+        monkeypatch.setattr(snapshots_module, "encode_snapshot", lambda layout, flats: (memoryview(ROOM)[:layout],))
+        monkeypatch.setattr(snapshots_module, "digest_of", lambda frames: "digest")
+        records = SimpleNamespace(landed=lambda peer: self.landed.get(peer, ()))
+        core = SimpleNamespace(
+            codec=Inline(),
+            aggregator=self,
+            downlink=self,
+            hub=SimpleNamespace(members=Everybody(), records=records),
+            now=lambda: self.now,
+            model_bytes=lambda: SIZE,
+        )
+        standby = SimpleNamespace(announced=lambda version: Suspension(lambda resume: resume(None)))
         self.serving = SnapshotService(
-            self,  # type: ignore[arg-type]
-            Inline(),  # type: ignore[arg-type]
-            self.makes,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
-            lambda peer: True,
-            lambda peer, version: None,
-            lambda peer: None,
-            lambda version, action: action(),
-            lambda peer: self.landed.get(peer, ()),
-            lambda: SIZE,
-            lambda: RATE,
+            core,  # type: ignore[arg-type]
+            self.makes,
+            SimpleNamespace(port_rate=lambda: RATE),  # type: ignore[arg-type]
+            standby,  # type: ignore[arg-type]
         )
 
     # the aggregator
@@ -100,7 +110,7 @@ class World:
 
     def fetch(self, *peers: str, known: int = -1) -> None:
         for peer in peers:
-            self.serving.serve(Serve(peer, known), ())
+            self.serving.serve(Serve(peer, known))
 
     def pass_time(self, seconds: float, again: bool = False) -> None:
         """Let time pass as the broker does; again: all fetch again and again. Each second brings an aggregate."""
@@ -179,9 +189,9 @@ def test_what_has_landed_while_a_peer_waited_for_its_turn_is_said_to_have(world:
 def test_those_for_whom_a_version_was_being_made_when_the_run_went_back_are_sent_a_later_one(world: World) -> None:
     world.makes.waits = True
     world.fetch("newcomer#1")
-    while not world.serving.shelf.being_made:
+    while not world.serving.cache.being_made:
         world.makes.queue.pop(0)()
-    world.serving.begin_anew(())
+    world.serving.restart(())
     world.version = 5
     world.makes.go_on()
     assert world.sent == [("newcomer#1", 5, SIZE)]

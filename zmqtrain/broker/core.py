@@ -1,20 +1,207 @@
-"""The broker's log and events."""
+"""What the services of one broker share: the hub, its codec thread, its peers, and the order of effects.
+
+A service handles messages of some types and carries out effects of some types; it names both in two tables, by which
+the broker dispatches.  All of it runs in the broker's loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from zmqtrain.averaging.aggregator import Aggregator, Released
-from zmqtrain.core.types import ModelSpec, PeerId, Version, count_values
-from zmqtrain.protocol.effects import Reduce
+from zmqtrain.averaging.snapshot import OPTIMIZER_STATE_MODELS
+from zmqtrain.core.errors import ConfigError, ZmqTrainError
+from zmqtrain.core.interfaces import Channel, HubChannel
+from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
+from zmqtrain.planning.auto import ASSUMED_BITS, typical_rate
+from zmqtrain.planning.schedule import payload_rate
+from zmqtrain.protocol.effects import HubEffect, Reduce
+from zmqtrain.protocol.fencing import Stamp
 from zmqtrain.protocol.hub import Hub
-from zmqtrain.protocol.messages import Quarantine, Report, Schedule, printable
+from zmqtrain.protocol.initialization import sends_optimizer_state
+from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Schedule, printable
 from zmqtrain.protocol.standby import TAKES_OVER
+from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue
+from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
+from zmqtrain.transport.pacing import LinkShare
 
 logger = logging.getLogger(__name__)
+
+OUTBOX_MODELS = 3
+"""So many models may queue for a peer; where optimizer state travels, a snapshot with its state besides."""
+RATE_NEWS = 1.05
+"""A link counts as faster than before when it was measured so many times as fast."""
+CONTRIBUTIONS_WARM, CONTRIBUTIONS_MEASURED = 8, 32
+"""The cost of a contribution is measured over so many, after the first ones, for which code is compiled."""
+
+MessageHandlers = dict[type[Message], Callable[[PeerId, Any, float], None]]
+"""By type of message: (sender, message, now) -> None."""
+EffectHandlers = dict[type[HubEffect], Callable[[Any], None]]
+
+
+class Service(Protocol):
+    """A part of a broker. messages, effects: what it handles, by type."""
+
+    messages: MessageHandlers
+    effects: EffectHandlers
+
+
+class Access:
+    """Who may do what at a broker's port, and how the broker reaches another. This one: a port without keys, alone.
+
+    turned_away: connections and messages that the channel has refused in the last minute.
+    connects: whether `connect` can reach another broker.
+    """
+
+    connects = False
+
+    @property
+    def turned_away(self) -> int:
+        """See the class."""
+        return 0
+
+    def has_hub_keys(self, peer: PeerId) -> bool:
+        """Return whether a peer came in with the hub's own pair, as masters and standbys must."""
+        return True
+
+    def key_name(self, peer: PeerId) -> str:
+        """Return the name of the key with which a peer came in, "" where there are none: a node's id stays that
+        key's."""
+        return ""
+
+    def is_operator(self, peer: PeerId) -> bool:
+        """Return whether a peer may end the run (`zmqtrain stop`), or have a standby take over."""
+        return False
+
+    def connect(self, address: str, peer: PeerId) -> Channel:
+        """Return a channel to the broker at an address, under an id; called in the loop that reads it."""
+        raise ConfigError(f"this broker reaches no other, and not the one at {address}")
+
+
+class BrokerCore:
+    """The hub and what all services of one broker use.
+
+    behind: the frames behind the head that is being handled.  stop: set to end the broker.
+    """
+
+    def __init__(
+        self, channel: HubChannel, hub: Hub, aggregator: Aggregator, access: Access, events: BrokerEvents | None
+    ) -> None:
+        self.channel, self.hub, self.aggregator, self.access = channel, hub, aggregator, access
+        self.stop = asyncio.Event()
+        self.codec = CodecExecutor("zmqtrain-aggregate", self.stop)
+        self.log = BrokerLog(hub, events)
+        self.downlink = Downlink(channel, self)
+        self.behind: Sequence[Buffer] = ()
+        self.messages: MessageHandlers = {}
+        self._effects: EffectHandlers = {}
+        self.carry_out = EffectQueue[HubEffect](self._carry_out_one).carry_out
+
+    def dispatch_to(self, *services: Service) -> None:
+        """Give these services, from now on, their messages and effects."""
+        for service in services:
+            assert not (self.messages.keys() & service.messages.keys() or self._effects.keys() & service.effects.keys())
+            self.messages |= service.messages
+            self._effects |= service.effects
+
+    def _carry_out_one(self, effect: HubEffect) -> None:
+        self._effects[type(effect)](effect)
+
+    def receive(self, peer: PeerId, message: Message, now: float) -> None:
+        """Give a message to the hub, and carry out the effects."""
+        self.carry_out(self.hub.receive(peer, message, now))
+
+    def now(self) -> float:
+        """Return the time, in seconds."""
+        return time.monotonic()
+
+    def model_bytes(self) -> int:
+        """Return the size of the parameters, in bytes."""
+        return 4 * sum(leaf.values for leaf in self.hub.model)
+
+    # ------------------------------------------------------------------ sending peers away
+
+    def expel(self, peer: PeerId, error: Exception, reason: str = "protocol") -> None:
+        """Tell a peer why it cannot stay, and forget it. For the reason "unknown" a node says Hello again."""
+        text = self.log.sent_away(peer, error)
+        self.downlink.send(peer, Refused(reason, text))
+        self.lost(peer, f"sent away: {text}")
+
+    def reconnect(self, peer: PeerId, why: str = "it does not read what it is sent") -> None:
+        """Send a peer away to come again."""
+        self.expel(peer, ZmqTrainError(why), "unknown")
+
+    # ------------------------------------------------------------------ DownlinkOwner
+
+    def queue_bytes(self) -> int:
+        """See DownlinkOwner."""
+        models = OUTBOX_MODELS + (1 + OPTIMIZER_STATE_MODELS if sends_optimizer_state(self.hub.settings) else 0)
+        return models * self.model_bytes()
+
+    def lost(self, peer: PeerId, why: str) -> None:
+        """See DownlinkOwner."""
+        self.carry_out(self.hub.gone(peer, why, self.now()))
+
+    def unreachable(self, peer: PeerId) -> None:
+        """See DownlinkOwner."""
+        self.hub.unreachable(peer, self.now())
+
+    def stamp(self, peer: PeerId, counted: bool) -> Stamp:
+        """See DownlinkOwner."""
+        return self.hub.stamp(peer, counted)
+
+
+class LoadMeter:
+    """Measures the load of a broker's links and codec thread, and keeps traffic to its shares.
+
+    Rates that the settings or a node say are kept to; others are measured from the run's own traffic.
+    share: what training may use of this machine's port.
+    """
+
+    def __init__(self, core: BrokerCore, share: LinkShare) -> None:
+        self._hub, self._downlink, self._codec, self._share = core.hub, core.downlink, core.codec, share
+        self._contributions_before = self._hub.contributions
+        self._measured_from: tuple[int, float] | None = None
+        self._limited: float | None = share.limit()
+        self._downlink.limit(self._limited)
+
+    def tick(self) -> None:
+        """Tell the hub how fast its nodes' links were measured, and keep to shares of measured rates."""
+        for peer, member in self._hub.members.items():
+            measured = self._downlink.measured(peer)
+            if measured > RATE_NEWS * member.measured:
+                self._hub.measured(peer, measured)
+                self.limit(peer)
+        if (limit := self._share.limit(typical_rate(self._hub.members.values()))) != self._limited:
+            self._limited = limit
+            self._downlink.limit(limit)
+
+    def limit(self, peer: PeerId) -> None:
+        """Keep traffic with this peer to the share that it gives of its link."""
+        if (member := self._hub.members.get(peer)) is not None:
+            self._downlink.limit_peer(peer, LinkShare(member.link, member.share).limit(member.measured))
+
+    def port_rate(self) -> float:
+        """Return the rate of this machine's port, in bytes per second: the configured one, or a typical one of the
+        nodes that have contributed."""
+        known = typical_rate(member for member in self._hub.members.values() if member.contributions)
+        return self._share.usable(known or payload_rate(ASSUMED_BITS))
+
+    def contribution_seconds(self) -> float:
+        """Return the CPU seconds of the codec thread per contribution, all its work; 0 while too few were seen."""
+        count, seconds = self._hub.contributions, self._codec.seconds
+        if self._measured_from is None and count >= self._contributions_before + CONTRIBUTIONS_WARM:
+            self._measured_from = (count, seconds)
+        before, seconds_before = self._measured_from or (count, seconds)
+        here = count - before
+        return (seconds - seconds_before) / here if here >= CONTRIBUTIONS_MEASURED else 0.0
+
 
 OTHERS_NAMED = 1024
 LOGGED_CHARACTERS = 500
@@ -219,8 +406,8 @@ class BrokerLog:
             for peer in peers:
                 self._events.member(peer, "acquitted", "the norm gate is made wider toward the size of its deltas")
 
-    def unthought_of(self, peer: PeerId) -> None:
-        """A message could not be taken, for a reason that nobody thought of; with the trace of the error at hand."""
+    def message_failed(self, peer: PeerId) -> None:
+        """Handling a message raised an error of our own; its trace is logged."""
         self._log.log(logging.ERROR, "a message of %s could not be taken", peer, trace=True)
 
     def sent_away(self, peer: PeerId, error: Exception) -> str:

@@ -15,11 +15,11 @@ from zmqtrain.averaging.aggregator import Released
 from zmqtrain.core.errors import ChannelFull, PeerLost
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, Lane, PeerId
 from zmqtrain.protocol.effects import Contribution, Reduce
+from zmqtrain.protocol.fencing import UNSTAMPED, Stamp
 from zmqtrain.protocol.framing import decode_message, split
 from zmqtrain.protocol.groups import LATE_SECONDS
 from zmqtrain.protocol.messages import Aggregate, Chunk, Credit, Heartbeat, Message, Publish, Snapshot
-from zmqtrain.session import downlink as intake_module
-from zmqtrain.session import downlink as traffic_module
+from zmqtrain.session import downlink as downlink_module
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.transport.pacing import BURST_BYTES
 from zmqtrain.transport.virtual_clock import VirtualClockLoop
@@ -39,7 +39,7 @@ class Peers:
     address = "tcp://127.0.0.1:1"
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.downlink = seconds, Downlink(self, lambda: 0, self.lost, self.unreachable)
+        self.seconds, self.downlink = seconds, Downlink(self, self)
         self.sent: list[tuple[float, PeerId, Message, int]] = []
         self.came: list[tuple[float, PeerId, int]] = []
         self.waiting: dict[tuple[PeerId, int], list[tuple[bytes, Buffer]]] = {}
@@ -48,6 +48,12 @@ class Peers:
         self.turned_away: list[PeerId] = []
         self.missed: list[PeerId] = []
         self._moved = asyncio.Event()
+
+    def queue_bytes(self) -> int:
+        return 0
+
+    def stamp(self, peer: PeerId, counted: bool) -> Stamp:
+        return UNSTAMPED
 
     def lost(self, peer: PeerId, why: str) -> None:
         raise AssertionError(f"{peer}: {why}")
@@ -121,8 +127,7 @@ def keeps_to(moves: list[tuple[float, int]], rate: float) -> bool:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, None]], None]:
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(traffic_module, "time", clock)
-    monkeypatch.setattr(intake_module, "time", clock)
+    monkeypatch.setattr(downlink_module, "time", clock)
 
     def run(coroutine: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
@@ -219,7 +224,7 @@ def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(intake_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(downlink_module, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def main() -> None:
         nonlocal now

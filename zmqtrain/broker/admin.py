@@ -1,0 +1,101 @@
+"""Who may do what at a broker, and its status: Hello, Stop, reports, probes, rosters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from zmqtrain.broker.checkpoint import Keeper
+from zmqtrain.broker.core import BrokerCore, EffectHandlers, LoadMeter, MessageHandlers
+from zmqtrain.broker.deltas import PendingUploads
+from zmqtrain.core.errors import ZmqTrainError
+from zmqtrain.core.types import VERSION, PeerId
+from zmqtrain.parameter_server.parameters import Parameters
+from zmqtrain.protocol.effects import Answer, Broadcast, SendTo
+from zmqtrain.protocol.messages import Hello, Message, Probed, Quarantine, Report, Roster, Scalar, Schedule, Stop
+from zmqtrain.strategies.noise import gains
+
+OTHER_KEYS = (
+    "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "
+    "it with a copy of the keys folder of the first (--keys)"
+)
+NO_OPERATOR = (
+    "only an operator can end the run. Say `zmqtrain stop` on the hub's own PC, or, where the hub has keys, with its "
+    "own pair (--keys hub.key_secret, from its keys folder); a node ends itself with Ctrl-C"
+)
+
+
+class AdminService:
+    """The rights of peers and the status of the run. watch: called in the broker's loop with every roster."""
+
+    def __init__(
+        self,
+        core: BrokerCore,
+        loads: LoadMeter,
+        uploads: PendingUploads,
+        keeper: Keeper,
+        parameters: Parameters,
+        watch: Callable[[Roster], None] | None,
+    ) -> None:
+        self._core, self._hub, self._access = core, core.hub, core.access
+        self._loads, self._uploads, self._keeper = loads, uploads, keeper
+        self._parameters, self._watch = parameters, watch
+        self.messages: MessageHandlers = {Hello: self._hello, Stop: self._stop, Report: self._report}
+        self.effects: EffectHandlers = {SendTo: self._send, Broadcast: self._broadcast, Answer: self._answer}
+
+    def _hello(self, peer: PeerId, hello: Hello, now: float) -> None:
+        if hello.role in ("master", "standby") and not self._access.has_hub_keys(peer):
+            return self._core.expel(peer, ZmqTrainError(OTHER_KEYS), "keys")
+        self._core.receive(peer, hello, now)
+        self._loads.limit(peer)
+        name = self._access.key_name(peer)
+        if (member := self._hub.members.get(peer)) is not None:
+            member.voter = f"key {name}" if name else ""
+        self._hub.records.own(peer, name)
+
+    def _stop(self, peer: PeerId, stop: Stop, now: float) -> None:
+        if not self._access.is_operator(peer):
+            return self._core.expel(peer, ZmqTrainError(NO_OPERATOR), "keys")
+        nodes = self._hub.nodes
+        self._core.receive(peer, stop, now)
+        if self._hub.stopped_at == now:
+            self._core.log.stopping(peer, nodes)
+
+    def _report(self, peer: PeerId, report: Report, now: float) -> None:
+        self._core.receive(peer, report, now)
+        self._core.log.reported(peer, report)
+        if self._hub.believes(peer, report):
+            self._core.log.evaluated(report)
+
+    def _send(self, effect: SendTo) -> None:
+        peer, message = effect.peer, effect.message
+        if isinstance(message, Quarantine) and message.seconds > 0:
+            self._core.log.quarantined(peer, message)
+            self._uploads.forget_norms(peer, probation=True)
+        self._core.downlink.send(peer, self._described(message), effect.stamp)
+
+    def _broadcast(self, effect: Broadcast) -> None:
+        message = self._described(effect.message)
+        if isinstance(message, Roster) and self._watch is not None:
+            self._watch(message)
+        if isinstance(message, Schedule):
+            self._core.log.scheduled(message)
+        for peer in list(self._hub.members):
+            self._core.downlink.send(peer, message)
+
+    def _answer(self, effect: Answer) -> None:
+        probed = Probed(effect.probe.number, time.time(), f"zmqtrain {VERSION}")
+        self._core.downlink.answer(effect.peer, probed, effect.probe.answer)
+
+    def _described(self, message: Message) -> Message:
+        return self.describe(message) if isinstance(message, Roster) else message
+
+    def describe(self, roster: Roster) -> Roster:
+        """Add to a roster of the hub's what only the broker knows: its disk, its noise, its keys."""
+        here: dict[str, Scalar] = {"refused": self._hub.refused, "turned_away": self._access.turned_away}
+        here |= {"waits_for_room": self._keeper.waits_for_room, "unsaved": self._keeper.writer.unsaved}
+        if (noise := self._core.aggregator.meter.noise) is not None and roster.members:
+            here["noise"] = noise
+            here["gain_next"], here["gain_last"] = gains(len(roster.members), noise)
+        return self._parameters.describe(replace(roster, hub=roster.hub | here))
