@@ -1,9 +1,11 @@
-"""What holds for all tests: Ctrl-C arrives, what opens sockets is not run beside itself, and a thing is compiled once.
+"""Rules of all tests: Ctrl-C arrives, tests with sockets run one after another, and nothing is compiled twice.
 
-With several workers (`-n`), the tests of the folders in SERIAL are one after another in one worker, while the others
-run what computes only, each file in one worker: its tests share what they have traced and made.  All of them, and the
-nodes that they start, keep what jax has compiled in one folder for as long as the tests last, and what Python has
-compiled beside its source: most of a short run is compiling.
+With several workers (`-n`), each folder of SERIAL has one worker, which runs its tests one after another; the other
+workers compute, each file in one worker, because its tests share what they have traced and made.  Tests and the
+programs that they start keep compiled code of jax in one folder while the tests last, and that of Python beside its
+source: most of a short run is compiling.
+
+A test marked `nightly` runs a whole bench, or a page of the tutorial: only --nightly selects it (.ci/nightly).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ settings.load_profile("zmqtrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-pages", action="store_true", help="follow every page of the tutorial (half a minute more)")
+    parser.addoption("--nightly", action="store_true", help="run whole benches and every page of the tutorial, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # one process may read what another one is writing; it compiles for itself then
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
+    config.addinivalue_line("markers", "nightly: a whole bench or page, which only --nightly selects")
     config.addinivalue_line("markers", "xdist_group(name): of tests that one worker runs, one after another")
 
 
@@ -75,7 +78,10 @@ def log_as_before() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--nightly"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     for item in items:
         place = item.path.relative_to(HERE)
-        item.add_marker(pytest.mark.xdist_group("sockets" if place.parts[0] in SERIAL else str(place)))
+        item.add_marker(pytest.mark.xdist_group(place.parts[0] if place.parts[0] in SERIAL else str(place)))

@@ -13,6 +13,7 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_table_compares_a_run_with_synchronous_training_and_with_one_node(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("to be, or not to be, that is the question\n" * 100)

@@ -37,6 +37,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS)
 
 
+@pytest.mark.nightly
 def test_every_way_to_train_learns_and_the_table_and_the_plots_are_written(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
     done = run("--data", images, "--workers", "2", "--masters", "2", "--epochs", "4", "--output", out)

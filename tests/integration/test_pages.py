@@ -15,8 +15,8 @@ from tests.lab import ENDS, Lab, Program
 from tests.pages import Command, Shown, Source, read_page
 
 PROJECT = Path(__file__).parents[2]
-OFTEN = ("README", "2-", "3-", "5-", "8-")
-"""Beginnings of the pages that are followed each time; --all-pages adds the others."""
+OFTEN = ("README", "3-", "8-")
+"""Beginnings of the pages that are followed each time; --nightly adds the others."""
 PAGES = ("README.md", *sorted(f"docs/tutorial/{path.name}" for path in (PROJECT / "docs" / "tutorial").glob("*.md")))
 NOT_RUN = {
     "git clone": "the tree that is tested is the clone",
@@ -133,8 +133,9 @@ def follow(page: str, folder: Path) -> list[Program]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "page" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-pages")
-        metafunc.parametrize("page", [page for page in PAGES if every or Path(page).name.startswith(OFTEN)])
+        often = {page for page in PAGES if Path(page).name.startswith(OFTEN)}
+        marks = {page: () if page in often else pytest.mark.nightly for page in PAGES}
+        metafunc.parametrize("page", [pytest.param(page, marks=marks[page]) for page in PAGES])
 
 
 @pytest.mark.timeout(600)

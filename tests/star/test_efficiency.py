@@ -29,6 +29,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_row_has_every_key_and_numbers_that_can_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

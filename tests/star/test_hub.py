@@ -14,6 +14,7 @@ from hub import Case, main
 FIGURES = {"exchange_ms", "limit_ms", "exchange_over_limit", "transport_cpu_s_per_gb", "heartbeat_p99_ms", "busy"}
 
 
+@pytest.mark.nightly
 def test_a_row_has_every_key_and_numbers_that_can_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

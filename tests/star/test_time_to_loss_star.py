@@ -12,6 +12,7 @@ from time_to_loss_rows import Job, Place
 PROGRAM = "width=16,layers=1,heads=2,context=16,batch=2"
 
 
+@pytest.mark.nightly
 def test_a_real_run_is_scored_from_what_its_nodes_had(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("to be, or not to be, that is the question\n" * 200)
