@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 
+from tests.protocol.hubs import live_hub
 from zmqtrain.core.errors import LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import LeafSpec
+from zmqtrain.protocol import hub as hub_module
 from zmqtrain.protocol.effects import Average, Disconnect, Expect, Found, Lend, SendTo, Serve
 from zmqtrain.protocol.hub import FOUNDER_SECONDS, Hub
-from zmqtrain.protocol.members import MemberState
+from zmqtrain.protocol.members import MEMBER_TRANSITIONS, MemberState
 from zmqtrain.protocol.messages import Fetch, Goodbye, Heartbeat, Hello, Preempt, Refused, Snapshot, model_to_wire
 from zmqtrain.protocol.rounds import release_rule_from_spec
 
@@ -411,3 +415,14 @@ def test_a_founder_has_all_the_time_it_needs_while_nobody_waits_for_it_or_it_sen
     hub.receive("slow", Snapshot(1, 0, (1 << 22,) * 12), 0.0)
     assert not of(Disconnect, pass_time(hub, 3 * FOUNDER_SECONDS))
     assert of(Found, hub.received("slow", 1, hub.now))
+
+
+def test_no_move_is_made_that_the_table_of_member_states_has_not():
+    hub = live_hub("a")
+    with pytest.raises(LocalProtocolError, match="it is live"):
+        hub.members["a"].move(MemberState.WAITING)
+    moves = {(state, to) for state, targets in MEMBER_TRANSITIONS.items() for to in targets}
+    assert all(state in MEMBER_TRANSITIONS or state is MemberState.LIVE for _, state in moves)
+    for source in Path(hub_module.__file__).parent.glob("*.py"):
+        assigned = re.findall(r"^\s*(\w+)\.state(?:,.*)? = ", source.read_text(), re.MULTILINE)
+        assert assigned == (["self"] if source.stem == "members" else []), f"{source.stem} moves a member by itself"

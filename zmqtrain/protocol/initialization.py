@@ -46,13 +46,13 @@ from zmqtrain.protocol.members import Member, MemberState, Records
 from zmqtrain.protocol.messages import Fetch, Refused, Snapshot, model_from_wire
 
 VOTE_SECONDS = 60.0
-"""For so long the nodes may score the mean; besides, it must come to each of them, over the hub's one port."""
+"""Time to score the mean, besides the time to send it to each node over the hub's one port."""
 SLOW_BYTES_PER_SECOND = 10e6
-"""What that port is taken to give, if not more."""
+"""Rate that this port is assumed to have at least."""
 
 
 class Vote:
-    """One vote. own: how the parameters score of which the mean is made, of those nodes that are here."""
+    """A vote on the mean. own: score of its own parameters, for each node whose parameters are in the mean."""
 
     def __init__(self, own: Mapping[PeerId, Score], model: ModelSpec) -> None:
         self._own = dict(own)
@@ -62,32 +62,34 @@ class Vote:
 
     @property
     def is_of_nobody(self) -> bool:
-        """Whether all have left of whose parameters the mean is made."""
+        """Whether all nodes whose parameters are in the mean have left."""
         return not self._own
 
     @property
     def voters(self) -> tuple[PeerId, ...]:
-        """Those who can compare: their own parameters have a score, and one that can be worse."""
+        """The nodes that can compare: their own parameters have a finite score."""
         return tuple(sorted(peer for peer, score in self._own.items() if isfinite(score)))
 
     def say(self, peer: PeerId, score: Score) -> None:
-        """Take note of how the mean scores at a node; NaN: it cannot say. What others say is ignored."""
+        """Record the score of the mean at a node; NaN: it cannot tell. Other nodes are ignored."""
         if peer in self._own:
             self._said[peer] = score
 
     def leave(self, peer: PeerId) -> None:
-        """Take note that a node has left: it is not awaited, and what it has said does not count."""
+        """Remove a node that has left: it is not awaited, and its score does not count."""
         self._own.pop(peer, None)
 
     def is_over(self, now: float, late: float = 0.0) -> bool:
-        """Return whether all have said, or have had their time: it begins with the first look. late: so much of it was
-        nobody's, because the hub itself did not listen."""
+        """Return whether all have answered, or their time is over; it begins with the first call.
+
+        late: seconds of it in which the hub itself did not listen, which do not count.
+        """
         self._until = now + self._seconds if self._until is None else self._until + late
         return now >= self._until or all(peer in self._said for peer in self.voters)
 
     def objection(self) -> str:
-        """Say to people why the run does not begin with the mean, and what to do; "" if it does."""
-        said = {peer: self._said[peer] for peer in self.voters if not isnan(self._said.get(peer, float("nan")))}
+        """Return, for people, why the run does not begin with the mean, and what to do; "" if it does."""
+        said = {peer: self._said[peer] for peer in self.voters if not isnan(self._said.get(peer, nan))}
         worse = [peer for peer, mean in said.items() if is_barrier(self._own[peer], mean)]
         if 2 * len(worse) <= len(said):
             return ""
@@ -102,25 +104,26 @@ class Vote:
 
 
 def sends_optimizer_state(settings: RunSettings) -> bool:
-    """Return whether the state of optimizers travels with the parameters of a run before it is founded."""
+    """Return whether optimizer state travels with the parameters that a run is initialized with."""
     return settings.trains_apart and not settings.fresh_moments
 
 
 class Preemption(Protocol):
-    """Who of a population has lagged for so long that it is to adopt another's parameters."""
+    """Decides which node of a population has lagged for so long that it adopts another's parameters."""
 
     def report(self, peer: PeerId, score: Score) -> PeerId | None:
         """Take a peer's score (NaN: not known); return the peer whose parameters it is to adopt now, or None."""
 
     def forget(self, peer: PeerId) -> None:
-        """Begin anew with this node: it has left, or has new parameters."""
+        """Start over with this node: it has left, or has new parameters."""
 
 
 class Initialization:
-    """The founding of one run.
+    """The initialization of one run.
 
-    members: the hub's, which are shared: a member is sent away here if its model is another.  landed: what the hub
-    remembers of a peer's publishes.  preemption: None preempts nobody.  shard: which of several masters this is.
+    members: shared with the hub; a member with another model is sent away here.  preemption: None preempts nobody.
+    shard: index among several masters.  number: of the last question, at the first of several masters; at another, of
+    the parameters that it has.  founded: the run has parameters.  started: nodes have been served with them.
     """
 
     def __init__(
@@ -134,29 +137,28 @@ class Initialization:
         self.settings, self._members, self._records, self._preemption = settings, members, records, preemption
         self._shard, self._start_nodes = shard, 1 if shard else settings.start_nodes
         self.number = 0
-        """Of the last question, at the first of several masters; at another, of the founding that it has."""
         self.model: ModelSpec = ()
         self.founded = self.started = False
         self._population = settings.initial == "own" and settings.elastic == 1
         self._enough = False  # start_nodes nodes have been here: from then on fewer will do
         self._gathered: dict[PeerId, Snapshot] = {}
-        self._averaging: tuple[tuple[PeerId, Snapshot], ...] = ()  # until the run begins with their mean, or not
+        self._averaging: tuple[tuple[PeerId, Snapshot], ...] = ()  # until their mean is accepted or refused
         self._vote: Vote | None = None
-        self._borrowers: tuple[PeerId, ...] = ()  # of the member that is lending; nobody: it founds the run
+        self._borrowers: tuple[PeerId, ...] = ()  # of the lending member; nobody: its parameters begin the run
         self._laggards: set[PeerId] = set()
-        self._lent_to: dict[PeerId, set[PeerId]] = {}  # by lender: to whom
-        self._declined_by: dict[PeerId, set[PeerId]] = {}  # and who of these keeps its own
-        self._disbelieved: set[PeerId] = set()  # lenders whose parameters most have found worse than their own
+        self._lent_to: dict[PeerId, set[PeerId]] = {}  # by lender: its borrowers
+        self._declined_by: dict[PeerId, set[PeerId]] = {}  # and those of them that keep their own
+        self._disbelieved: set[PeerId] = set()  # lenders whose parameters most borrowers found worse than their own
         self._kept: tuple[Version, ...] | None = None  # in strict mode after a restart: where the hub could go back to
         self._at: Version | None = None  # where it has gone back to
         self._rewinding = False
 
     def resume(self, model: ModelSpec) -> None:
-        """Take note that the run was founded before this hub began."""
+        """The run was initialized before this hub began."""
         self.model, self.founded, self.started = model, True, True
 
     def begin(self, model: ModelSpec) -> None:
-        """Take note that the run begins with parameters that no node gave: they are here before any node is."""
+        """The run begins with parameters that are here before any node is."""
         self.model, self.founded = model, True
 
     def await_all(self, versions: tuple[Version, ...]) -> None:
@@ -169,13 +171,13 @@ class Initialization:
         self._kept = tuple(one for one in self._kept or () if one <= version)
         return self.serve_waiting()
 
-    # ------------------------------------------------------------------ what the hub hears
+    # ------------------------------------------------------------------ messages
 
     def fetched(self, member: Member, fetch: Fetch) -> list[HubEffect]:
-        """A member that is not live asks for parameters, or says again how its own score, or how the mean does."""
-        if self._hears_of_mean(member, fetch):
+        """A member that is not live asks for parameters, or reports the score of its own or of the mean."""
+        if self._is_vote(member, fetch):
             return []
-        member.score, member.told = fetch.score, True
+        member.score, member.scored = fetch.score, True
         if member.state in (MemberState.APART, MemberState.LENDING):
             if fetch.model and member.lineage != member.peer:
                 self._declined(member)
@@ -185,22 +187,23 @@ class Initialization:
         if not member.model:
             return self.send_away(member, "model", "a node that joins must describe its model; this one described none")
         if self._shard and self._is_asked(fetch.founding):
-            return self._begin_anew(member, fetch.founding)
+            return self._start_over(member, fetch.founding)
         if self.founded:
-            member.state = MemberState.WAITING
+            member.move(MemberState.WAITING)
             return self.serve_waiting()
         if self._population:
-            member.state, member.lineage = MemberState.APART, member.peer
+            member.move(MemberState.APART)
+            member.lineage = member.peer
             away = self._send_others_away(MemberState.APART)
             return away + (self._compare(member) if member.peer in self._members else [])
-        member.state = MemberState.WAITING
+        member.move(MemberState.WAITING)
         return self.go_on()
 
     def whole(self, member: Member, snapshot: Snapshot) -> list[HubEffect]:
         """The parameters of a member that was asked for them are here, and sound."""
         if member.state is MemberState.LENDING:
             return self._lent(member, snapshot)
-        member.state = MemberState.WAITING
+        member.move(MemberState.WAITING)
         if self.settings.initial == "mean":
             self._gathered[member.peer] = snapshot
             return self.go_on()
@@ -208,7 +211,7 @@ class Initialization:
         return self._found(member.peer, snapshot)
 
     def averaged(self) -> list[HubEffect]:
-        """The gathered parameters are related: their mean is the run's, unless who gave them finds it far worse."""
+        """The gathered parameters are related: the run begins with their mean, unless the vote refuses it."""
         gave = dict(self._averaging)
         vote = Vote({one.peer: one.score for one in self._in(MemberState.WAITING) if one.peer in gave}, self.model)
         if len(gave) > 1 and (vote.voters or vote.is_of_nobody):
@@ -217,12 +220,12 @@ class Initialization:
         return self._begin_with_mean()
 
     def tick(self, now: float, late: float = 0.0) -> list[HubEffect]:
-        """Let time pass: a vote on the mean may be over. late: for so long nobody was heard here."""
+        """Let time pass: a vote on the mean may be over. late: seconds in which the hub itself did not listen."""
         vote = self._vote
         if vote is None or not vote.is_over(now, late):
             return []
         self._vote = None
-        if vote.is_of_nobody:  # nobody can say any more what it is worth
+        if vote.is_of_nobody:
             self._averaging = ()
             return [Propose(()), *self.go_on()]
         if why := vote.objection():
@@ -230,7 +233,7 @@ class Initialization:
         return self._begin_with_mean()
 
     def unrelated(self, text: str) -> list[HubEffect]:
-        """The gathered parameters have no mean to begin with: say so to everybody who waits; others may try again."""
+        """The gathered parameters have no usable mean: refuse the waiting nodes; others may try again."""
         self._averaging = ()
         effects: list[HubEffect] = []
         for member in self._in(MemberState.WAITING):
@@ -238,7 +241,7 @@ class Initialization:
         return effects
 
     def left(self, member: Member) -> list[HubEffect]:
-        """A member has gone (or begins anew): what was awaited of it is awaited no more."""
+        """A member has gone, or has connected again: nothing more is awaited of it."""
         self._gathered.pop(member.peer, None)
         self._disbelieved.discard(member.peer)
         self._lent_to.pop(member.peer, None)
@@ -246,13 +249,13 @@ class Initialization:
         self._forget(member.peer)
         return self.go_on()
 
-    # ------------------------------------------------------------------ the moves
+    # ------------------------------------------------------------------ whose parameters
 
     def go_on(self) -> list[HubEffect]:
-        """Ask whom there is to ask, if nobody is being asked."""
+        """Ask the next node for its parameters, if none is being asked."""
         if self._shard:  # the first asks
             return []
-        if self.founded or self._averaging or self._in(MemberState.FOUNDING) or self._in(MemberState.LENDING):
+        if self.founded or self._averaging or self._in(MemberState.FOUNDING, MemberState.LENDING):
             return []
         if self._population:
             return self._go_on_apart()
@@ -266,41 +269,36 @@ class Initialization:
             if not self._enough:
                 return []
         if self.settings.initial == "mean":
-            return self._gather()
+            self._enough = False  # a node that fails to be averaged is replaced by another
+            effects = self._send_others_away(MemberState.WAITING)
+            for member in self._in(MemberState.WAITING):
+                effects += self._ask(member, MemberState.FOUNDING)
+            return effects
         if self.settings.initial == "best":
             waiting.sort(key=lambda member: member.rank)
         return self._ask(waiting[0], MemberState.FOUNDING) if waiting else []
 
-    def _hears_of_mean(self, member: Member, fetch: Fetch) -> bool:
-        """Take what a member says of the mean, if it is that; it may come when the vote is over."""
-        judged = self._vote is not None or (self.founded and self.settings.initial == "mean")
-        if member.state is not MemberState.WAITING or not judged:
+    def _is_vote(self, member: Member, fetch: Fetch) -> bool:
+        """Record the score of the mean, if this is one; it may come after the vote is over."""
+        voting = self._vote is not None or (self.founded and self.settings.initial == "mean")
+        if member.state is not MemberState.WAITING or not voting:
             return False
         if self._vote is not None:
-            self._vote.say(member.peer, nan if fetch.model else fetch.score)  # who fetches anew has not got it
+            self._vote.say(member.peer, nan if fetch.model else fetch.score)  # a node that fetches has not got the mean
         return not fetch.model
 
     def _begin_with_mean(self) -> list[HubEffect]:
         (peer, snapshot), self._averaging = self._averaging[0], ()
         return self._found(peer, snapshot)
 
-    def _gather(self) -> list[HubEffect]:
-        self._enough = False  # who fails to be averaged is replaced by as many
-        effects = self._send_others_away(MemberState.WAITING)
-        for member in self._in(MemberState.WAITING):
-            effects += self._ask(member, MemberState.FOUNDING)
-        return effects
-
     def _go_on_apart(self) -> list[HubEffect]:
         apart = self._in(MemberState.APART)
         self._enough |= len(apart) >= self.settings.start_nodes
-        if not apart or not self._enough:
-            return []
         believed = [member for member in apart if member.peer not in self._disbelieved]
-        if not believed:
+        if not believed or not self._enough:
             return []
         best = min(believed, key=lambda member: member.rank)
-        unknown = all(member.told and isnan(member.score) for member in apart)  # nothing to compare by: as `founder`
+        unknown = all(member.scored and isnan(member.score) for member in apart)  # nothing to compare by: as `founder`
         if unknown or all(member.lineage == best.lineage for member in believed):
             self._borrowers = ()
             return self._ask(best, MemberState.LENDING)
@@ -310,13 +308,13 @@ class Initialization:
         self._borrowers = tuple(sorted(member.peer for member in others))
         return self._ask(best, MemberState.LENDING)
 
-    def _compare(self, teller: Member) -> list[HubEffect]:
-        """One of the population has told its score."""
+    def _compare(self, reporter: Member) -> list[HubEffect]:
+        """A node of the population has reported its score."""
         population = self._in(MemberState.APART, MemberState.LENDING)
-        told = [teller] if self._enough else population  # the first comparison is of all that are here
+        compared = [reporter] if self._enough else population  # the first comparison is of all that are here
         self._enough |= len(population) >= self.settings.start_nodes
         if self._enough and self._preemption is not None:
-            for one in told:
+            for one in compared:
                 if one.peer in self._disbelieved:
                     continue
                 better = self._members.get(self._preemption.report(one.peer, one.score) or one.peer, one)
@@ -325,10 +323,10 @@ class Initialization:
         return self.go_on()
 
     def _declined(self, member: Member) -> None:
-        """One that was lent another's parameters keeps its own: they score worse on its own held-out data.
+        """A borrower keeps its own parameters: the lent ones score worse on its held-out data.
 
-        Where more than half of those that were lent them say so, the lender's word is not believed any more: nobody is
-        lent its parameters, and nobody waits for it to agree with the others.
+        If more than half of the borrowers decline, the lender's scores are disbelieved: its parameters are lent to
+        nobody, and the population does not wait for it to agree.
         """
         lender, member.lineage = member.lineage, member.peer
         if lender is None or lender not in self._members:
@@ -342,32 +340,33 @@ class Initialization:
 
     def _lent(self, lender: Member, snapshot: Snapshot) -> list[HubEffect]:
         borrowers, self._borrowers = self._borrowers, ()
-        lender.state = MemberState.APART
+        lender.move(MemberState.APART)
         if not borrowers:
             return self._found(lender.peer, snapshot, lender.lineage)
         taking = [m for m in self._in(MemberState.APART) if m.peer in borrowers and m.lineage != lender.lineage]
         for member in taking:
             self._lent_to.setdefault(lender.peer, set()).add(member.peer)
-            member.lineage, member.score, member.told = lender.lineage, float("nan"), False
+            member.lineage, member.score, member.scored = lender.lineage, nan, False
             self._forget(member.peer)
         return [Lend(lender.peer, snapshot, tuple(member.peer for member in taking)), *self.go_on()]
 
     def _ask(self, member: Member, state: MemberState) -> list[HubEffect]:
-        member.state, self.model = state, member.model
+        member.move(state)
+        self.model = member.model
         if self.settings.masters == 1:
             return [SendTo(member.peer, Fetch())]
         self.number += not self._shard
         return [SendTo(member.peer, Fetch(founding=self.number))]
 
     def _is_asked(self, number: int) -> bool:
-        """Tell, at another master than the first, whether who brings this number founds the run now: its line may have
-        been made anew while it did."""
+        """Whether, at another master than the first, the node with this number gives the parameters now; it may have
+        reconnected in between."""
         again = number == self.number > 0 and not self.founded and not self._in(MemberState.FOUNDING)
         return number > self.number or again
 
-    def _begin_anew(self, founder: Member, number: int) -> list[HubEffect]:
-        """Take the parameters of whom the first has asked now; what an earlier founder gave, and nobody has trained on,
-        is of no use any more, and nor is that founder."""
+    def _start_over(self, founder: Member, number: int) -> list[HubEffect]:
+        """Take the parameters of the node that the first master has asked now, and drop those of an earlier one, which
+        nobody has trained on."""
         effects: list[HubEffect] = []
         for member in self._in(MemberState.WAITING, MemberState.FOUNDING, MemberState.LIVE):
             effects += self.send_away(member, "founding", "another node founds the run, as the first master says")
@@ -380,14 +379,14 @@ class Initialization:
         self._laggards.clear()
         effects: list[HubEffect] = [Found(peer, snapshot, self.model)]
         for member in self._in(MemberState.APART):
-            member.state = MemberState.WAITING
-            member.newcomer = member.lineage != lineage  # all others go on from what is their own
+            member.move(MemberState.WAITING)
+            member.newcomer = member.lineage != lineage  # all others go on from their own
         return effects + self.serve_waiting()
 
-    # ------------------------------------------------------------------ bringing nodes to the parameters
+    # ------------------------------------------------------------------ parameters for every node
 
     def serve_waiting(self) -> list[HubEffect]:
-        """Send the run's parameters to all who wait for them; not before start_nodes do."""
+        """Send the run's parameters to the waiting nodes, once start_nodes wait."""
         effects = self._send_others_away(MemberState.WAITING, self.model)
         waiting = self._in(MemberState.WAITING)
         if not (self.started or self._population or len(waiting) >= self._start_nodes):
@@ -406,7 +405,8 @@ class Initialization:
             self._kept = None
         first, self.started = not self.started, True
         for member in waiting:
-            member.state, member.idle = MemberState.LIVE, False
+            member.move(MemberState.LIVE)
+            member.idle = False
             reset = self._population and member.newcomer
             moments = first and sends_optimizer_state(self.settings) and (reset or self.settings.initial == "best")
             member.newcomer = False
@@ -417,7 +417,7 @@ class Initialization:
         return effects
 
     def _send_others_away(self, state: MemberState, model: ModelSpec = ()) -> list[HubEffect]:
-        """Send those of that state away whose model is not this one; the first one's, if none is given."""
+        """Send members of that state away whose model is not this one; without one, the first member's."""
         effects: list[HubEffect] = []
         for member in self._in(state):
             model = model or member.model
@@ -427,7 +427,7 @@ class Initialization:
         return effects
 
     def send_away(self, member: Member, reason: str, text: str) -> list[HubEffect]:
-        """Tell a member that it cannot take part, and forget it."""
+        """Refuse a member, and forget it."""
         del self._members[member.peer]
         self._gathered.pop(member.peer, None)
         self._forget(member.peer)

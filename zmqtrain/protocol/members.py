@@ -21,6 +21,7 @@ from itertools import accumulate
 from math import isnan
 from typing import Any
 
+from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.core.types import ModelSpec, PeerId, Version
 from zmqtrain.protocol.fencing import MAX_INCARNATION
 from zmqtrain.protocol.messages import (
@@ -50,22 +51,28 @@ from zmqtrain.protocol.messages import (
 )
 
 RUN_OVER = "the run is over"
-"""The reason of the first's Goodbye that ends the other masters too; after any other they wait for it."""
-
+"""Reason of the first master's Goodbye that ends the other masters too; after any other reason they wait for it."""
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]*]+):[1-9]\d{0,4}", re.ASCII)
-"""What nodes connect to: every one of them is told it."""
+"""An address that nodes connect to."""
+MOST_WAITING = 64
+"""Publishes of one node in flight or waiting for a round (more only if d requires it): the hub holds them in memory."""
+MOST_CHECKPOINTS = 1024
+"""Checkpoints that a Hello may name."""
+LANDED_KEPT, RECORDS_KEPT = 64, 1024
+RANGES_KEPT = 64
+"""Ranges of older landings; there are few gaps between landed sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a master says of itself when it registers: its shard, and the address at which nodes reach it."""
+    """The registration of a master: its shard, and the address at which nodes reach it."""
 
     shard: int
     address: str
 
 
 def name_missing(masters: Sequence[str]) -> str:
-    """Return which shards have no master now, in words for people; "" if none is missing."""
+    """Return, for people, which shards have no master now; "" if none is missing."""
     missing = [str(shard) for shard, address in enumerate(masters) if shard and not address]
     if not missing:
         return ""
@@ -74,14 +81,14 @@ def name_missing(masters: Sequence[str]) -> str:
 
 
 class ShardRegistry:
-    """The masters of one run, as its first knows them. count: how many there are with the first."""
+    """The masters of one run, as its first master knows them. count: their number, with the first."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._claims: dict[int, tuple[PeerId, str]] = {}
 
     def claim(self, peer: PeerId, claim: Claim) -> tuple[str, PeerId | None]:
-        """Register a master; return (why it is refused, "" if it is not; whom it succeeds, None for nobody)."""
+        """Register a master; return (why it is refused, "" if it is not; the peer that it succeeds, None for none)."""
         shard, last = claim.shard, self.count - 1
         if self.count == 1:
             return "this broker has the whole model; start it with --shard 0/M to divide that among M masters", None
@@ -96,30 +103,20 @@ class ShardRegistry:
                 "shard (one that has just died is forgotten within seconds)"
             )
             return text, None
-        self.forget(peer)  # what it had before, if it was another
+        self.forget(peer)
         self._claims[shard] = (peer, claim.address)
         return "", holder if holder != peer else None
 
     def forget(self, peer: PeerId) -> None:
-        """Take note that a master has gone."""
+        """Remove a master that is gone."""
         self._claims = {shard: one for shard, one in self._claims.items() if one[0] != peer}
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """By shard where its master is, "" where none is; of the first, which who asks has reached, "" too.
-
-        () where there is one master.
-        """
+        """By shard the address of its master, "" if it has none, and for the first; () where there is one master."""
         if self.count == 1:
             return ()
         return tuple(self._claims.get(shard, ("", ""))[1] for shard in range(self.count))
-
-
-MOST_WAITING = 64
-"""So many publishes of one node may be on their way or wait for their round (more only if d asks for it): each is held
-in memory at the hub."""
-MOST_CHECKPOINTS = 1024
-"""Of one node, as its Hello names them."""
 
 
 class MemberState(Enum):
@@ -159,27 +156,35 @@ ALLOWED: dict[type[Message], frozenset[MemberState]] = {
     **dict.fromkeys((JoinGroup, GroupLost, Relay, Relayed, Fold), frozenset({MemberState.PROCESS})),
     **dict.fromkeys(KEY_REQUESTS, frozenset({MemberState.PROCESS})),
 }
+MEMBER_TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
+    MemberState.WELCOMED: frozenset({MemberState.WAITING, MemberState.APART, MemberState.FOUNDING}),
+    MemberState.WAITING: frozenset({MemberState.WAITING, MemberState.APART, MemberState.FOUNDING, MemberState.LIVE}),
+    MemberState.FOUNDING: frozenset({MemberState.WAITING}),
+    MemberState.APART: frozenset({MemberState.LENDING, MemberState.WAITING}),
+    MemberState.LENDING: frozenset({MemberState.APART}),
+}
+"""Moves between the states of a node; `Member.move` is the only way. A peer of any other role keeps its state, and a
+live node stays live until it leaves or connects again, as a new Member."""
 
 
 @dataclass
 class Member:
-    """One peer as the hub sees it. number: of those that have come to this hub.
+    """One peer as the hub sees it.
 
-    known_version: what it holds.  newcomer: it has never held parameters of this run.  score: of its own parameters, as
-    it last told; NaN: not known.  told: whether it has told it for the parameters that it has now.  lineage: the node
-    whose initial parameters its own descend from.  link: the rate of its port as it said, bytes per second (0: not
-    said); share: what it gives of it; measured: how fast its link was seen (0: not yet).  dropped: messages of it that
-    were not of now.  address: where nodes reach a standby.  checkpoints: as in Hello.
-    steps, units: that its deltas stand for, and data units that it has done, since it came in.  counted: rounds await
-    it, and it is one of those that a mean is over.
-    quarantined: none of its deltas is taken, and none awaited.  voter: its key, "" where there are none.
-    restarts: it was told to begin again from the shared parameters, and has not fetched them yet.  begins_at: the
-    version at which it has begun again, None: it has not; what it computed on an earlier one is not taken.
-    digest, held: as in its last Fetch.
-    asked_at: when it was last sent something because nothing was heard of it.  founds_since: when it was asked for its
-    parameters, None: it is not.
-    unreachable_since: when its connection was first found gone; None: it was not.
-    same_as: the last node that was found to have made the same first step; None: none.
+    known_version: the version that it holds.  newcomer: it never held parameters of this run.  score: of its own
+    parameters, as last reported; NaN: not known.  scored: it has reported it for its present parameters.  lineage: the
+    node whose initial parameters its own descend from.
+    link: rate of its port as it said, bytes per second (0: not said); share: the part of it that it gives; measured:
+    measured rate of its link (0: not yet).  dropped: its messages that were duplicates or of a former connection.
+    address: of a standby.  checkpoints: as in Hello.  digest, held: as in its last Fetch.
+    steps, units: steps of its deltas, and data units done, since it joined.  counted: rounds await it, and it counts in
+    a mean.  quarantined: its deltas are rejected and not awaited.  voter: its key, "" where there are none.
+    restarts: it was told to restart from the shared parameters, and has not fetched them.  begins_at: the version at
+    which it restarted, None: it has not; what it computed on earlier versions is rejected.
+    asked_at: when it was last sent a message because it was overdue.  founds_since: when it was asked for its
+    parameters, None: it is not.  unreachable_since: when its connection was first found gone, None: it was not.
+    number: its place among all that have joined.  same_as: the last node with the same first step, None: none.
+    open: announced transfers that are not whole, by number.
     """
 
     peer: PeerId
@@ -187,11 +192,11 @@ class Member:
     state: MemberState
     last_seen: float
     joined: float
-    known_version: int = -1
+    known_version: Version = -1
     newcomer: bool = True
     model: ModelSpec = ()
     score: float = float("nan")
-    told: bool = False
+    scored: bool = False
     lineage: PeerId | None = None
     idle: bool = False
     drained: bool = False
@@ -222,19 +227,25 @@ class Member:
     same_as: PeerId | None = None
     open: dict[int, Announcement] = field(default_factory=dict)
 
+    def move(self, state: MemberState) -> None:
+        """Change the state. Raises LocalProtocolError for a move that `MEMBER_TRANSITIONS` does not have."""
+        if state not in MEMBER_TRANSITIONS.get(self.state, ()):
+            raise LocalProtocolError(f"{self.peer} cannot be {state.value}: it is {self.state.value}")
+        self.state = state
+
     @property
     def link_rate(self) -> float:
-        """The rate of its port in bytes per second, as it said or as it was seen; 0: not known."""
+        """Rate of its port in bytes per second, as said or as measured; 0: not known."""
         return self.link or self.measured
 
     @property
     def called(self) -> str:
-        """What a Roster calls this member: its id is for the hub alone, as who knows that can say Hello with it."""
+        """Its name in a Roster. Its id stays secret, because whoever knows an id can say Hello with it."""
         return f"{self.name}#{self.number}"
 
     @property
     def held_out(self) -> str:
-        """The digest of the data that it evaluates on, as it last said; "": not known."""
+        """The digest of the data that it evaluates on, as last reported; "": not known."""
         return "" if self.report is None else self.report.data.partition("/")[2]
 
     @property
@@ -243,7 +254,7 @@ class Member:
         return self.state in _NODES
 
     def describe(self) -> dict[str, Scalar]:
-        """Return what a Roster says of this member."""
+        """Return its entry in a Roster."""
         entry: dict[str, Scalar] = {
             "peer": self.called,
             "name": self.name,
@@ -256,24 +267,17 @@ class Member:
             entry |= {"link_rate": self.link_rate, "share": self.share}
         if self.dropped:
             entry["dropped"] = self.dropped
-        if self.report is not None:
-            entry |= {
-                "step": self.report.step,
-                "samples": self.report.samples,
-                "samples_per_second": self.report.samples_per_second,
-                "loss": self.report.loss,
-                "age_steps": self.report.age_steps,
-                "bytes_sent": self.report.bytes_sent,
-                "bytes_received": self.report.bytes_received,
-                "waiting": printable(self.report.waiting),
-            }
-            if self.report.device:
-                entry["device"] = printable(self.report.device, MAX_NAME)
+        if (report := self.report) is not None:
+            shown = ("step", "samples", "samples_per_second", "loss", "age_steps", "bytes_sent", "bytes_received")
+            entry |= {name: getattr(report, name) for name in shown}
+            entry["waiting"] = printable(report.waiting)
+            if report.device:
+                entry["device"] = printable(report.device, MAX_NAME)
         return entry
 
     @property
     def rank(self) -> tuple[bool, float, PeerId]:
-        """What members are ordered by, the best first: scores, unknown ones last, and the same order on every run."""
+        """Sort key, best score first, unknown scores last; the same order on every run."""
         return isnan(self.score), 0.0 if isnan(self.score) else self.score, self.peer
 
 
@@ -283,29 +287,23 @@ def training(members: Mapping[PeerId, Member]) -> set[PeerId]:
 
 
 def counted(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes that a mean is over: those that train, but none of which no delta has come: see
-    `HubBook.counts_newcomers`."""
+    """Return the nodes that a mean is over: those that train and have contributed; see `Hub.counts_newcomers`."""
     return {peer for peer in training(members) if members[peer].counted}
 
 
 def electorate(members: Mapping[PeerId, Member]) -> set[PeerId]:
-    """Return the nodes whose word decides between a hub and its standby: those of which a delta has come; before there
-    is one, those that train; before any does, all.
+    """Return the nodes that vote between a hub and its standby: those that have contributed; if none has, those that
+    train; if none does, all.
 
-    A node that joins and never publishes has no word: many of them could keep a hub from going on without its standby.
+    A node that joins and never publishes has no vote: many of them could keep a hub from going on without its standby.
     """
     return counted(members) or training(members) or {peer for peer, member in members.items() if member.is_node}
 
 
-LANDED_KEPT = 64
-RECORDS_KEPT = 1024
-RANGES_KEPT = 64
-"""Of what has landed before: hardly anything is left out between two that landed."""
-
-
 @dataclass
 class _Record:
-    """numbers: of the newest landings, oldest first, the sequence and the version of each in turn."""
+    """numbers: sequence and version of each of the newest landings in turn, oldest first.  older: ranges of sequences
+    that landed before.  recalled: older landings that a restarted process asked for, as of version 0."""
 
     numbers: array[int] = field(default_factory=lambda: array("Q"))
     heard: int = -1
@@ -316,12 +314,10 @@ class _Record:
 
     @property
     def landed(self) -> Iterator[tuple[int, Version]]:
-        """The (sequence, version) of the newest landings, oldest first."""
         return zip(self.numbers[::2], self.numbers[1::2], strict=True)
 
     def land(self, sequence: int, version: Version) -> None:
-        """Take note of a landing. Raises OverflowError for numbers that are not of 64 bits."""
-        landing = array("Q", (sequence, version))
+        landing = array("Q", (sequence, version))  # raises OverflowError before anything has changed
         if len(self.numbers) == 2 * LANDED_KEPT:
             self._age(self.numbers[0])
             del self.numbers[:2]
@@ -329,7 +325,6 @@ class _Record:
         self.heard = max(self.heard, sequence)
 
     def _age(self, sequence: int) -> None:
-        """Take a landing among the older ones: ranges of sequences, rising, the newest of them."""
         at = bisect([one[0] for one in self.older], sequence)
         if at and sequence <= self.older[at - 1][1] + 1:
             self.older[at - 1][1] = max(self.older[at - 1][1], sequence)
@@ -342,12 +337,12 @@ class _Record:
 
 
 class Records:
-    """The publishes of all peers by their sequence numbers: heard (the highest) and landed (with the version); and the
-    highest incarnation of each, and its owner: the name of the key with which it came first ("": without one)."""
+    """What outlives the connection of each peer: the highest sequence heard, the newest landings with their versions,
+    the highest incarnation, and the owner: the name of the key with which it came first ("": without one)."""
 
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}  # each dict: the most recent last
-        self._greeted: dict[PeerId, _Record] = {}  # of those who have published nothing
+        self._greeted: dict[PeerId, _Record] = {}  # of peers that have published nothing
 
     def _of(self, peer: PeerId) -> _Record | None:
         return self._records.get(peer) or self._greeted.get(peer)
@@ -357,56 +352,56 @@ class Records:
         return -1 if (record := self._of(peer)) is None else record.heard
 
     def landed(self, peer: PeerId) -> tuple[tuple[int, Version], ...]:
-        """Return the (sequence, version) of a peer's newest landings, oldest first; before them those recalled."""
+        """Return the (sequence, version) of a peer's newest landings, oldest first; before them the recalled ones."""
         return () if (record := self._of(peer)) is None else (*record.recalled, *record.landed)
 
     def recall(self, peer: PeerId, sequences: Sequence[int]) -> None:
-        """Say of these too, from now on, whether they have landed long ago (as of version 0): a life of the peer that
-        has gone back does not know."""
+        """List those of these sequences that landed long ago in `landed` too, as of version 0: a process that went back
+        to a checkpoint does not know."""
         if (record := self._records.get(peer)) is not None:
             old = (s for s in sequences if any(first <= s <= last for first, last in record.older))
             record.recalled = tuple((sequence, 0) for sequence in sorted(old))
 
     def incarnation(self, peer: PeerId) -> int:
-        """Return the highest incarnation of a peer id that has said Hello; 0: none that is fenced."""
+        """Return the highest incarnation that a peer id has said Hello with; 0: none that is fenced."""
         return 0 if (record := self._of(peer)) is None else record.incarnation
 
     def greet(self, peer: PeerId, incarnation: int) -> None:
-        """Take note of a Hello."""
+        """Record the incarnation of a Hello."""
         if incarnation:
             record = self._take(peer)
             record.incarnation = incarnation
             self._put(peer, record)
 
     def owner(self, peer: PeerId) -> str:
-        """Return the name of the key with which a peer came first; "" if it came without one, or is not known."""
+        """Return the name of the key with which a peer came first; "" without one, or if the peer is unknown."""
         return "" if (record := self._of(peer)) is None else record.owner
 
     def own(self, peer: PeerId, name: str) -> None:
-        """Record with which key a peer has come that says who it is in each life: the first one stays its owner."""
+        """Record the key with which a fenced peer has come; the first one stays its owner."""
         if (record := self._of(peer)) is not None and not record.owner:
             record.owner = name
 
     def hear(self, peer: PeerId, sequence: int) -> None:
-        """Take note of a publish that was announced."""
+        """Record that a publish was announced."""
         record = self._take(peer)
         record.heard = max(record.heard, sequence)
         self._put(peer, record)
 
     def land(self, peer: PeerId, sequence: int, version: Version) -> None:
-        """Take note that a publish is in the parameters from `version` on."""
+        """Record that a publish is in the parameters from `version` on. Raises OverflowError beyond 64 bits."""
         record = self._take(peer)
         record.land(sequence, version)
         self._put(peer, record)
 
     def clear(self) -> None:
-        """Forget all publishes, and no life."""
+        """Forget all publishes, but no incarnation."""
         for record in self._records.values():
             del record.numbers[:]
             record.older, record.recalled, record.heard = [], (), -1
 
     def forget_unlanded(self) -> None:
-        """Forget which publishes were heard of and have not landed."""
+        """Forget the publishes that were announced and have not landed."""
         for record in self._records.values():
             record.heard = max((sequence for sequence, _ in record.landed), default=-1)
 
@@ -420,16 +415,16 @@ class Records:
             del kept[next(iter(kept))]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: of each peer its landings as one short text, for there may be many peers,
-        and what writes a checkpoint makes objects of each entry of a list, and several copies of a text."""
+        """Return what a checkpoint must hold. The landings of each peer are one short text, because a list of numbers
+        would become as many objects, and there may be many peers."""
         return {
             peer: [record.heard, _steps_of(record.numbers), record.incarnation, record.older, record.owner]
             for peer, record in [*self._greeted.items(), *self._records.items()]
         }
 
     def restore(self, state: dict[str, Any], latest_incarnation: int = MAX_INCARNATION - 1) -> None:
-        """Take over what `state` wrote; an earlier release wrote no owners. A later incarnation than the latest that a
-        hub takes is forgotten: nobody sound has said it.
+        """Take over what `state` wrote; an earlier release wrote no owners. An incarnation above the latest that a hub
+        takes is forgotten, because no sound peer has said it.
 
         Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for anything else.
         """
@@ -446,6 +441,6 @@ class Records:
 
 
 def _steps_of(numbers: array[int]) -> str:
-    """Return landings as text: the first as it is, of the others how much each is above the one before."""
+    """Return landings as text: the first as it is, of the others the difference to the one before."""
     before = [0, 0, *numbers][: len(numbers)]
     return ",".join(str(number - last) for number, last in zip(numbers, before, strict=True))
