@@ -133,9 +133,9 @@ Phases = Iterator[tuple[Steps, np.dtype[Any]]]
 """The algorithms that a call plays one after another, each with the dtype of what it sends and receives."""
 
 
-def _alike(ours: str, theirs: str) -> str:
-    """Say what the arrays of two calls, by their texts, must have in common."""
-    names = {text.partition("(")[0] for text in (ours, theirs)}
+def what_calls_share(*texts: str) -> str:
+    """Return what the arrays of calls must have in common, by the calls' texts or names."""
+    names = {text.partition("(")[0] for text in texts}
     if names <= {"gatherv", "scatterv", "all_to_allv"}:
         return "arrays of one dtype that differ along the first axis only"
     (name, *others) = names
@@ -359,7 +359,7 @@ class Calls:
         first, second = sorted(((self.rank, ours), (source, theirs)))
         raise CollectiveMismatch(
             f"call number {number} is {first[1]} on {self._name(first[0])} and {second[1]} on {self._name(second[0])}: "
-            f"all ranks make the same calls in the same order, with {_alike(ours, theirs)}"
+            f"all ranks make the same calls in the same order, with {what_calls_share(ours, theirs)}"
         )
 
     def _tell(self, to: int, number: int) -> None:

@@ -21,11 +21,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from itertools import chain
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -54,7 +54,7 @@ from zmqtrain.collectives.arrays import (
     take_tree,
     take_value,
 )
-from zmqtrain.collectives.calls import Phases
+from zmqtrain.collectives.calls import Phases, what_calls_share
 from zmqtrain.collectives.coded import check_coder, coded_allreduce
 from zmqtrain.collectives.costs import LARGEST_CHUNK_BYTES, choose_algorithm, choose_chunk_bytes
 from zmqtrain.collectives.group import Endpoint, Group, Request
@@ -81,8 +81,6 @@ _LINGER_SECONDS = 1.0  # for the port to send what it has queued
 _HIGHEST_TAG = (1 << 63) - 1
 
 logger = logging.getLogger(__name__)
-
-Self = TypeVar("Self", bound="Messenger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +112,25 @@ class CommunicatorStatistics:
         return self.messages_sent + self.messages_received
 
 
-class Messenger:
-    """A process's place among the others of its group; see `Communicator`."""
+Op = str | Function | Reduction
+"""How two arrays become one: "sum", "mean", "max", "min", "prod", of bools and whole numbers "band", "bor", "bxor", in
+lower or upper case; or an associative and commutative function. Python's and numpy's own (`sum`, `max`, `math.prod`,
+`np.sum`, `np.bitwise_or`) are the named operations."""
+
+_BYTES = np.dtype(np.uint8)
+_COUNTS = np.dtype(np.int64)
+Each = TypeVar("Each", Tree, "_Rows")
+_Part = tuple[int, NDArray[np.uint8]]  # how many items of a rank, and their bytes
+_TOLD_BYTES = 512  # of what a root tells about its arrays, in the first message
+
+
+class Communicator:
+    """A process's place among the others of its group.
+
+    port: its connections to them; the communicator closes it.  timeout_seconds: the default of each wait.
+    A blocking call that runs out of time raises CollectiveTimeout; the call itself goes on, so that the other ranks can
+    still end theirs.
+    """
 
     def __init__(self, port: Port, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         if timeout_seconds <= 0:
@@ -123,7 +138,7 @@ class Messenger:
         self.timeout_seconds = timeout_seconds
         self._endpoint = Endpoint(port)
         self._group: Group = self._endpoint.start()
-        self._next: Messenger | None = None  # what has come of it by `shrink`
+        self._next: Self | None = None  # what has come of it by `shrink`
         self._closed = self._shrunk = False
         self._process, self._closing = os.getpid(), threading.Lock()  # held until a request is noted
         self._requests: WeakSet[Request] = WeakSet()
@@ -149,21 +164,14 @@ class Messenger:
         """Return the running figures."""
         moved, of_port = self._group.traffic, getattr(self._endpoint.port, "statistics", None)
         relayed = tuple(of_port().relayed) if of_port is not None else ()
-        return CommunicatorStatistics(
-            moved.bytes_sent,
-            moved.bytes_received,
-            moved.messages_sent,
-            moved.messages_received,
-            moved.values_sent,
-            moved.values_received,
-            tuple(self._group.members.index(rank) for rank in relayed if rank in self._group.members),
-        )
+        ranks = tuple(self._group.members.index(rank) for rank in relayed if rank in self._group.members)
+        return CommunicatorStatistics(**asdict(moved), relayed=ranks)
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received, with heads."""
         return self._group.traffic.bytes_sent, self._group.traffic.bytes_received
 
-    def shrink(self: Self, timeout_seconds: float | None = None) -> Self:
+    def shrink(self, timeout_seconds: float | None = None) -> Self:
         """Go on after a loss: return the communicator of those who live, once all of them have called this.
 
         Ranks keep their order and are counted anew. Also after calls differed; then all go on. Raises PeerLost if it is
@@ -229,7 +237,7 @@ class Messenger:
             for request in list(self._requests):
                 request.complete(error)
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -335,6 +343,340 @@ class Messenger:
     def imrecv(self, message: Message, *, into: NDArray[Any] | None = None) -> Request:
         """Receive the message that a matched probe has found; once. into: as for `irecv`."""
         return self._receive(message.envelope.source, message.envelope.tag, into, message.envelope)
+
+    # ------------------------------------------------------------------ all reduce
+
+    def allreduce(
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        codec: Any = None,
+        into: NDArray[Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
+
+        algorithm: "naive", "ring", "tree", "halving" ("recursive_halving"), "parallel", "sequential", "hub" (by the
+        broker); "auto" chooses by size. The order in which values are reduced is the algorithm's (its docstring).
+        codec: what goes over the network is encoded (float32, "sum" or "mean" only; by the owners of shares, whatever
+        the algorithm).  into: where the result of one numpy array is put, x itself for in place: saves a copy of large
+        arrays.
+        Raises ConfigError for what cannot be reduced so, OperationError where a function cannot be or has failed,
+        CollectiveMismatch, PeerLost, CollectiveTimeout.
+        """
+        return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
+
+    def iallreduce(
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        codec: Any = None,
+        into: NDArray[Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Request:
+        """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not.
+
+        timeout_seconds: how long the request's `wait` waits where it is not told.
+        """
+        tree = take_tree(x)
+        reductions, operation = _reductions(op, tree)
+        if codec is not None:
+            coder = check_coder(self._read_codec(codec), operation, tree)
+            text = f"allreduce({tree.text}, op={operation}, codec={coder.name})"
+        else:
+            coder = None
+            if algorithm == "auto":
+                algorithm = choose_algorithm(self.size, tree.nbytes)
+            algorithm = ALIASES.get(algorithm, algorithm)
+            self._check_algorithm(algorithm, operation, tree)
+            text = f"allreduce({tree.text}, op={operation}, algorithm={algorithm})"
+        flats = tree.pack() if into is None else [_put(tree, into)]
+
+        def phases() -> Phases:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                if coder is not None:
+                    yield coded_allreduce(self.rank, self.size, flat, coder, operation == "mean"), _BYTES
+                else:
+                    chunk = self._chunk(flat, algorithm)
+                    yield ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, chunk), flat.dtype
+            yield from self._meet(tree.nbytes == 0)
+
+        return self._call(
+            text,
+            phases(),
+            lambda: tree.unpack(flats) if into is None else into,
+            operation=operation,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def reduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Reduce the arrays of all ranks; the root gets the result, the others None."""
+        return self.ireduce(x, op, root).wait(timeout_seconds)
+
+    def ireduce(self, x: Any, op: Op = "sum", root: int = 0) -> Request:
+        """Begin a `reduce`."""
+        self._check_rank("root", root)
+        tree = take_tree(x)
+        reductions, operation = _reductions(op, tree)
+        flats, algorithm = tree.pack(), self._rooted(tree.nbytes)
+
+        def phases() -> Phases:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                chunk = self._chunk(flat, algorithm)
+                yield REDUCE[algorithm](self.rank, self.size, flat, reduction, root, chunk), flat.dtype
+            yield from self._meet(tree.nbytes == 0)
+
+        text = f"reduce({tree.text}, op={operation}, root={root})"
+        return self._call(text, phases(), lambda: tree.unpack(flats) if self.rank == root else None, confirm=True)
+
+    def reduce_scatter(self, x: Any, op: Op = "sum", *, timeout_seconds: float | None = None) -> Any:
+        """Reduce the arrays of all ranks, and give each rank its share of the result.
+
+        x: one array. The share of rank r is flat: values n r // size to n (r + 1) // size of the flattened result, n in
+        all; in the order of the ring (`ring_reduce_scatter`).
+        """
+        return self.ireduce_scatter(x, op).wait(timeout_seconds)
+
+    def ireduce_scatter(self, x: Any, op: Op = "sum") -> Request:
+        """Begin a `reduce_scatter`."""
+        tree = take_tree(x)
+        if not tree.is_leaf:
+            raise ConfigError("reduce_scatter takes one array: join the leaves of a tree first, or allreduce it")
+        reduction = _reduction(op, tree.shapes[0].dtype)
+        (flat,) = tree.pack()
+        bounds = share_bounds(flat.size, self.size)
+        own = slice(bounds[self.rank], bounds[self.rank + 1])
+        steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat, "ring"))
+        text = f"reduce_scatter({tree.text}, op={reduction.name})"
+        phases = chain([(steps, flat.dtype)], self._meet(flat.size < self.size))
+        return self._call(text, phases, lambda: tree.leaves[0].rebuild(flat[own].copy()))
+
+    # ------------------------------------------------------------------ spread and gather
+
+    def allgather(self, x: Any, *, timeout_seconds: float | None = None) -> list[Any]:
+        """Give all ranks a list of all ranks' arrays, by rank; all are of one shape and dtype."""
+        gathered: list[Any] = self.iallgather(x).wait(timeout_seconds)
+        return gathered
+
+    def iallgather(self, x: Any) -> Request:
+        """Begin an `allgather`."""
+        tree = take_tree(x)
+        nbytes = tree.nbytes
+        joined, parts = self._room_for_all(nbytes)
+        parts[self.rank][:] = np.frombuffer(tree.join(), _BYTES)
+        algorithm = "parallel" if nbytes <= 64 << 10 else "ring"
+        bounds = [nbytes * rank for rank in range(self.size + 1)]
+        steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined, algorithm), bounds)
+        return self._call(
+            f"allgather({tree.text})",
+            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
+            lambda: _unpack_all(tree, parts),
+        )
+
+    def broadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Give all ranks the root's array, tree of arrays, or Python value (see `isend`).
+
+        x: elsewhere than on the root None, or an array of the same shape and dtype, whose kind (jax, its device) the
+        result then has; with None it is numpy. If the root gives a Python value: None, or any Python value, which is
+        not looked at. The root gets x itself.
+        """
+        return self.ibroadcast(x, root).wait(timeout_seconds)
+
+    def ibroadcast(self, x: Any = None, root: int = 0) -> Request:
+        """Begin a `broadcast`. On the root x is left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        own = self._take(x) if x is not None or is_root else None
+        text, got = f"broadcast(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
+
+        def phases() -> Phases:
+            told: list[str] = []
+            yield from self._tell(own.text if is_root and own else "", root, told)
+            tree = read_tree(told[0]) if own is None or (own.is_value and not is_root) else own
+            self._check_told(text, tree if own is None else own, told[0], root)
+            joined = np.frombuffer(tree.join(), _BYTES) if is_root else np.empty(tree.nbytes, _BYTES)
+            got.append((tree, joined))
+            algorithm = self._rooted(tree.nbytes)
+            yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined, algorithm)), _BYTES
+
+        def make() -> Any:
+            return x if is_root else self._rebuild(*got[0])
+
+        return self._call(text, phases(), make, confirm=True)
+
+    def scatter(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Give each rank its own of the root's arrays.
+
+        xs: on the root one for each rank, all of one shape and dtype; not looked at elsewhere. The root gets its own
+        itself.
+        """
+        return self.iscatter(xs, root).wait(timeout_seconds)
+
+    def iscatter(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
+        """Begin a `scatter`. On the root xs are left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        trees = self._for_each("scatter", xs, take_tree) if is_root else []
+        text, got = f"scatter(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
+
+        def phases() -> Phases:
+            told: list[str] = []
+            yield from self._tell(trees[0].text if is_root else "", root, told)
+            tree = trees[root] if is_root else read_tree(told[0])
+            parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
+            joined = parts[root] if is_root else np.empty(tree.nbytes, _BYTES)
+            got.append((tree, joined))
+            chunk = choose_chunk_bytes("", self.size, tree.nbytes)
+            yield algorithms.scatter(self.rank, self.size, parts, joined, root, chunk), _BYTES
+
+        def make() -> Any:
+            tree, joined = got[0]
+            return xs[root] if is_root and xs is not None else tree.unpack(tree.split(joined))
+
+        return self._call(text, phases(), make, confirm=True)
+
+    def gather(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
+        """Give the root a list of all ranks' arrays or Python values (see `isend`), by rank, and the others None.
+
+        Arrays are of one shape and dtype on all ranks (`gatherv`: of different lengths). Python values may differ as
+        they like; arrays on one rank and a Python value on another are CollectiveMismatch on all.
+        """
+        gathered: list[Any] | None = self.igather(x, root).wait(timeout_seconds)
+        return gathered
+
+    def igather(self, x: Any, root: int = 0) -> Request:
+        """Begin a `gather`. x is left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        if is_value(x):
+            return self._igather_values(x, root)
+        tree = take_tree(x)
+        part = np.frombuffer(tree.join(), _BYTES)
+        parts = self._room_for_all(tree.nbytes)[1] if is_root else []
+        if is_root:
+            parts[root][:] = part
+        steps = algorithms.gather(self.rank, self.size, part, parts, root, self._chunk(part))
+        return self._call(
+            f"gather({tree.text}, root={root})",
+            chain([(steps, _BYTES)], self._meet(tree.nbytes == 0)),
+            lambda: _unpack_all(tree, parts) if is_root else None,
+            confirm=True,
+        )
+
+    def _igather_values(self, x: Any, root: int) -> Request:
+        packed, parts = np.frombuffer(self._pack_value(x), _BYTES), list[_Part]()
+        phases = self._gather_uneven((packed.size, packed), 1, root, parts)
+        make = (lambda: [self._unpack_value(part) for _, part in parts]) if self.rank == root else _nothing
+        return self._call(f"gather(value, root={root})", phases, make, confirm=True)
+
+    def gatherv(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
+        """Give the root a list of all ranks' arrays, by rank, and the others None.
+
+        The arrays may differ in length along their first axis; dtype and all other axes are the same on all ranks.
+        """
+        gathered: list[Any] | None = self.igatherv(x, root).wait(timeout_seconds)
+        return gathered
+
+    def igatherv(self, x: Any, root: int = 0) -> Request:
+        """Begin a `gatherv`. x is left alone until it is over."""
+        self._check_rank("root", root)
+        rows, parts = _Rows.take("gatherv", x), list[_Part]()
+        phases = self._gather_uneven((rows.count, rows.joined), rows.nbytes, root, parts)
+        make = (lambda: [rows.rebuild(part) for part in parts]) if self.rank == root else _nothing
+        return self._call(f"gatherv({rows.text}, root={root})", phases, make, confirm=True)
+
+    def scatterv(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
+        """Give each rank its own of the root's arrays, which may differ in length along their first axis.
+
+        xs: on the root one for each rank, of one dtype and equal in all other axes; not looked at elsewhere. The root
+        gets its own itself, the others a numpy array.
+        """
+        return self.iscatterv(xs, root).wait(timeout_seconds)
+
+    def iscatterv(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
+        """Begin a `scatterv`. On the root xs are left alone until it is over."""
+        self._check_rank("root", root)
+        is_root = self.rank == root
+        each = self._for_each("scatterv", xs, partial(_Rows.take, "scatterv")) if is_root else []
+        got = list[tuple[Tree, NDArray[np.uint8]]]()
+
+        def phases() -> Phases:
+            told: list[str] = []
+            yield from self._tell(
+                " ".join([each[0].text, *(str(one.count) for one in each)]) if is_root else "", root, told
+            )
+            kind, *counts = told[0].split(" ")
+            if len(counts) != self.size:
+                raise CollectiveMismatch(f"{self._group.name(root)} scatters {len(counts)} arrays to {self.size} ranks")
+            tree = read_tree(kind.replace("*", counts[self.rank], 1))
+            joined = each[root].joined if is_root else np.empty(tree.nbytes, _BYTES)
+            got.append((tree, joined))
+            parts = [one.joined for one in each]
+            yield algorithms.scatter(self.rank, self.size, parts, joined, root, LARGEST_CHUNK_BYTES), _BYTES
+
+        def make() -> Any:
+            return xs[root] if is_root and xs is not None else self._rebuild(*got[0])
+
+        return self._call(f"scatterv(root={root})", phases(), make, confirm=True)
+
+    def all_to_all(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
+        """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
+
+        xs: one for each rank, all of one shape and dtype, on all ranks.
+        """
+        exchanged: list[Any] = self.iall_to_all(xs).wait(timeout_seconds)
+        return exchanged
+
+    def iall_to_all(self, xs: Sequence[Any]) -> Request:
+        """Begin an `all_to_all`. xs are left alone until it is over."""
+        trees = self._for_each("all_to_all", xs, take_tree)
+        tree = trees[self.rank]
+        joined, parts = self._room_for_all(tree.nbytes)
+        given = [np.frombuffer(each.join(), _BYTES) for each in trees]
+        parts[self.rank][:] = given[self.rank]
+        steps = algorithms.all_to_all(self.rank, self.size, given, parts, self._chunk(joined))
+        return self._call(
+            f"all_to_all({tree.text})",
+            chain([(steps, _BYTES)], self._meet(tree.nbytes == 0)),
+            lambda: _unpack_all(tree, parts),
+        )
+
+    def all_to_allv(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
+        """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
+
+        xs: one for each rank; they may differ in length along their first axis. dtype and all other axes are the same
+        for all, on all ranks.
+        """
+        exchanged: list[Any] = self.iall_to_allv(xs).wait(timeout_seconds)
+        return exchanged
+
+    def iall_to_allv(self, xs: Sequence[Any]) -> Request:
+        """Begin an `all_to_allv`. xs are left alone until it is over."""
+        each = self._for_each("all_to_allv", xs, partial(_Rows.take, "all_to_allv"))
+        own, parts = each[self.rank], list[_Part]()
+
+        def phases() -> Phases:
+            sent, came = (np.array([[one.count] for one in each], _COUNTS) for _ in range(2))
+            yield algorithms.all_to_all(self.rank, self.size, list(sent), list(came), 1), _COUNTS
+            parts.extend(self._room(rank, int(came[rank, 0]), own.nbytes) for rank in range(self.size))
+            into = [joined for _, joined in parts]
+            into[self.rank][:] = own.joined
+            joined = [one.joined for one in each]
+            yield algorithms.all_to_all(self.rank, self.size, joined, into, LARGEST_CHUNK_BYTES), _BYTES
+
+        return self._call(f"all_to_allv({own.text})", phases(), lambda: [own.rebuild(part) for part in parts])
+
+    def barrier(self, *, timeout_seconds: float | None = None) -> None:
+        """Return once all ranks have called this."""
+        self.ibarrier().wait(timeout_seconds)
+
+    def ibarrier(self) -> Request:
+        """Begin a `barrier`; the request is over once all ranks have begun it."""
+        return self._call("barrier()", iter([(algorithms.barrier(self.rank, self.size), _BYTES)]), lambda: None)
 
     # ------------------------------------------------------------------ how
 
@@ -455,399 +797,6 @@ class Messenger:
         settled.wait(self.timeout_seconds)
         return transfer.withdrawn if isinstance(transfer, Sending) else transfer.cancelled
 
-
-def _is_in_flight(request: Request) -> bool:
-    """Tell whether a request that is not over will be without a further call of this rank."""
-    doing = request.doing
-    if request.test() or isinstance(doing, Finding):
-        return False
-    return not isinstance(doing, Receiving) or doing.envelope is not None
-
-
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag <= _HIGHEST_TAG:
-        raise ConfigError(f"a tag is a number from 0 to {_HIGHEST_TAG}, got {tag}")
-
-
-def _check_into(into: NDArray[Any]) -> None:
-    """Raise ConfigError unless values can be put there as they come."""
-    if not isinstance(into, np.ndarray) or not (into.flags.c_contiguous and into.flags.writeable):
-        raise ConfigError("into is a numpy array that is contiguous and may be written")
-    dtype_code(into.dtype)
-
-
-def _any(number: int) -> str:
-    return "ANY" if number < 0 else str(number)
-
-
-def _short(text: str, longest: int = 400) -> str:
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
-
-
-Op = str | Function | Reduction
-"""How two arrays become one: "sum", "mean", "max", "min", "prod", of bools and whole numbers "band", "bor", "bxor", in
-lower or upper case; or an associative and commutative function. Python's and numpy's own (`sum`, `max`, `math.prod`,
-`np.sum`, `np.bitwise_or`) are the named operations."""
-
-_BYTES = np.dtype(np.uint8)
-_COUNTS = np.dtype(np.int64)
-_Part = tuple[int, NDArray[np.uint8]]  # how many items of a rank, and their bytes
-_TOLD_BYTES = 512  # of what a root tells about its arrays, in the first message
-
-
-class Communicator(Messenger):
-    """A process's place among the others of its group.
-
-    port: its way to them; the communicator closes it.  timeout_seconds: how long each wait waits where it is not told.
-    A call of the blocking kind that runs out of time raises CollectiveTimeout, and goes on without its caller: the
-    others can still end theirs.
-    """
-
-    # ------------------------------------------------------------------ all reduce
-
-    def allreduce(
-        self,
-        x: Any,
-        op: Op = "sum",
-        *,
-        algorithm: str = "auto",
-        codec: Any = None,
-        into: NDArray[Any] | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Any:
-        """Reduce the arrays of all ranks, and give all of them the result, bit-identical.
-
-        algorithm: "naive", "ring", "tree", "halving" ("recursive_halving"), "parallel", "sequential", "hub" (by the
-        broker); "auto" chooses by size. The order in which values are reduced is the algorithm's (its docstring).
-        codec: what goes over the network is encoded (float32, "sum" or "mean" only; by the owners of shares, whatever
-        the algorithm).  into: where the result of one numpy array is put, x itself for in place: saves a copy of large
-        arrays.
-        Raises ConfigError for what cannot be reduced so, OperationError where a function cannot be or has failed,
-        CollectiveMismatch, PeerLost, CollectiveTimeout.
-        """
-        return self.iallreduce(x, op, algorithm=algorithm, codec=codec, into=into).wait(timeout_seconds)
-
-    def iallreduce(
-        self,
-        x: Any,
-        op: Op = "sum",
-        *,
-        algorithm: str = "auto",
-        codec: Any = None,
-        into: NDArray[Any] | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Request:
-        """Begin an `allreduce`; the request's result is its result. x may be written over at once, `into` not.
-
-        timeout_seconds: how long the request's `wait` waits where it is not told.
-        """
-        tree = take_tree(x)
-        reductions = [_reduction(op, dtype) for dtype in tree.sizes()]
-        operation = reductions[0].name if reductions else "sum"
-        if codec is not None:
-            coder = check_coder(self._read_codec(codec), operation, tree)
-            text = f"allreduce({tree.text}, op={operation}, codec={coder.name})"
-        else:
-            coder = None
-            if algorithm == "auto":
-                algorithm = choose_algorithm(self.size, tree.nbytes)
-            algorithm = ALIASES.get(algorithm, algorithm)
-            self._check_algorithm(algorithm, operation, tree)
-            text = f"allreduce({tree.text}, op={operation}, algorithm={algorithm})"
-        flats = tree.pack() if into is None else [_put(tree, into)]
-
-        def phases() -> Phases:
-            for flat, reduction in zip(flats, reductions, strict=True):
-                if coder is not None:
-                    yield coded_allreduce(self.rank, self.size, flat, coder, operation == "mean"), _BYTES
-                else:
-                    yield (
-                        ALLREDUCE[algorithm](self.rank, self.size, flat, reduction, self._chunk(flat, algorithm)),
-                        flat.dtype,
-                    )
-            yield from self._meet(tree.nbytes == 0)
-
-        return self._call(
-            text,
-            phases(),
-            lambda: tree.unpack(flats) if into is None else into,
-            operation=operation,
-            timeout_seconds=timeout_seconds,
-        )
-
-    def reduce(self, x: Any, op: Op = "sum", root: int = 0, *, timeout_seconds: float | None = None) -> Any:
-        """Reduce the arrays of all ranks; the root gets the result, the others None."""
-        return self.ireduce(x, op, root).wait(timeout_seconds)
-
-    def ireduce(self, x: Any, op: Op = "sum", root: int = 0) -> Request:
-        """Begin a `reduce`."""
-        self._check_rank("root", root)
-        tree = take_tree(x)
-        reductions = [_reduction(op, dtype) for dtype in tree.sizes()]
-        operation = reductions[0].name if reductions else "sum"
-        flats, algorithm = tree.pack(), self._rooted(tree.nbytes)
-
-        def phases() -> Phases:
-            for flat, reduction in zip(flats, reductions, strict=True):
-                chunk = self._chunk(flat, algorithm)
-                yield REDUCE[algorithm](self.rank, self.size, flat, reduction, root, chunk), flat.dtype
-            yield from self._meet(tree.nbytes == 0)
-
-        text = f"reduce({tree.text}, op={operation}, root={root})"
-        return self._call(text, phases(), lambda: tree.unpack(flats) if self.rank == root else None, confirm=True)
-
-    def reduce_scatter(self, x: Any, op: Op = "sum", *, timeout_seconds: float | None = None) -> Any:
-        """Reduce the arrays of all ranks, and give each rank its share of the result.
-
-        x: one array. The share of rank r is flat: values n r // size to n (r + 1) // size of the flattened result, n in
-        all; in the order of the ring (`ring_reduce_scatter`).
-        """
-        return self.ireduce_scatter(x, op).wait(timeout_seconds)
-
-    def ireduce_scatter(self, x: Any, op: Op = "sum") -> Request:
-        """Begin a `reduce_scatter`."""
-        tree = take_tree(x)
-        if not tree.is_leaf:
-            raise ConfigError("reduce_scatter takes one array: join the leaves of a tree first, or allreduce it")
-        reduction = _reduction(op, tree.shapes[0].dtype)
-        (flat,) = tree.pack()
-        bounds = share_bounds(flat.size, self.size)
-        own = slice(bounds[self.rank], bounds[self.rank + 1])
-        steps = REDUCE_SCATTER["ring"](self.rank, self.size, flat, reduction, self._chunk(flat, "ring"))
-        text = f"reduce_scatter({tree.text}, op={reduction.name})"
-        phases = chain([(steps, flat.dtype)], self._meet(flat.size < self.size))
-        return self._call(text, phases, lambda: tree.leaves[0].rebuild(flat[own].copy()))
-
-    # ------------------------------------------------------------------ spread and gather
-
-    def allgather(self, x: Any, *, timeout_seconds: float | None = None) -> list[Any]:
-        """Give all ranks a list of all ranks' arrays, by rank; all are of one shape and dtype."""
-        gathered: list[Any] = self.iallgather(x).wait(timeout_seconds)
-        return gathered
-
-    def iallgather(self, x: Any) -> Request:
-        """Begin an `allgather`."""
-        tree = take_tree(x)
-        joined, nbytes = np.empty(self.size * tree.nbytes, _BYTES), tree.nbytes
-        joined[self.rank * nbytes : (self.rank + 1) * nbytes] = np.frombuffer(tree.join(), _BYTES)
-        algorithm = "parallel" if nbytes <= 64 << 10 else "ring"
-        bounds = [nbytes * rank for rank in range(self.size + 1)]
-        steps = ALLGATHER[algorithm](self.rank, self.size, joined, self._chunk(joined, algorithm), bounds)
-        return self._call(
-            f"allgather({tree.text})",
-            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
-            lambda: _unpack_all(tree, joined, self.size),
-        )
-
-    def broadcast(self, x: Any = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
-        """Give all ranks the root's array, tree of arrays, or Python value (see `isend`).
-
-        x: elsewhere than on the root None, or an array of the same shape and dtype, whose kind (jax, its device) the
-        result then has; with None it is numpy. If the root gives a Python value: None, or any Python value, which is
-        not looked at. The root gets x itself.
-        """
-        return self.ibroadcast(x, root).wait(timeout_seconds)
-
-    def ibroadcast(self, x: Any = None, root: int = 0) -> Request:
-        """Begin a `broadcast`. On the root x is left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
-        own = self._take(x) if x is not None or is_root else None
-        text, got = f"broadcast(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
-
-        def phases() -> Phases:
-            told: list[str] = []
-            yield from self._tell(own.text if is_root and own else "", root, told)
-            tree = read_tree(told[0]) if own is None or (own.is_value and not is_root) else own
-            self._check_told(text, tree if own is None else own, told[0], root)
-            joined = np.frombuffer(tree.join(), _BYTES) if is_root else np.empty(tree.nbytes, _BYTES)
-            got.append((tree, joined))
-            algorithm = self._rooted(tree.nbytes)
-            yield BROADCAST[algorithm](self.rank, self.size, joined, root, self._chunk(joined, algorithm)), _BYTES
-
-        def make() -> Any:
-            return x if is_root else self._rebuild(*got[0])
-
-        return self._call(text, phases(), make, confirm=True)
-
-    def scatter(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
-        """Give each rank its own of the root's arrays.
-
-        xs: on the root one for each rank, all of one shape and dtype; not looked at elsewhere. The root gets its own
-        itself.
-        """
-        return self.iscatter(xs, root).wait(timeout_seconds)
-
-    def iscatter(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
-        """Begin a `scatter`. On the root xs are left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
-        trees = self._one_for_each("scatter", xs) if is_root else []
-        text, got = f"scatter(root={root})", list[tuple[Tree, NDArray[np.uint8]]]()
-
-        def phases() -> Phases:
-            told: list[str] = []
-            yield from self._tell(trees[0].text if is_root else "", root, told)
-            tree = trees[root] if is_root else read_tree(told[0])
-            parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
-            joined = parts[root] if is_root else np.empty(tree.nbytes, _BYTES)
-            got.append((tree, joined))
-            chunk = choose_chunk_bytes("", self.size, tree.nbytes)
-            yield algorithms.scatter(self.rank, self.size, parts, joined, root, chunk), _BYTES
-
-        def make() -> Any:
-            tree, joined = got[0]
-            return xs[root] if is_root and xs is not None else tree.unpack(tree.split(joined))
-
-        return self._call(text, phases(), make, confirm=True)
-
-    def gather(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
-        """Give the root a list of all ranks' arrays or Python values (see `isend`), by rank, and the others None.
-
-        Arrays are of one shape and dtype on all ranks (`gatherv`: of different lengths). Python values may differ as
-        they like; arrays on one rank and a Python value on another are CollectiveMismatch on all.
-        """
-        gathered: list[Any] | None = self.igather(x, root).wait(timeout_seconds)
-        return gathered
-
-    def igather(self, x: Any, root: int = 0) -> Request:
-        """Begin a `gather`. x is left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
-        if is_value(x):
-            return self._igather_values(x, root)
-        tree = take_tree(x)
-        part, nbytes = np.frombuffer(tree.join(), _BYTES), tree.nbytes
-        joined = np.empty(self.size * nbytes if is_root else 0, _BYTES)
-        parts = [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)] if is_root else []
-        if is_root:
-            parts[root][:] = part
-        steps = algorithms.gather(self.rank, self.size, part, parts, root, self._chunk(part))
-        return self._call(
-            f"gather({tree.text}, root={root})",
-            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
-            lambda: _unpack_all(tree, joined, self.size) if is_root else None,
-            confirm=True,
-        )
-
-    def _igather_values(self, x: Any, root: int) -> Request:
-        packed, parts = np.frombuffer(self._pack_value(x), _BYTES), list[_Part]()
-        phases = self._gather_uneven((packed.size, packed), 1, root, parts)
-        make = (lambda: [self._unpack_value(part) for _, part in parts]) if self.rank == root else _nothing
-        return self._call(f"gather(value, root={root})", phases, make, confirm=True)
-
-    def gatherv(self, x: Any, root: int = 0, *, timeout_seconds: float | None = None) -> list[Any] | None:
-        """Give the root a list of all ranks' arrays, by rank, and the others None.
-
-        The arrays may differ in length along their first axis; dtype and all other axes are the same on all ranks.
-        """
-        gathered: list[Any] | None = self.igatherv(x, root).wait(timeout_seconds)
-        return gathered
-
-    def igatherv(self, x: Any, root: int = 0) -> Request:
-        """Begin a `gatherv`. x is left alone until it is over."""
-        self._check_rank("root", root)
-        rows, parts = _Rows.take("gatherv", x), list[_Part]()
-        phases = self._gather_uneven((rows.count, rows.joined), rows.nbytes, root, parts)
-        make = (lambda: [rows.rebuild(part) for part in parts]) if self.rank == root else _nothing
-        return self._call(f"gatherv({rows.text}, root={root})", phases, make, confirm=True)
-
-    def scatterv(self, xs: Sequence[Any] | None = None, root: int = 0, *, timeout_seconds: float | None = None) -> Any:
-        """Give each rank its own of the root's arrays, which may differ in length along their first axis.
-
-        xs: on the root one for each rank, of one dtype and equal in all other axes; not looked at elsewhere. The root
-        gets its own itself, the others a numpy array.
-        """
-        return self.iscatterv(xs, root).wait(timeout_seconds)
-
-    def iscatterv(self, xs: Sequence[Any] | None = None, root: int = 0) -> Request:
-        """Begin a `scatterv`. On the root xs are left alone until it is over."""
-        self._check_rank("root", root)
-        is_root = self.rank == root
-        each = self._rows_for_each("scatterv", xs) if is_root else []
-        got = list[tuple[Tree, NDArray[np.uint8]]]()
-
-        def phases() -> Phases:
-            told: list[str] = []
-            yield from self._tell(
-                " ".join([each[0].text, *(str(one.count) for one in each)]) if is_root else "", root, told
-            )
-            kind, *counts = told[0].split(" ")
-            if len(counts) != self.size:
-                raise CollectiveMismatch(f"{self._group.name(root)} scatters {len(counts)} arrays to {self.size} ranks")
-            tree = read_tree(kind.replace("*", counts[self.rank], 1))
-            joined = each[root].joined if is_root else np.empty(tree.nbytes, _BYTES)
-            got.append((tree, joined))
-            parts = [one.joined for one in each]
-            yield algorithms.scatter(self.rank, self.size, parts, joined, root, LARGEST_CHUNK_BYTES), _BYTES
-
-        def make() -> Any:
-            return xs[root] if is_root and xs is not None else self._rebuild(*got[0])
-
-        return self._call(f"scatterv(root={root})", phases(), make, confirm=True)
-
-    def all_to_all(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
-        """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
-
-        xs: one for each rank, all of one shape and dtype, on all ranks.
-        """
-        exchanged: list[Any] = self.iall_to_all(xs).wait(timeout_seconds)
-        return exchanged
-
-    def iall_to_all(self, xs: Sequence[Any]) -> Request:
-        """Begin an `all_to_all`. xs are left alone until it is over."""
-        trees = self._one_for_each("all_to_all", xs)
-        tree, nbytes = trees[self.rank], trees[self.rank].nbytes
-        joined = np.empty(self.size * nbytes, _BYTES)
-        into = [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)]
-        parts = [np.frombuffer(each.join(), _BYTES) for each in trees]
-        into[self.rank][:] = parts[self.rank]
-        steps = algorithms.all_to_all(self.rank, self.size, parts, into, self._chunk(joined))
-        return self._call(
-            f"all_to_all({tree.text})",
-            chain([(steps, _BYTES)], self._meet(nbytes == 0)),
-            lambda: _unpack_all(tree, joined, self.size),
-        )
-
-    def all_to_allv(self, xs: Sequence[Any], *, timeout_seconds: float | None = None) -> list[Any]:
-        """Give each rank r this rank's xs[r]; return what all ranks have given this one, by rank.
-
-        xs: one for each rank; they may differ in length along their first axis. dtype and all other axes are the same
-        for all, on all ranks.
-        """
-        exchanged: list[Any] = self.iall_to_allv(xs).wait(timeout_seconds)
-        return exchanged
-
-    def iall_to_allv(self, xs: Sequence[Any]) -> Request:
-        """Begin an `all_to_allv`. xs are left alone until it is over."""
-        each = self._rows_for_each("all_to_allv", xs)
-        own, parts = each[self.rank], list[_Part]()
-
-        def phases() -> Phases:
-            sent, came = (np.array([one.count for one in each], _COUNTS) for _ in range(2))
-            cut = [slice(rank, rank + 1) for rank in range(self.size)]
-            yield (
-                algorithms.all_to_all(self.rank, self.size, [sent[c] for c in cut], [came[c] for c in cut], 1),
-                _COUNTS,
-            )
-            parts.extend(self._room(rank, int(came[rank]), own.nbytes) for rank in range(self.size))
-            into = [joined for _, joined in parts]
-            into[self.rank][:] = own.joined
-            joined = [one.joined for one in each]
-            yield algorithms.all_to_all(self.rank, self.size, joined, into, LARGEST_CHUNK_BYTES), _BYTES
-
-        return self._call(f"all_to_allv({own.text})", phases(), lambda: [own.rebuild(part) for part in parts])
-
-    def barrier(self, *, timeout_seconds: float | None = None) -> None:
-        """Return once all ranks have called this."""
-        self.ibarrier().wait(timeout_seconds)
-
-    def ibarrier(self) -> Request:
-        """Begin a `barrier`; the request is over once all ranks have begun it."""
-        return self._call("barrier()", iter([(algorithms.barrier(self.rank, self.size), _BYTES)]), lambda: None)
-
-    # ------------------------------------------------------------------ how
-
     def _call(
         self,
         text: str,
@@ -875,11 +824,10 @@ class Communicator(Messenger):
     def _gather_uneven(self, own: _Part, item_bytes: int, root: int, parts: list[_Part]) -> Phases:
         """Bring parts of any numbers of items to the root, where they are put in `parts`: first the numbers."""
         count = np.array([own[0]], _COUNTS)
-        counts = np.repeat(count, self.size)
-        cut = [counts[rank : rank + 1] for rank in range(self.size)]
-        yield algorithms.gather(self.rank, self.size, count, cut, root, 1), _COUNTS
+        counts = np.full((self.size, 1), own[0], _COUNTS)
+        yield algorithms.gather(self.rank, self.size, count, list(counts), root, 1), _COUNTS
         if self.rank == root:
-            parts.extend(self._room(rank, int(counts[rank]), item_bytes) for rank in range(self.size))
+            parts.extend(self._room(rank, int(counts[rank, 0]), item_bytes) for rank in range(self.size))
             parts[root][1][:] = own[1]
         into = [joined for _, joined in parts]
         yield algorithms.gather(self.rank, self.size, own[1], into, root, LARGEST_CHUNK_BYTES), _BYTES
@@ -918,31 +866,24 @@ class Communicator(Messenger):
                 f"{tree.text[:200]}: take another algorithm"
             )
 
-    def _one_for_each(self, name: str, xs: Sequence[Any] | None) -> list[Tree]:
+    def _for_each(self, name: str, xs: Sequence[Any] | None, take: Callable[[Any], Each]) -> list[Each]:
+        """Take one array for each rank. Raise ConfigError if there are more or fewer, or they differ."""
         if xs is None or len(xs) != self.size:
             count = "none" if xs is None else len(xs)
             raise ConfigError(f"{name} takes one array for each of {self.size} ranks, got {count}")
-        trees = [take_tree(x) for x in xs]
-        for rank, tree in enumerate(trees):
-            if tree.text != trees[0].text:
+        each = [take(x) for x in xs]
+        for rank, one in enumerate(each):
+            if one.text != each[0].text:
                 raise ConfigError(
-                    f"{name} takes arrays of one shape and dtype: that for rank 0 is {trees[0].text[:200]}, that for "
-                    f"rank {rank} {tree.text[:200]}"
-                )
-        return trees
-
-    def _rows_for_each(self, name: str, xs: Sequence[Any] | None) -> list[_Rows]:
-        if xs is None or len(xs) != self.size:
-            count = "none" if xs is None else len(xs)
-            raise ConfigError(f"{name} takes one array for each of {self.size} ranks, got {count}")
-        each = [_Rows.take(name, x) for x in xs]
-        for rank, rows in enumerate(each):
-            if rows.text != each[0].text:
-                raise ConfigError(
-                    f"{name} takes arrays of one dtype that differ along the first axis only: that for rank 0 is "
-                    f"{each[0].text}, that for rank {rank} {rows.text}"
+                    f"{name} takes {what_calls_share(name)}: that for rank 0 is {each[0].text[:200]}, that for rank "
+                    f"{rank} {one.text[:200]}"
                 )
         return each
+
+    def _room_for_all(self, nbytes: int) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+        """Return room for so many bytes of each rank, whole and by rank."""
+        joined = np.empty(self.size * nbytes, _BYTES)
+        return joined, [joined[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.size)]
 
     def _tell(self, text: str, root: int, told: list[str]) -> Iterator[tuple[Steps, np.dtype[Any]]]:
         """Broadcast a text of the root's, which is put in `told`."""
@@ -1012,6 +953,12 @@ def _nothing() -> None:
     pass
 
 
+def _reductions(op: Op, tree: Tree) -> tuple[list[Reduction], str]:
+    """Return the reduction of each dtype of a tree, and the name of the operation."""
+    reductions = [_reduction(op, dtype) for dtype in tree.sizes()]
+    return reductions, reductions[0].name if reductions else "sum"
+
+
 def _reduction(op: Op, dtype: np.dtype[Any]) -> Reduction:
     return _reduction_by_name(op, dtype) if isinstance(op, str) else find_reduction(op, dtype)
 
@@ -1033,7 +980,33 @@ def _put(tree: Tree, into: NDArray[Any]) -> NDArray[Any]:
     return flat
 
 
-def _unpack_all(tree: Tree, joined: NDArray[np.uint8], size: int) -> list[Any]:
-    """Return one tree for each rank of the bytes that were gathered."""
-    nbytes = tree.nbytes
-    return [tree.unpack(tree.split(joined[rank * nbytes : (rank + 1) * nbytes])) for rank in range(size)]
+def _unpack_all(tree: Tree, parts: Sequence[NDArray[np.uint8]]) -> list[Any]:
+    return [tree.unpack(tree.split(part)) for part in parts]
+
+
+def _is_in_flight(request: Request) -> bool:
+    """Tell whether a request that is not over will be without a further call of this rank."""
+    doing = request.doing
+    if request.test() or isinstance(doing, Finding):
+        return False
+    return not isinstance(doing, Receiving) or doing.envelope is not None
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag <= _HIGHEST_TAG:
+        raise ConfigError(f"a tag is a number from 0 to {_HIGHEST_TAG}, got {tag}")
+
+
+def _check_into(into: NDArray[Any]) -> None:
+    """Raise ConfigError unless values can be put there as they come."""
+    if not isinstance(into, np.ndarray) or not (into.flags.c_contiguous and into.flags.writeable):
+        raise ConfigError("into is a numpy array that is contiguous and may be written")
+    dtype_code(into.dtype)
+
+
+def _any(number: int) -> str:
+    return "ANY" if number < 0 else str(number)
+
+
+def _short(text: str, longest: int = 400) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
