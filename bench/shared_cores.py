@@ -66,15 +66,15 @@ class Shared(NamedTuple):
     busy: float
 
 
-def work_of(wish: Wish, codec: str, fragments: int, on_the_way: int = 0) -> Work:
-    """Return what an exchange of one fragment costs by the package's table. on_the_way: as for `exchange_costs`."""
+def work_of(wish: Wish, codec: str, fragments: int, in_flight: int = 0) -> Work:
+    """Return what an exchange of one fragment costs by the package's table. in_flight: as for `exchange_costs`."""
     broadcast_codec = wish.broadcast_codec or codec
     load = load_of(wish, codec, broadcast_codec, fragments)
 
     def costs(bytes_up: int, bytes_down: int) -> ExchangeCosts:
         return exchange_costs(
             wish.parameters / fragments, bytes_up, bytes_down, codec, broadcast_codec, wish.nodes, wish.masters,
-            step_on="host", codec_on="host", on_the_way=on_the_way,
+            step_on="host", codec_on="host", in_flight=in_flight,
         )  # fmt: skip
 
     with_bytes, without = costs(load.bytes_up, load.bytes_down), costs(0, 0)

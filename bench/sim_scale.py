@@ -265,7 +265,7 @@ def check_on_star(wish: Wish, cores: int, steps: int) -> Iterator[dict[str, Any]
         wish = replace(wish, nodes=number)
         plan = make_plan(replace(wish, step_on="host", codec_on="host", share=1.0, cores=float(cores)))
         codec, fragments = plan.codec, plan.fragments
-        by_table = work_of(wish, codec, fragments, plan.schedule.on_the_way(fragments))
+        by_table = work_of(wish, codec, fragments, plan.schedule.deltas_in_flight(fragments))
         first = fit_on(load_on(wish, codec, fragments, cores, by_table), by_table, cores)
         case = Case(
             nodes=number, params=wish.parameters, codec=codec, fragments=fragments, rate=wish.hub_bits,

@@ -13,8 +13,7 @@ from zmqtrain.planning.rules import check_rules
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.outer import outer_from_spec
-from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec
-from zmqtrain.strategies.staleness import staleness_from_spec
+from zmqtrain.strategies.weights import preemption_from_spec, selection_from_spec, staleness_from_spec
 from zmqtrain.train.minibatch import minibatch_from_spec
 
 PAGE = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()

@@ -13,7 +13,7 @@ from zmqtrain.averaging.held_rounds import SAMPLED, DeltaMeter
 from zmqtrain.codecs.payload import encode_payload
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Publish
-from zmqtrain.strategies.noise import WINDOW
+from zmqtrain.strategies.measures import WINDOW
 
 NOISE = 4.0
 

@@ -70,7 +70,7 @@ def test_the_table_is_shared_out_among_codecs_sockets_and_rebase() -> None:
     assert table.of_all(4, masters=2) == pytest.approx(table.of_all(4) + table.hub + table.hub_sockets)
     codecs = 4 * table.codec + table.hub
     assert table.of_all(4, weight=0.5) == pytest.approx(table.of_all(4) - codecs / 2)
-    later = work_of(WISH, "ternary", 1, on_the_way=2)
+    later = work_of(WISH, "ternary", 1, in_flight=2)
     assert later.codec > table.codec
     assert later[1:] == table[1:]
 

@@ -29,7 +29,7 @@ from zmqtrain.protocol.messages import (
     Welcome,
     model_to_wire,
 )
-from zmqtrain.strategies.noise import gains
+from zmqtrain.strategies.measures import gains
 
 
 def test_a_flood_is_sent_away_once_and_costs_nobody_else(monkeypatch, caplog):

@@ -12,7 +12,7 @@ from zmqtrain.cli.plan import CARD_BYTES_OF_OTHERS
 from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.programs import load_program
-from zmqtrain.train import footprint
+from zmqtrain.train import step as footprint
 
 
 def node(**options):

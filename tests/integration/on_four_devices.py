@@ -17,11 +17,10 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.node.connect import connect
 from zmqtrain.programs import load_program
-from zmqtrain.train.footprint import measure_footprint
 from zmqtrain.train.loop import TrainingLoop
 from zmqtrain.train.minibatch import FixedMinibatch
-from zmqtrain.train.parallel import DataParallel, on_all_devices
-from zmqtrain.train.step import MinibatchStep
+from zmqtrain.train.program_wrappers import DataParallel, on_all_devices
+from zmqtrain.train.step import MinibatchStep, measure_footprint
 from zmqtrain.train.sync import DelayedSync
 
 SHAPES = {"w": (16, 4096), "b": (40,)}

@@ -56,9 +56,9 @@ def test_the_hub_pays_for_each_contribution_and_once_for_the_aggregate():
 
 
 def test_what_is_on_its_way_is_subtracted_where_a_processor_encodes():
-    none, two = (exchange_costs(**EXCHANGE, nodes=4, codec_on="host", on_the_way=n) for n in (0, 2))
+    none, two = (exchange_costs(**EXCHANGE, nodes=4, codec_on="host", in_flight=n) for n in (0, 2))
     assert two.node_seconds - none.node_seconds == pytest.approx(2e-3 * COSTS["ternary"].subtract_ns)
-    assert exchange_costs(**EXCHANGE, nodes=4, on_the_way=2) == exchange_costs(**EXCHANGE, nodes=4)
+    assert exchange_costs(**EXCHANGE, nodes=4, in_flight=2) == exchange_costs(**EXCHANGE, nodes=4)
 
 
 def test_masters_share_what_the_hub_pays():

@@ -62,19 +62,19 @@ def test_what_is_given_is_kept():
 def test_a_plan_knows_what_is_on_its_way_when_a_node_encodes():
     wish = replace(WISH, codec="ternary", fragments=1, codec_on="host")
     plan = make_plan(replace(wish, every=8, delay=24))
-    assert plan.schedule.on_the_way(1) == 2
+    assert plan.schedule.deltas_in_flight(1) == 2
     late = make_plan(replace(wish, every=8, delay=8))
-    assert late.schedule.on_the_way(1) == 0
+    assert late.schedule.deltas_in_flight(1) == 0
     two = 2 * COSTS["ternary"].subtract_ns * WISH.parameters / 1e9
     assert plan.load.node_seconds - late.load.node_seconds == pytest.approx(two)
 
 
 def test_a_fitted_plan_has_the_time_in_it_that_what_is_on_its_way_takes():
     plan = make_plan(replace(WISH, codec="ternary", fragments=1, codec_on="host", cores=64.0))
-    on_the_way = plan.schedule.on_the_way(1)
-    assert on_the_way > 0
+    in_flight = plan.schedule.deltas_in_flight(1)
+    assert in_flight > 0
     alone = load_of(plan.wish, "ternary", "ternary", 1)
-    more = on_the_way * COSTS["ternary"].subtract_ns * WISH.parameters / 1e9
+    more = in_flight * COSTS["ternary"].subtract_ns * WISH.parameters / 1e9
     assert plan.load.node_seconds - alone.node_seconds >= more - 1e-9
     assert plan.schedule.delay >= fitting_delay(alone)
 

@@ -250,8 +250,8 @@ def test_a_model_of_nothing_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("every", "delay", "fragments", "on_the_way"),
+    ("every", "delay", "fragments", "in_flight"),
     [(8, 8, 1, 0), (8, 9, 1, 1), (8, 16, 1, 1), (8, 17, 1, 2), (8, 0, 1, 0), (14, 34, 2, 1), (8, 16, 4, 0)],
 )
-def test_of_a_fragment_so_many_deltas_are_on_their_way_as_turns_fit_in_the_delay(every, delay, fragments, on_the_way):
-    assert Schedule(every, delay).on_the_way(fragments) == on_the_way
+def test_of_a_fragment_so_many_deltas_are_on_their_way_as_turns_fit_in_the_delay(every, delay, fragments, in_flight):
+    assert Schedule(every, delay).deltas_in_flight(fragments) == in_flight

@@ -6,8 +6,8 @@ import numpy as np
 
 from zmqtrain.programs.datasets import digest
 from zmqtrain.programs.image import ImageProgram
-from zmqtrain.train.corrupt import corrupted
 from zmqtrain.train.program import data_of
+from zmqtrain.train.program_wrappers import corrupted
 
 
 def test_equal_arrays_have_equal_digests_and_other_values_shapes_or_types_others():

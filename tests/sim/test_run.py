@@ -13,7 +13,7 @@ from tests.fixed import fixed_run
 from zmqtrain.core.errors import ConfigError, JoinRefused, NonFiniteDelta
 from zmqtrain.programs import load_program
 from zmqtrain.sim import Scenario, SimNode, simulate
-from zmqtrain.strategies.initial import relatedness
+from zmqtrain.strategies.measures import relatedness
 from zmqtrain.train.apart import own_seed
 from zmqtrain.train.step import LocalStep
 from zmqtrain.train.sync import DelayedSync

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.core.errors import LocalProtocolError
-from zmqtrain.strategies.initial import (
+from zmqtrain.strategies.measures import (
     are_related,
     explain_unrelated,
     relatedness,

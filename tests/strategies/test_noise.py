@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from zmqtrain.strategies.noise import MOST_NODES, WINDOW, NoiseScale, gains, speed_up
+from zmqtrain.strategies.measures import MOST_NODES, WINDOW, NoiseScale, gains, speed_up
 
 VALUES = 4000
 

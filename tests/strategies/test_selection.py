@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.strategies.selection import Laggards, Preemption, preemption_from_spec, selection_from_spec
+from zmqtrain.strategies.weights import Laggards, Preemption, preemption_from_spec, selection_from_spec
 
 SPECS = ("all", "best:count=2", "better", "healthy:factor=1.1", "score:temperature=1")
 

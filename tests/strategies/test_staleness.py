@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from zmqtrain.core.errors import ConfigError, LocalProtocolError
-from zmqtrain.strategies.staleness import compensate, compensation, constant, polynomial, staleness_from_spec
+from zmqtrain.strategies.weights import compensate, compensation, constant, polynomial, staleness_from_spec
 
 SPECS = ("constant", "polynomial:power=0.5", "compensation:strength=0.1,versions=8")
 

@@ -14,9 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tests.train.lockstep import Process, Regression, batches_of, finish, group_of
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import ModelMismatch
-from zmqtrain.train.anchor import DeviceMoves, HostMoves, SpreadMoves, moves_of
-from zmqtrain.train.spread import SpreadLeaves
-from zmqtrain.train.stack import Segment
+from zmqtrain.train.anchor import DeviceMoves, HostMoves, Segment, SpreadLeaves, SpreadMoves, moves_of
 from zmqtrain.train.step import describe_model
 
 DEVICES = jax.devices()

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from zmqtrain.core.errors import ConfigError
-from zmqtrain.train.corrupt import corrupted
 from zmqtrain.train.program import Program, score_of
+from zmqtrain.train.program_wrappers import corrupted
 
 
 class Points:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.types import LeafSpec
-from zmqtrain.train.cut import cut_shards
+from zmqtrain.train.anchor import cut_shards
 
 
 def grid(shape, parts):

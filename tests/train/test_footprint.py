@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from zmqtrain.train.footprint import card_bytes, measure_footprint
 from zmqtrain.train.minibatch import FixedMinibatch, TimedMinibatch
-from zmqtrain.train.step import describe_model
+from zmqtrain.train.step import card_bytes, describe_model, measure_footprint
 
 WIDTH = 64
 

@@ -9,7 +9,7 @@ import pytest
 from zmqtrain.codecs.fragment import Layout, WholeLayout
 from zmqtrain.core.types import LeafSpec, Part
 from zmqtrain.train.anchor import moves_of
-from zmqtrain.train.parts import whole_leaves
+from zmqtrain.train.leaves import whole_leaves
 
 MODEL = (LeafSpec("a", (3, 4096), "float32"), LeafSpec("b", (7,), "float32"), LeafSpec("c", (0, 2), "float32"))
 

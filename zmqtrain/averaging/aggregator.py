@@ -24,14 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zmqtrain.averaging.coder import (
-    DENSE,
-    cut,
-    decode_snapshot,
-    encode_snapshot,
-    snapshot_codecs,
-    snapshot_counts,
-)
+from zmqtrain.averaging.coder import DENSE, cut, decode_snapshot, encode_snapshot, snapshot_codecs, snapshot_counts
 from zmqtrain.averaging.gate import DeltaGate
 from zmqtrain.averaging.held_rounds import DeltaMeter, HeldRound, SparseRound
 from zmqtrain.averaging.snapshot import check_optimizer_state, digest_of, split_snapshot
@@ -54,7 +47,7 @@ from zmqtrain.core.types import Buffer, ModelSpec, PeerId, Version, count_values
 from zmqtrain.protocol.effects import Contribution, Reduce
 from zmqtrain.protocol.messages import Aggregate, Publish, Snapshot
 from zmqtrain.strategies.aggregate import mean_over_live
-from zmqtrain.strategies.initial import are_related, explain_unrelated, relatedness
+from zmqtrain.strategies.measures import are_related, explain_unrelated, relatedness
 from zmqtrain.strategies.norms import Judgement, is_suspicious
 from zmqtrain.strategies.outer import outer_from_spec
 
@@ -211,7 +204,6 @@ class Aggregator:
         self._round.remember(version, self.published, range(len(flats)))
 
     def _begin_states(self) -> None:
-        """Forget what the codec of the way down has kept: it is another, or begins anew."""
         self._states = [
             initial_states(self.broadcast_coding.of_fragment(self.layout, fragment), self.layout.counts(fragment))
             for fragment in range(len(self.parameters))
@@ -220,7 +212,7 @@ class Aggregator:
     def adopt(self, codec: str, outer: str) -> None:
         """Code aggregates by this codec from now on, and step by this outer optimizer; "": by what holds.
 
-        What is not published stays in parameters - published, so nothing is lost; a momentum begins anew.
+        What is not published stays in parameters - published, so nothing is lost; a momentum begins again at 0.
         """
         if codec and codec != self.broadcast_coding.name:
             self.broadcast_coding = coding_from_spec(codec)
@@ -234,7 +226,7 @@ class Aggregator:
         check_payload(self._codecs(publish), frames, self.layout.counts(publish.fragment))
 
     def judge(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer], voter: str = "") -> Judgement:
-        """Say whether a checked publish is far larger than those before it, which moves nothing; see `DeltaGate`."""
+        """Judge whether a checked publish is far larger than those before it; see `DeltaGate`."""
         return self.gate.judge(
             peer,
             publish.fragment,
@@ -248,7 +240,7 @@ class Aggregator:
         )
 
     def count(self, publish: Publish, judgement: Judgement) -> None:
-        """Take note of what was judged, now that it is known to count, or to be refused."""
+        """Record a judgement, once the publish is known to count or to be refused."""
         self.gate.count(judgement)
         if not (judgement.why or self.gate.is_open):
             self._judged[judgement.peer, publish.sequence] = judgement
@@ -264,8 +256,7 @@ class Aggregator:
             self._add(peer, publish, frames)
 
     def _waits(self, publish: Publish, judgement: Judgement | None) -> bool:
-        """Whether a publish is added when its round closes: if it is judged with the others then, or one before it is,
-        because the sum of floats depends on the order."""
+        """Whether a publish waits for its round: it is judged again then, or comes after one that is (order counts)."""
         if judgement is not None and judgement.young:
             return True
         return any(one.fragment == publish.fragment for one, _ in self._young.values())
@@ -350,8 +341,7 @@ class Aggregator:
         return sum(len(frame) for released, _ in self._record for frames in released.frames for frame in frames)
 
     def published_at(self, version: Version) -> list[Vector] | None:
-        """Return what was published at a version of late, but for the rounding of the steps since; None: it is not
-        known any more."""
+        """Return what was published at a recent version, up to the rounding of the steps since; None if unknown."""
         since = [released for released, _ in self._record if released.version > version]
         if len(since) != self.version - version:
             return None
@@ -364,8 +354,7 @@ class Aggregator:
         return flats
 
     def version_before(self, peer: PeerId) -> Version:
-        """Return the version before the first that holds what this node, which has been found to diverge, contributed
-        as a part of that; -1: none of those that are known does."""
+        """Return the version before the first recorded one that holds a suspicious delta of this node; -1: none."""
         known = [(released.version, one) for released, judged in self._record for one in judged]
         for version, mine in known:
             others = [(at, one) for at, one in known if one.fragment == mine.fragment and one.peer != peer]
@@ -375,8 +364,10 @@ class Aggregator:
         return -1
 
     def _take_back(self, reduce: Reduce) -> Released:
-        """Take what was published after a version from what is published, as a further version, and begin the outer
-        optimizer and the codec anew; what is not known any more of these stays."""
+        """Subtract all that was published after a version, as far as it is recorded, as a further version.
+
+        The outer optimizer and the codec begin with fresh states.
+        """
         coding, frames = coding_from_spec(DENSE), []
         for fragment in reduce.fragments:
             counts, published = self.layout.counts(fragment), self.published[fragment]
@@ -414,7 +405,7 @@ class Aggregator:
         return turns > 0
 
     def _release(self, fragment: int, reduce: Reduce, counted: bool, coding: Coding) -> tuple[Buffer, ...]:
-        """Step by what has come of a fragment, if anything of it counts, and return the frames of what to publish."""
+        """Step by a fragment's contributions, if any counts, and return the frames to publish."""
         turn = counted and self._takes_turn(fragment, reduce)
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)
@@ -454,13 +445,13 @@ class Aggregator:
         return self._snapshot
 
     def make_room(self) -> list[Vector]:
-        """Return memory for a `copy`, whose pages are there already; any thread may call it."""
+        """Return memory for a `copy`, its pages already mapped; any thread may call it."""
         return [np.full(flat.size, 0, np.float32) for flat in self.published]
 
     def copy(self, room: list[Vector]) -> tuple[Version, Layout, list[Vector]]:
         """Return the version, the layout and a copy of `published`, in `room`: a snapshot to be made elsewhere."""
         if [flat.size for flat in room] != [flat.size for flat in self.published]:
-            room = self.make_room()  # the run has been founded anew
+            room = self.make_room()  # the run was founded again
         for flat, published in zip(room, self.published, strict=True):
             np.copyto(flat, published)
         return self.version, self.layout, room

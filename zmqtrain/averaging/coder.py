@@ -179,10 +179,10 @@ class OnDevice(Protocol):
         self,
         codecs: Sequence[Codec],
         segments: Sequence[Array],
-        on_the_way: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]] = (),
+        in_flight: Sequence[tuple[Sequence[Codec], Sequence[Buffer]]] = (),
         states: list[State] | None = None,
     ) -> tuple[bytearray, ...]:
-        """Encode segments, less what of them is on its way, into frames: those of `encode_payload`."""
+        """Encode segments, less what of them is in flight, into frames: those of `encode_payload`."""
 
     def decode(self, codecs: Sequence[Codec], frames: Sequence[Buffer], counts: Sequence[int]) -> list[Any]:
         """Check a payload and return its segments, on the device."""
@@ -197,7 +197,7 @@ class OnDevice(Protocol):
 
 
 class DeltaCoder:
-    """Encode offers and decode what comes back, for one model under one run's settings.
+    """Encodes offers and decodes aggregates and snapshots, for one model under one run's settings.
 
     device: the coder of the device that holds the parameters; None: this processor. It is set before the first offer,
     and stays: so do the states of the codecs.  shard: which of several masters' parts of the model is exchanged here.
@@ -238,7 +238,7 @@ class DeltaCoder:
         return facts, arrays
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what `kept` gave. States of a codec on a device, where there is none now, begin anew."""
+        """Take over what `kept` gave. States of a codec on another kind of device begin fresh."""
         self.unacked = {
             int(sequence): Encoded(
                 int(fragment), str(codec), tuple(arrays[f"unacked/{sequence}/{n}"].tobytes() for n in range(count))
@@ -276,7 +276,7 @@ class DeltaCoder:
                 return fill_states(fresh, kept)
         except CodecError:
             pass
-        logger.warning("what the codec had kept is of another place, or another codec: it begins anew")
+        logger.warning("the checkpoint's codec states are of another device or codec: they begin fresh")
         return fresh
 
     def warm_up(self, fragment: int) -> None:
@@ -293,10 +293,10 @@ class DeltaCoder:
         for sequence in offer.applied:
             self.unacked.pop(sequence, None)
         coding = coding_from_spec(DENSE) if offer.dense else self.coding
-        on_the_way = [u for u in self.unacked.values() if u.fragment == offer.fragment]
+        in_flight = [u for u in self.unacked.values() if u.fragment == offer.fragment]
         encode = self._encode_here if self._goes_here(coding.name) else self._encode_on_device
         try:
-            frames = encode(coding, offer, on_the_way)
+            frames = encode(coding, offer, in_flight)
         except NonFiniteDelta:
             for index, segment in zip(self.layout.leaves(offer.fragment), offer.segments, strict=True):
                 values = np.asarray(segment)
@@ -312,27 +312,27 @@ class DeltaCoder:
     def _goes_here(self, codec: str) -> bool:
         return self.device is None or codec == DENSE
 
-    def _encode_here(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+    def _encode_here(self, coding: Coding, offer: Offer, in_flight: Sequence[Encoded]) -> tuple[Buffer, ...]:
         codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
         segments = [np.asarray(segment) for segment in offer.segments]
-        alike = all(u.codec == coding.name for u in on_the_way)
+        alike = all(u.codec == coding.name for u in in_flight)
         if not alike:
-            sent = self._sum(on_the_way)
+            sent = self._sum(in_flight)
             segments = [np.subtract(values, known, out=known) for values, known in zip(segments, sent, strict=True)]
-        less = [u.frames for u in on_the_way] if alike else ()
+        less = [u.frames for u in in_flight] if alike else ()
         if offer.dense:
             return encode_payload(codecs, segments, less=less)
         if offer.fragment not in self._states:
             self._states[offer.fragment] = self._begin_states(offer.fragment, initial_states(codecs, counts))
         return encode_payload(codecs, segments, self._states[offer.fragment], less)
 
-    def _encode_on_device(self, coding: Coding, offer: Offer, on_the_way: Sequence[Encoded]) -> tuple[Buffer, ...]:
+    def _encode_on_device(self, coding: Coding, offer: Offer, in_flight: Sequence[Encoded]) -> tuple[Buffer, ...]:
         assert self.device is not None
         codecs, counts = coding.of_fragment(self.layout, offer.fragment), self.layout.counts(offer.fragment)
         if offer.fragment not in self._states:
             fresh = self.device.initial_states(codecs, counts)
             self._states[offer.fragment] = self._begin_states(offer.fragment, fresh)
-        sent = [(self._codecs(u), u.frames) for u in on_the_way]
+        sent = [(self._codecs(u), u.frames) for u in in_flight]
         return self.device.encode(codecs, offer.segments, sent, self._states[offer.fragment])
 
     def judge(self, offer: Offer, encoded: Encoded) -> str:
@@ -351,7 +351,7 @@ class DeltaCoder:
         return judgement.why
 
     def restart(self) -> None:
-        """Take note that all that is pending is dropped: what is on its way may land, and is nobody's own then."""
+        """Drop all that is pending: deltas in flight may still be applied, and then count as other nodes'."""
         self.restarts += 1
         self.unacked.clear()
         self._states.clear()
@@ -359,12 +359,12 @@ class DeltaCoder:
         self._gate.forget(_OWN)
 
     def withdraw(self, sequence: int) -> None:
-        """Take note that a u will not land: what it carried is in `pending` and is offered again."""
+        """Forget a u that was rejected: its progress is still in `pending` and is offered again."""
         self.unacked.pop(sequence, None)
 
     def decode_aggregate(self, aggregate: Aggregate, landed: Sequence[int], frames: Sequence[Buffer]) -> Update:
         """Decode an aggregate, and this node's part in it. Raises CodecError, also for one that is not of this run."""
-        # where codecs are fitted, an aggregate may be here before the word that its codec holds
+        # where codecs are fitted, an aggregate may arrive before the schedule that announces its codec
         if aggregate.codec not in (DENSE, self.broadcast_coding.name) and self.settings.broadcast_codec != AUTO:
             text = f"an aggregate is coded as {aggregate.codec!r}; this run's are {self.broadcast_coding.name!r}"
             raise CodecError(text)

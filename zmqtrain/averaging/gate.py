@@ -1,4 +1,4 @@
-"""Let through what may be added to the parameters: deltas that are no larger than those that came before them.
+"""The gate that deltas pass before they are added: none may be far larger than those accepted before.
 
 Rule 1: pure: no clock, no socket, no thread.  A delta's norm is read from its codecs' scales, while it is checked: that
 takes a twentieth of the time that adding it does.  Rule 2: to judge moves nothing; a delta counts when it is known to.
@@ -57,7 +57,7 @@ class DeltaGate:
         score: Score,
         voter: str = "",
     ) -> Judgement:
-        """Judge a payload that was checked, which moves nothing; `count` what comes of it.
+        """Judge a payload that was checked; this changes nothing: call `count` with the result.
 
         codec, steps, dense, score: as in Publish.  voter: the key of its node, "" for one of its own.
         """
@@ -76,13 +76,12 @@ class DeltaGate:
         return min(max(1.0, FULL_BITS / max(bits, 1e-9)), MOST_REST)
 
     def count(self, judgement: Judgement) -> None:
-        """Take note of what was judged, now that it is known to count, or to be refused."""
+        """Record a judgement, once the delta is known to count or to be refused."""
         if self._norms is not None:
             self._norms.count(judgement)
 
     def judge_again(self, judgement: Judgement) -> Judgement:
-        """Judge once more, with those of its round, what came when few had been seen; what is out then is not counted
-        as accepted any more."""
+        """Judge a delta that came early once more, with its round; if it is out, it no longer counts as accepted."""
         if self._norms is None:
             return judgement
         again = self._norms.judge_again(judgement)
@@ -91,8 +90,7 @@ class DeltaGate:
         return again
 
     def forget(self, peer: PeerId, probation: bool = False) -> None:
-        """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
-        is quarantined."""
+        """Forget a node: it has left, or begins again from the shared parameters. probation: it is quarantined."""
         if self._norms is not None:
             self._norms.forget(peer, probation)
 
@@ -102,7 +100,7 @@ class DeltaGate:
             self._norms.rebase(peers)
 
     def open(self) -> None:
-        """Let everything through from now on: who has not seen a run's deltas cannot tell which are too large."""
+        """Let everything through from now on, because the run's former deltas are not known here."""
         self._norms = None
 
     def memory(self) -> NDArray[np.float64] | None:

@@ -34,9 +34,8 @@ from zmqtrain.core.types import Buffer, PeerId, Version
 from zmqtrain.protocol.effects import Contribution
 from zmqtrain.protocol.messages import Publish
 from zmqtrain.strategies.aggregate import aggregation_from_spec
-from zmqtrain.strategies.noise import NoiseScale
-from zmqtrain.strategies.selection import selection_from_spec
-from zmqtrain.strategies.staleness import compensate, staleness_from_spec
+from zmqtrain.strategies.measures import NoiseScale
+from zmqtrain.strategies.weights import compensate, selection_from_spec, staleness_from_spec
 
 Item = TypeVar("Item")
 
@@ -372,12 +371,7 @@ class SparseRound:
         self._known: list[dict[int, Vector]] = [{} for _ in range(fragments)]
 
     def hold(
-        self,
-        peer: PeerId,
-        publish: Publish,
-        codecs: tuple[Codec, ...],
-        frames: Sequence[Buffer],
-        counts: Sequence[int],
+        self, peer: PeerId, publish: Publish, codecs: tuple[Codec, ...], frames: Sequence[Buffer], counts: Sequence[int]
     ) -> bool:
         """Hold a checked publish; False if it has to be added to the sum in memory, after what is held before it."""
         fragment = publish.fragment

@@ -52,11 +52,11 @@ def digest_of(frames: Sequence[Buffer]) -> str:
 
 
 OPTIMIZER_STATE_MODELS = 4
-"""An optimizer's state may be so many times as large as the model: Adam's is twice."""
+"""An optimizer's state may have so many times the model's bytes; Adam's has twice."""
 FEW_FRAMES, LEAST_FRAME_BYTES = 4096, 1 << 20
-"""A snapshot has at most so many frames, and one more for each so many bytes: whoever says more wants memory."""
+"""A snapshot has at most so many frames, and one more for each so many bytes."""
 SLACK_BYTES = 1 << 16
-"""And this on top, for counters and small models."""
+"""And this many bytes more, for counters and small models."""
 _HEADER_BYTES = 16
 _FRAME_VALUES = (MAX_FRAME_BYTES - _HEADER_BYTES) // 4
 

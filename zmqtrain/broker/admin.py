@@ -14,7 +14,7 @@ from zmqtrain.core.types import VERSION, PeerId
 from zmqtrain.parameter_server.parameters import Parameters
 from zmqtrain.protocol.effects import Answer, Broadcast, SendTo
 from zmqtrain.protocol.messages import Hello, Message, Probed, Quarantine, Report, Roster, Scalar, Schedule, Stop
-from zmqtrain.strategies.noise import gains
+from zmqtrain.strategies.measures import gains
 
 OTHER_KEYS = (
     "a master of this run, or its standby, comes in with the hub's own keys, and this one with those of a node: start "

@@ -65,7 +65,7 @@ from zmqtrain.protocol.messages import (
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.session.codec_executor import CodecExecutor
 from zmqtrain.session.events import BrokerEvents
-from zmqtrain.strategies.selection import Laggards, preemption_from_spec
+from zmqtrain.strategies.weights import Laggards, preemption_from_spec
 from zmqtrain.transport.pacing import LinkShare
 
 TICK_SECONDS = 0.05

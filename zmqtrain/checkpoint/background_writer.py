@@ -55,7 +55,7 @@ class BackgroundWriter:
                 write()
             except CheckpointError as error:
                 self.put_off(str(error))
-            except Exception as error:  # whatever it is, whoever waits for this write must go on
+            except Exception as error:  # the owner waits for this write, and must go on
                 logger.error("writing %s failed at version %d", self._what, version, exc_info=error)
                 self.put_off(repr(error))
             else:

@@ -220,7 +220,7 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot set the checkpoints in {self.folder} aside: {error}") from error
 
     def begin_journal(self, version: int) -> None:
-        """Start the journal of what comes after `version`. Raises CheckpointError; the one before then goes on."""
+        """Start the journal of the releases after `version`. Raises CheckpointError; the one before then goes on."""
         journal = Journal(self.folder / f"journal-{version:012d}.log")
         if self._journal is not None:
             self._journal.close()

@@ -170,9 +170,9 @@ def check_card(program: Program, settings: RunSettings, config: NodeConfig) -> N
     What it has is what the user says (`card_memory`, less what is not jax's to use) or else what the device says; where
     neither says anything, as on a processor, nothing is measured.
     """
-    from zmqtrain.train.footprint import card_bytes, measure_footprint, trains_on_processor  # imports jax
     from zmqtrain.train.minibatch import FixedMinibatch, minibatch_from_spec
-    from zmqtrain.train.parallel import DataParallel
+    from zmqtrain.train.program_wrappers import DataParallel
+    from zmqtrain.train.step import card_bytes, measure_footprint, trains_on_processor  # imports jax
 
     limit = _limit(config.card_memory) if config.card_memory else card_bytes()
     if limit is None:
@@ -337,7 +337,7 @@ def _train(
 
 
 def _on_all_devices(program: Program) -> Program:
-    from zmqtrain.train.parallel import on_all_devices  # imports jax
+    from zmqtrain.train.program_wrappers import on_all_devices  # imports jax
 
     return on_all_devices(program)
 

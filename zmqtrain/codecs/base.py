@@ -1,4 +1,4 @@
-"""Find codecs by their names: the list of the family, and the grammar of a spec.
+"""The codecs by name, and the grammar of their specs.
 
     model    = chain *( ";" override )               what a run takes: `coding_from_spec`
     override = ( path-pattern / "<" values ) "=" chain

@@ -38,8 +38,11 @@ _SMALLEST_SCALE_BITS = (127 - 108) << 7
 """The bfloat16 bits of 2^-108: no encoder makes a smaller scale, zero aside."""
 
 _ONE = np.uint16(1)
-"""Taken from a scale of zero, it leaves the largest uint16: zero is no small scale."""
+"""Subtracted from a scale of zero, it leaves the largest uint16, so that zero is not a small scale."""
 
+Numpy = np.ndarray[Any, Any]
+Buffers = Sequence[Buffer | Array]
+"""The buffers of one slab, raw or as arrays."""
 Stateless = tuple[()]
 State = Any
 Sections = tuple[tuple[Any, int], ...]
@@ -62,15 +65,15 @@ class Codec(NamedTuple):
     check(buffers, n): raises CodecError unless these are buffers that `encode` could have made of n finite values, as
       far as safety goes: their number, lengths and dtypes, the range of codes, indices and scales, values that are
       finite.
-    decode_into(buffers, out, add): decode into out, numpy float32[n]; with `add`, onto what is there. The fastest way;
+    decode_into(buffers, out, add): decode into out, numpy float32[n]; with `add`, onto its values. The fastest way;
       the sum may overflow to infinity where both sides are huge, and a -0.0 where nothing was sent may keep its sign.
       The buffers have passed `check`.
     slab: the most values of one slab.
     energy(buffers, n): what stands for the sum of squares of the n values, as it goes by scales alone: a few times as
-      much at most, and growing with the square of what was encoded; the buffers have passed `check`. None: whoever
-      wants to know decodes.
+      much at most, and growing with the square of what was encoded; the buffers have passed `check`. None: the
+      energy is known only after decoding.
     sparse(buffers, n): the places, int32, ascending, and the values there, float32, of buffers that have passed
-      `check`: all other values are zero. None: of a codec that sends every value.
+      `check`: all other values are zero. None for a codec that sends every value.
     Codecs of one name are equal.
     Source of the shape: optax's GradientTransformation.
     """
@@ -79,12 +82,12 @@ class Codec(NamedTuple):
     init: Callable[[int], State]
     layout: Callable[[int], Sections]
     encode: Encode
-    decode: Callable[[Sequence[Buffer | Array], int], Array]
-    check: Callable[[Sequence[Buffer | Array], int], None]
-    decode_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], bool], None]
+    decode: Callable[[Buffers, int], Array]
+    check: Callable[[Buffers, int], None]
+    decode_into: Callable[[Buffers, Numpy, bool], None]
     slab: int = SLAB_VALUES
-    energy: Callable[[Sequence[Buffer | Array], int], float] | None = None
-    sparse: Callable[[Sequence[Buffer | Array], int], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] | None = None
+    energy: Callable[[Buffers, int], float] | None = None
+    sparse: Callable[[Buffers, int], tuple[Numpy, Numpy]] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -94,6 +97,41 @@ class Codec(NamedTuple):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+def plain_codec(
+    name: str,
+    layout: Callable[[int], Sections],
+    encode: Callable[[Array], tuple[Array, ...]],
+    decode: Callable[[tuple[Array, ...], int], Array],
+    write: Callable[[tuple[Array, ...], Numpy, bool], None],
+    check: Callable[[tuple[Array, ...], int], None],
+    energy: Callable[[Buffers, int], float] | None = None,
+) -> Codec:
+    """Return a codec without a state. What it is given has been read as `layout` says; x is float32[n].
+
+    decode(arrays, n): jax arrays -> a jax array; numpy arrays are decoded by write(arrays, out, add).
+    """
+
+    def encode_slab(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
+        needs_slab(x, name)
+        return encode(x), state
+
+    def decode_slab(buffers: Buffers, count: int) -> Array:
+        arrays = read_buffers(buffers, layout(count), name)
+        if not isinstance(arrays[0], np.ndarray):
+            return decode(arrays, count)
+        out = np.empty(count, np.float32)
+        write(arrays, out, False)
+        return out
+
+    def decode_into(buffers: Buffers, out: Numpy, add: bool) -> None:
+        write(read_buffers(buffers, layout(out.size), name), out, add)
+
+    def check_slab(buffers: Buffers, count: int) -> None:
+        check(read_buffers(buffers, layout(count), name), count)
+
+    return Codec(name, lambda count: (), layout, encode_slab, decode_slab, check_slab, decode_into, energy=energy)
 
 
 class Transform(NamedTuple):
@@ -118,20 +156,20 @@ class Transform(NamedTuple):
     passes: Callable[[int], int]
     layout: Callable[[int], Sections]
     forward: Callable[[Array, State], tuple[tuple[Array, ...], Array, State]]
-    backward: Callable[[Sequence[Buffer | Array], Array, int], Array]
-    check: Callable[[Sequence[Buffer | Array], int], None]
-    backward_into: Callable[[Sequence[Buffer | Array], np.ndarray[Any, Any], np.ndarray[Any, Any], bool], None]
+    backward: Callable[[Buffers, Array, int], Array]
+    check: Callable[[Buffers, int], None]
+    backward_into: Callable[[Buffers, Numpy, Numpy, bool], None]
     slab: int = SLAB_VALUES
-    places: Callable[[Sequence[Buffer | Array], int], Array] | None = None
+    places: Callable[[Buffers, int], Array] | None = None
 
 
 class Scratch(threading.local):
     """Named arrays of this thread, made once and used again: allocation costs more than the arithmetic."""
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[str, np.dtype[Any]], np.ndarray[Any, Any]] = {}
+        self._arrays: dict[tuple[str, np.dtype[Any]], Numpy] = {}
 
-    def take(self, name: str, count: int, dtype: Any) -> np.ndarray[Any, Any]:
+    def take(self, name: str, count: int, dtype: Any) -> Numpy:
         """Return `count` values of that name: undefined content, valid until the next take of the same name.
 
         More than a piece (and the padding of a packed one) is not kept.
@@ -156,6 +194,13 @@ def needs_between(codec: str, argument: str, value: float, least: float, most: f
         raise ConfigError(f"{codec}: {argument}={value} is not in {least}..{most}")
 
 
+def block_codec_name(family: str, block: int) -> str:
+    """Return the canonical spec of a codec whose blocks share a scale. Raises ConfigError for an impossible block."""
+    name = f"{family}:block={block}"
+    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+    return name
+
+
 def needs_slab(x: Array, codec: str) -> None:
     """Raise CodecError unless x is float32[n] with n >= 1 (a tracer of jax will do)."""
     if getattr(x, "dtype", None) != np.float32 or len(x.shape) != 1 or x.shape[0] < 1:
@@ -163,7 +208,7 @@ def needs_slab(x: Array, codec: str) -> None:
         raise CodecError(f"{codec} encodes float32[n] with n >= 1, not {kind}")
 
 
-def plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def plain(x: Numpy) -> Numpy:
     """Return x itself if it is contiguous and aligned, as almost always, and a copy that is if not."""
     return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, requirements=["C", "A"])
 
@@ -174,7 +219,7 @@ def needs_finite(largest_bits: int, count: int) -> None:
         raise NonFiniteDelta(f"NaN or infinity in a slab of {count} values")
 
 
-def read_buffers(buffers: Sequence[Buffer | Array], layout: Sequence[tuple[Any, int]], codec: str) -> tuple[Array, ...]:
+def read_buffers(buffers: Buffers, layout: Sequence[tuple[Any, int]], codec: str) -> tuple[Array, ...]:
     """View the buffers as arrays of the (dtype, count) in `layout`, without a copy; jax arrays stay what they are.
 
     Raises CodecError if there are more or fewer buffers, or one has another length or dtype.
@@ -201,7 +246,7 @@ def _read(buffer: Buffer | Array, dtype: Any, count: int, name: str) -> Array:
     return buffer
 
 
-def check_scales(scales: np.ndarray[Any, Any], largest_bits: int, codec: str) -> None:
+def check_scales(scales: Numpy, largest_bits: int, codec: str) -> None:
     """Raise CodecError unless every scale (bfloat16 as uint16) is zero or a normal number an encoder may have made."""
     if np.maximum.reduce(scales) > largest_bits or np.minimum.reduce(scales - _ONE) < _SMALLEST_SCALE_BITS - 1:
         odd = (scales > largest_bits) | ((scales < _SMALLEST_SCALE_BITS) & (scales != 0))
@@ -254,7 +299,7 @@ def _join(transform: Transform, codec: Codec) -> Codec:
     def layout(count: int) -> Sections:
         return (*transform.layout(count), *codec.layout(transform.passes(count)))
 
-    def cut(buffers: Sequence[Buffer | Array], count: int) -> tuple[Sequence[Buffer | Array], Sequence[Buffer | Array]]:
+    def cut(buffers: Buffers, count: int) -> tuple[Buffers, Buffers]:
         own = len(transform.layout(count))
         return buffers[:own], buffers[own:]
 
@@ -264,16 +309,16 @@ def _join(transform: Transform, codec: Codec) -> Codec:
         coded, codec_state = codec.encode(values, state[1])
         return (*own, *coded), (transform_state, codec_state)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
+    def decode(buffers: Buffers, count: int) -> Array:
         own, coded = cut(buffers, count)
         return transform.backward(own, codec.decode(coded, transform.passes(count)), count)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         own, coded = cut(buffers, count)
         transform.check(own, count)
         codec.check(coded, transform.passes(count))
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
+    def decode_into(buffers: Buffers, out: Numpy, add: bool) -> None:
         own, coded = cut(buffers, out.size)
         values = np.empty(transform.passes(out.size), np.float32)
         codec.decode_into(coded, values, False)
@@ -281,11 +326,11 @@ def _join(transform: Transform, codec: Codec) -> Codec:
 
     inner = codec.energy
 
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+    def energy(buffers: Buffers, count: int) -> float:
         assert inner is not None
         return inner(cut(buffers, count)[1], transform.passes(count))
 
-    def sparse(buffers: Sequence[Buffer | Array], count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def sparse(buffers: Buffers, count: int) -> tuple[Numpy, Numpy]:
         assert transform.places is not None
         own, coded = cut(buffers, count)
         values = np.empty(transform.passes(count), np.float32)

@@ -1,4 +1,4 @@
-"""Turn blocks of values into their cosine coefficients, where smooth blocks have few large ones: a transform, no bytes.
+"""Transform of blocks of values into their cosine coefficients, of which smooth blocks have few large ones.
 
 Rule 1: the transform is exact in float32, whatever the order of its sums and however few bits a matrix unit takes in: a
 block is brought to whole numbers of 15 bits by a power of two and cut in two halves of 8 bits; the cosines are whole
@@ -11,15 +11,15 @@ flattened values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from zmqtrain.codecs.codec import (
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
+    Buffers,
+    Numpy,
     Stateless,
     Transform,
     block_count,
@@ -29,7 +29,7 @@ from zmqtrain.codecs.codec import (
 )
 from zmqtrain.core.errors import CodecError, ConfigError
 from zmqtrain.core.specs import format_spec
-from zmqtrain.core.types import Array, Buffer
+from zmqtrain.core.types import Array
 
 BLOCKS = {8: 9, 16: 9, 32: 10, 64: 10, 128: 11}
 """The block sizes there are, and the power of two by which each one's cosines become whole numbers up to 256."""
@@ -69,30 +69,28 @@ def dct(block: int = 64) -> Transform:
         needs_finite(int(magnitudes.max()), x.size)
         return (), _transform_numpy(padded, _cosines(block).T, BLOCKS[block]), state
 
-    def backward(buffers: Sequence[Buffer | Array], values: Array, count: int) -> Array:
+    def backward(buffers: Buffers, values: Array, count: int) -> Array:
         check(buffers, count)
         if getattr(values, "dtype", None) != np.float32 or tuple(values.shape) != (passes(count),):
             raise CodecError(f"{name} turns back float32[{passes(count)}] for {count} values")
         transform = _transform_numpy if isinstance(values, np.ndarray) else _transform
         return transform(values, _cosines(block), BLOCKS[block])[:count]
 
-    def backward_into(
-        buffers: Sequence[Buffer | Array], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any], add: bool
-    ) -> None:
+    def backward_into(buffers: Buffers, values: Numpy, out: Numpy, add: bool) -> None:
         turned = backward(buffers, values, out.size)
         if add:
             np.add(out, turned, out=out)
         else:
             np.copyto(out, turned)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         read_buffers(buffers, (), name)
 
     return Transform(name, lambda count: (), passes, lambda count: (), forward, backward, check, backward_into)
 
 
 @cache
-def _cosines(block: int) -> np.ndarray[Any, Any]:
+def _cosines(block: int) -> Numpy:
     """Return the orthonormal DCT-II matrix, float32[frequency, place], times its power of two, in whole numbers.
 
     No entry is near a half, so every machine's cosine rounds to the same.
@@ -100,12 +98,12 @@ def _cosines(block: int) -> np.ndarray[Any, Any]:
     frequency, place = np.arange(block)[:, None], np.arange(block)
     matrix = np.sqrt(2 / block) * np.cos(np.pi * (2 * place + 1) * frequency / (2 * block))
     matrix[0] = np.sqrt(1 / block)
-    whole: np.ndarray[Any, Any] = np.rint(matrix * 2 ** BLOCKS[block]).astype(np.float32)
+    whole: Numpy = np.rint(matrix * 2 ** BLOCKS[block]).astype(np.float32)
     whole.setflags(write=False)
     return whole
 
 
-def _transform(values: Array, matrix: np.ndarray[Any, Any], matrix_bits: int) -> Array:
+def _transform(values: Array, matrix: Numpy, matrix_bits: int) -> Array:
     """Multiply each row of values, float32[whole blocks], by matrix 2^-matrix_bits.
 
     The halves are at most 128, the entries 256, the rows 128 long: sums are under 2^22. high 2^8 + low is rounded once
@@ -139,7 +137,7 @@ def _product(rows: Array, cosines: Array) -> Array:
     return out
 
 
-def _transform_numpy(values: np.ndarray[Any, Any], matrix: np.ndarray[Any, Any], matrix_bits: int) -> Array:
+def _transform_numpy(values: Numpy, matrix: Numpy, matrix_bits: int) -> Array:
     """As `_transform`, in pieces that stay in the cache."""
     out = np.empty_like(values)
     for start in range(0, values.size, PIECE_VALUES):

@@ -1,4 +1,4 @@
-"""Do the codecs' innermost loops in machine code where numba is installed: the same bytes, sooner.
+"""The codecs' innermost loops in machine code, where numba is installed: the same bytes, sooner.
 
 Rule 1: nobody needs it: without numba the numpy twins run, and a law in the tests holds the bytes equal.
 Rule 2: numba is imported when the first large slab comes, never earlier: importing costs half a second, compiling a few
@@ -37,7 +37,7 @@ _GOLDEN, _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x9E3779B9), np.uint32(0x7FEB
 
 
 def _fetch(values: Any, index: int) -> None:
-    """Ask for the cache line of values[index], which may lie after the array's end; takes no notice of what is there.
+    """Ask for the cache line of values[index], which may lie after the array's end; reads nothing.
 
     In machine code a prefetch instruction: `_compile` puts that in this place.
     """
@@ -58,10 +58,10 @@ class Kernels(NamedTuple):
       `_encode_numpy` of ternary.py; returns the largest magnitude's bits.
     write_ternary(packed uint8[m], scales as float32, out, block, add): as `write_blocks` of the digits in `packed`.
     pick(x, least key, kept, scratch int32[n], scratch int32[n], scratch int32[32768] of zeros, places
-      int32[kept + 1], values float32[kept]): as `_largest_numpy` of topk.py, among the values whose key is the least
-      key or more; returns the cut's key and, 16 bits higher, the largest, or -1 if the candidates are too few.
+      int32[kept + 1], values float32[kept]): as `_largest_numpy` of sparsify.py, among the values of the least key
+      or more; returns the cut's key and, 16 bits higher, the largest, or -1 if the candidates are too few.
     pack(places int32[k], low, form's first bit of the high parts, buffer uint8 of zeros): Elias-Fano as `pack_places`
-      of index.py writes it; a bitmap where low is 0 and the first bit is -1.
+      writes it; a bitmap where low is 0 and the first bit is -1.
     unpack(buffer, low, first bit of the high parts, bits in all, places int32[k]): reads what `pack` wrote, the same
       way; returns how many places there are, of which k at most are written.
     signs(x, block, 1 / members of each block, scales): the scales of `_encode_signs_numpy` of levels.py; returns the

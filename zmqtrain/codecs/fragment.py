@@ -1,4 +1,4 @@
-"""Say which values of a model travel together: fragment f holds every n-th block of 4,096 values.
+"""The cut of a model into fragments: fragment f holds every n-th block of 4,096 values.
 
 Rule 1: the blocks of all leaves are numbered through the model in leaf order. One master has them all; of M masters
 each has a shard: a range of them, as large as the others' but for a block. Fragment f has those of its shard with
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import gcd
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.codecs.codec import Numpy
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.types import Array, ModelSpec
 
@@ -299,7 +299,7 @@ class WholeLayout:
         return self.layouts[shard], inside
 
 
-def _put(target: np.ndarray[Any, Any], values: np.ndarray[Any, Any], add: bool) -> None:
+def _put(target: Numpy, values: Numpy, add: bool) -> None:
     if not add:
         target[...] = values
     elif target.dtype == values.dtype:

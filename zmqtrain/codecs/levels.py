@@ -1,4 +1,4 @@
-"""Send signs, and how large they are on average: sign has one magnitude a block, int2 has two.
+"""Codecs of signs and mean magnitudes: `sign` has one magnitude a block, `int2` two.
 
 Rule 1: a magnitude that is sent is the mean of those it stands for, as bfloat16: the least squared error there is.
 Rule 2: |x| is first rounded to whole units, 1/2048 of the block's largest power of two, by one exact multiplication: a
@@ -8,7 +8,6 @@ Rule 3: bits are packed so that vectors are: sign by numpy.packbits, int2 four c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,24 +17,21 @@ from zmqtrain.codecs.codec import (
     LARGEST_BLOCK,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
+    Buffers,
     Codec,
+    Numpy,
     Scratch,
     Sections,
-    Stateless,
+    block_codec_name,
     block_count,
     energy_of_scales,
-    needs_between,
     needs_finite,
-    needs_slab,
     plain,
-    read_buffers,
+    plain_codec,
 )
 from zmqtrain.codecs.quantize import decode_blocks, scale_blocks, write_blocks
 from zmqtrain.core.errors import CodecError
-from zmqtrain.core.specs import format_spec
-from zmqtrain.core.types import Array, Buffer
-
-Numpy = np.ndarray[Any, Any]
+from zmqtrain.core.types import Array
 
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
@@ -61,41 +57,34 @@ def sign(block: int = 512) -> Codec:
     zero. 1 bit a value and 2 bytes a block.
     Source: Seide et al. 2014, 1-bit stochastic gradient descent; Karimireddy et al. 2019, Error feedback fixes signSGD.
     """
-    name = format_spec("sign", {"block": block})
-    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+    name = block_codec_name("sign", block)
 
     def layout(count: int) -> Sections:
         return (np.uint8, block_count(count, 8)), (np.uint16, block_count(count, block))
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, name)
-        return (_encode_signs_numpy if isinstance(x, np.ndarray) else _encode_signs)(x, block), state
+    def encode(x: Array) -> tuple[Array, ...]:
+        return (_encode_signs_numpy if isinstance(x, np.ndarray) else _encode_signs)(x, block)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        packed, scales = read_buffers(buffers, layout(count), name)
-        if not isinstance(packed, np.ndarray):
-            bits = packed.__array_namespace__().unpackbits(packed, count=count, bitorder="little")
-            return decode_blocks(1 - 2 * bits.astype(np.int8), scales, block)
-        out = np.empty(count, np.float32)
-        decode_into((packed, scales), out, False)
-        return out
+    def decode(arrays: tuple[Array, ...], count: int) -> Array:
+        bits = arrays[0].__array_namespace__().unpackbits(arrays[0], count=count, bitorder="little")
+        return decode_blocks(1 - 2 * bits.astype(np.int8), arrays[1], block)
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: Numpy, add: bool) -> None:
-        packed, scales = read_buffers(buffers, layout(out.size), name)
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
+        packed, scales = arrays
         codes = _scratch.take("codes", 8 * packed.size, np.int8)
         np.take(_SIGNS, packed, out=codes.view(np.int64), mode="clip")
         write_blocks(codes[: out.size], scales, out, block, add)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        packed, scales = read_buffers(buffers, layout(count), name)
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        packed, scales = arrays
         _check_scales(scales, name)
         if count % 8 and packed[-1] >> count % 8:
             raise CodecError(f"{name}: a bit after the last value is not 0")
 
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+    def energy(buffers: Buffers, count: int) -> float:
         return energy_of_scales(buffers[1], 1, block, count)
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
+    return plain_codec(name, layout, encode, decode, write, check, energy)
 
 
 def int2(block: int = 64) -> Codec:
@@ -109,31 +98,25 @@ def int2(block: int = 64) -> Codec:
     Source: Max 1960, Quantizing for minimum distortion: the levels are the means; his threshold for Gaussian values and
     fixed levels is 1.23 times the mean magnitude.
     """
-    name = format_spec("int2", {"block": block})
-    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+    name = block_codec_name("int2", block)
 
     def layout(count: int) -> Sections:
         blocks = block_count(count, block)
         return (np.uint8, block_count(count, 4)), (np.uint16, blocks), (np.uint16, blocks)
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, name)
-        return (_encode_pairs_numpy if isinstance(x, np.ndarray) else _encode_pairs)(x, block), state
+    def encode(x: Array) -> tuple[Array, ...]:
+        return (_encode_pairs_numpy if isinstance(x, np.ndarray) else _encode_pairs)(x, block)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        packed, near, far = read_buffers(buffers, layout(count), name)
-        if not isinstance(packed, np.ndarray):
-            return _decode_pairs(packed, near, far, count, block)
-        out = np.empty(count, np.float32)
-        decode_into((packed, near, far), out, False)
-        return out
+    def decode(arrays: tuple[Array, ...], count: int) -> Array:
+        packed, near, far = arrays
+        return _decode_pairs(packed, near, far, count, block)
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: Numpy, add: bool) -> None:
-        packed, near, far = read_buffers(buffers, layout(out.size), name)
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
+        packed, near, far = arrays
         _write_pairs(packed, near, far, out, block, add)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        packed, near, far = read_buffers(buffers, layout(count), name)
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        packed, near, far = arrays
         _check_scales(near, name)
         _check_scales(far, name)
         if (near > far).any():
@@ -142,10 +125,10 @@ def int2(block: int = 64) -> Codec:
         if any(packed[place % width] >> 2 * (place // width) & 3 for place in range(count, 4 * width)):
             raise CodecError(f"{name}: a code after the last value is not 0")
 
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+    def energy(buffers: Buffers, count: int) -> float:
         return energy_of_scales(buffers[2], 1, block, count)
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
+    return plain_codec(name, layout, encode, decode, write, check, energy)
 
 
 def _check_scales(scales: Numpy, codec: str) -> None:

@@ -1,4 +1,4 @@
-"""Send a slab as a matrix of low rank, two thin factors: PowerSGD with a warm start, here without an all-reduce.
+"""Codec of a slab as a matrix of low rank, two thin factors: PowerSGD with a warm start, without an all-reduce.
 
 Rule 1: a column at a time: p = rest q, the next q = the least squares fit of p to the rest, rest -= p q^T.  Each p is
 orthogonal to those before it, up to its rounding: this is the orthogonal iteration of the paper.
@@ -12,7 +12,7 @@ Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD, algorithm 1, with the fit 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ import numpy as np
 from zmqtrain.codecs.codec import (
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
+    Buffers,
     Codec,
+    Numpy,
     Scratch,
     Sections,
     State,
@@ -32,7 +34,7 @@ from zmqtrain.codecs.codec import (
 )
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
-from zmqtrain.core.types import Array, Buffer
+from zmqtrain.core.types import Array
 
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
@@ -90,7 +92,7 @@ def lowrank(rank: int = 4, width: int = 0) -> Codec:
             needs_finite(int(np.maximum.reduce(x.view(np.int32) & _MAGNITUDE)), x.size)
         return _encode(x, x.__array_namespace__().asarray(state).reshape(columns, across), rows)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
+    def decode(buffers: Buffers, count: int) -> Array:
         p, q, powers = read_buffers(buffers, layout(count), name)
         if isinstance(p, np.ndarray):
             out = np.empty(count, np.float32)
@@ -100,7 +102,7 @@ def lowrank(rank: int = 4, width: int = 0) -> Codec:
         steps = _scaled(q.reshape(columns, across), powers)
         return _sum_of_products(p.reshape(columns, rows), steps).reshape(-1)[:count]
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
+    def decode_into(buffers: Buffers, out: Numpy, add: bool) -> None:
         p, q, powers = read_buffers(buffers, layout(out.size), name)
         rows, across, columns = shape(out.size)
         p, steps = p.reshape(columns, rows), _scaled(q.reshape(columns, across), powers)
@@ -112,7 +114,7 @@ def lowrank(rank: int = 4, width: int = 0) -> Codec:
             else:
                 np.copyto(target, values)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         p, q, powers = read_buffers(buffers, layout(count), name)
         if np.minimum.reduce(p) < -_LARGEST_P:
             raise CodecError(f"{name}: the code -128 is not one of this codec")
@@ -124,12 +126,12 @@ def lowrank(rank: int = 4, width: int = 0) -> Codec:
     return Codec(name, init, layout, encode, decode, check, decode_into, slab)
 
 
-def _directions(count: int) -> np.ndarray[Any, Any]:
+def _directions(count: int) -> Numpy:
     """Return int8[count], odd numbers in -127..127 drawn by a hash of the place."""
     mixed: Array = np.arange(1, count + 1, dtype=np.uint32) * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA77)
     mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE3D)
-    directions: np.ndarray[Any, Any] = ((mixed >> 25).astype(np.int32) * 2 - _LARGEST_P).astype(np.int8)
+    directions: Numpy = ((mixed >> 25).astype(np.int32) * 2 - _LARGEST_P).astype(np.int8)
     return directions
 
 

@@ -1,4 +1,4 @@
-"""Lay encoded slabs in frames that can be checked and decoded one by one.
+"""Encoded slabs in frames that can be checked and decoded one by one.
 
 Rule 1: a payload is a list of segments, each with its codec; a segment is cut in slabs of `codec.slab` values, numbered
 through the payload; every slab is encoded on its own, and whole slabs in a row fill a frame of at most MAX_FRAME_BYTES.
@@ -339,7 +339,7 @@ def decode_frame(
 ) -> range:
     """Decode a frame that `check_frame` has passed into its place in `out`, float32[sum(counts)]; return its slabs.
 
-    With `add` onto what is there: the sum of huge values may overflow to infinity. Raises CodecError.
+    With `add` onto the values there: the sum of huge values may overflow to infinity. Raises CodecError.
     """
     plan = plan_payload(tuple(codecs), tuple(counts))
     view, known = _open(plan, frame)
@@ -380,7 +380,7 @@ def decode_segments(
 ) -> None:
     """Decode a payload that `check_payload` has passed into its segments, each a contiguous float32 vector of its own.
 
-    With `add` onto what is there. Raises CodecError for other frames than the segments' sizes say.
+    With `add` onto the values there. Raises CodecError for other frames than the segments' sizes say.
     """
     counts = tuple(segment.size for segment in segments)
     plan = plan_payload(tuple(codecs), counts)

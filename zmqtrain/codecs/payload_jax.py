@@ -1,4 +1,4 @@
-"""Encode and decode payloads on the device that holds the values, so that only compressed bytes cross to the host.
+"""Payloads encoded and decoded on the device that holds the values: only compressed bytes cross to the host.
 
 Rule 1: the frames are the very ones of `encode_payload`, and the values those of `decode_payload`, bit for bit.
 Rule 2: slabs of one codec and one size are the rows of one array, a *group*, whatever segments they are cut from: each
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zmqtrain.codecs.codec import Codec, State
+from zmqtrain.codecs.codec import Codec, Numpy, State
 from zmqtrain.codecs.payload import PayloadPlan, check_payload, plan_payload, seal_frame
 from zmqtrain.core.errors import CodecError, NonFiniteDelta
 from zmqtrain.core.types import Array, Buffer
@@ -153,7 +153,7 @@ class _Arrangement:
             for group in self.groups
         ]
 
-    def pack(self, frames: Sequence[Buffer]) -> np.ndarray[Any, Any]:
+    def pack(self, frames: Sequence[Buffer]) -> Numpy:
         """Return the packed bytes of frames that `check_payload` has passed."""
         packed = np.empty(self.packed_bytes, np.uint8)
         view = packed.data
@@ -165,7 +165,7 @@ class _Arrangement:
                     view[place] = content[section]
         return packed
 
-    def unpack(self, packed: np.ndarray[Any, Any]) -> tuple[bytearray, ...]:
+    def unpack(self, packed: Numpy) -> tuple[bytearray, ...]:
         """Return the frames, sealed, from the packed bytes."""
         view = packed.data
         frames = []
@@ -201,12 +201,12 @@ class DeviceCoder:
         self,
         codecs: Sequence[Codec],
         segments: Sequence[Array],
-        on_the_way: Sequence[Coded] = (),
+        in_flight: Sequence[Coded] = (),
         states: list[State] | None = None,
     ) -> tuple[bytearray, ...]:
-        """Encode 1-D float32 segments, each with its codec, less what of them is on its way, into frames.
+        """Encode 1-D float32 segments, each with its codec, less what of them is in flight, into frames.
 
-        segments: jax arrays of one device, or numpy arrays.  on_the_way: payloads that `check_payload` has passed; they
+        segments: jax arrays of one device, or numpy arrays.  in_flight: payloads that `check_payload` has passed; they
         are decoded on the device and summed in order.  states: as from `initial_states`, changed in place once all is
         encoded; without them every slab begins afresh.
         Raises NonFiniteDelta naming the segment's index (`states` is as it was then), CodecError for another dtype or
@@ -223,8 +223,8 @@ class DeviceCoder:
         self._settle(segments)
         before = self.initial_states(codecs, counts) if states is None else states
         rows = arrangement.stack(list(segments))
-        if on_the_way:
-            rows = _less(rows, _stack_as(arrangement, self._sum(on_the_way, counts)))
+        if in_flight:
+            rows = _less(rows, _stack_as(arrangement, self._sum(in_flight, counts)))
         coded, after = arrangement.encode(rows, before)
         fetched = np.asarray(coded)
         self.bytes_fetched += fetched.nbytes
@@ -257,7 +257,7 @@ class DeviceCoder:
         return segments
 
     def warm_up(self, codecs: Sequence[Codec], counts: Sequence[int], *, encodes: bool = True) -> None:
-        """Have all that segments of these counts need compiled; nothing of it crosses to the host.
+        """Compile all that segments of these counts need; nothing crosses to the host.
 
         encodes: what is so coded is also made here, not only read.
         """
@@ -283,15 +283,15 @@ class DeviceCoder:
         return first, reduce(_plus, decoded)
 
     def _settle(self, segments: Sequence[Array]) -> None:
-        """Note the device that the caller has tied the segments to, if any: what is put goes there, and is tied too."""
+        """Record the device that the segments are committed to, if any: arrays are put there, committed too."""
         first = segments[0]
         if isinstance(first, jax.Array) and first.committed and len(first.devices()) == 1:
             (self._device,) = first.devices()
 
-    def _put_repeated(self, rows: int, leaf: np.ndarray[Any, Any]) -> jax.Array:
+    def _put_repeated(self, rows: int, leaf: Numpy) -> jax.Array:
         return self._put(np.repeat(np.asarray(leaf)[None], rows, axis=0))
 
-    def _put(self, values: np.ndarray[Any, Any]) -> jax.Array:
+    def _put(self, values: Numpy) -> jax.Array:
         """Put an array of ours; nobody writes into it again: on a CPU the device's array may be this memory."""
         self.bytes_put += values.nbytes
         placed: jax.Array = jax.device_put(values, self._device)

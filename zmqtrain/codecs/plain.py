@@ -1,18 +1,15 @@
-"""Send values as they are, or each on its own in fewer bits: float32 and bfloat16.
+"""Codecs that send each value on its own: float32 and bfloat16.
 
 Rule: nothing here looks at a neighbour; decode gives exactly the bits that were chosen, denormals included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
-from zmqtrain.codecs.codec import Codec, Scratch, Sections, Stateless, needs_finite, needs_slab, read_buffers
+from zmqtrain.codecs.codec import Buffers, Codec, Numpy, Scratch, Sections, needs_finite, plain_codec, read_buffers
 from zmqtrain.core.errors import NonFiniteDelta
-from zmqtrain.core.types import Array, Buffer
+from zmqtrain.core.types import Array
 
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
@@ -22,36 +19,29 @@ _LARGEST_BF16 = 0x7F7F
 def float32() -> Codec:
     """Send float32 as it is: 4 bytes a value, no error."""
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, "float32")
+    def encode(x: Array) -> tuple[Array, ...]:
         if isinstance(x, np.ndarray):
             needs_finite(_largest_bits(x), x.size)
-        return (x,), state
+        return (x,)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        (values,) = read_buffers(buffers, [(np.float32, count)], "float32")
-        return values.copy()
-
-    def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
-        (values,) = read_buffers(buffers, [(np.float32, out.size)], "float32")
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
         if add:
-            np.add(out, values, out=out)
+            np.add(out, arrays[0], out=out)
         else:
-            np.copyto(out, values)
+            np.copyto(out, arrays[0])
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        (values,) = read_buffers(buffers, [(np.float32, count)], "float32")
-        if _largest_bits(values) >= 0x7F800000:
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        if _largest_bits(arrays[0]) >= 0x7F800000:
             raise NonFiniteDelta(f"float32: NaN or infinity in a slab of {count} values")
-
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
-        (values,) = read_buffers(buffers, [(np.float32, count)], "float32")
-        return float(np.dot(values, values))
 
     def layout(count: int) -> Sections:
         return ((np.float32, count),)
 
-    return Codec("float32", lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
+    def energy(buffers: Buffers, count: int) -> float:
+        (values,) = read_buffers(buffers, layout(count), "float32")
+        return float(np.dot(values, values))
+
+    return plain_codec("float32", layout, encode, lambda arrays, count: arrays[0].copy(), write, check, energy)
 
 
 def bf16() -> Codec:
@@ -61,40 +51,35 @@ def bf16() -> Codec:
     A value that would round to infinity becomes the largest bfloat16, 3.39e38.
     """
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, "bf16")
+    def encode(x: Array) -> tuple[Array, ...]:
         if not isinstance(x, np.ndarray):
-            return (_round(x),), state
+            return (_round(x),)
         x = np.ascontiguousarray(x)
         largest = _largest_bits(x)
         needs_finite(largest, x.size)
-        codes = _round_numpy(x) if largest < (_LARGEST_BF16 << 16) + 0x8000 else _round(x)
-        return (codes,), state
+        return (_round_numpy(x) if largest < (_LARGEST_BF16 << 16) + 0x8000 else _round(x),)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        (codes,) = read_buffers(buffers, [(np.uint16, count)], "bf16")
-        xp = codes.__array_namespace__()
-        return (codes.astype(xp.uint32) << 16).view(xp.float32)
+    def decode(arrays: tuple[Array, ...], count: int) -> Array:
+        xp = arrays[0].__array_namespace__()
+        return (arrays[0].astype(xp.uint32) << 16).view(xp.float32)
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
-        (codes,) = read_buffers(buffers, [(np.uint16, out.size)], "bf16")
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
         values = _scratch.take("values", out.size, np.float32) if add else out
         bits = values.view(np.uint32)
-        np.copyto(bits, codes)
+        np.copyto(bits, arrays[0])
         np.left_shift(bits, 16, out=bits)
         if add:
             np.add(out, values, out=out)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        (codes,) = read_buffers(buffers, [(np.uint16, count)], "bf16")
-        magnitudes = np.bitwise_and(codes, 0x7FFF, out=_scratch.take("codes", count, np.uint16))
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        magnitudes = np.bitwise_and(arrays[0], 0x7FFF, out=_scratch.take("codes", count, np.uint16))
         if np.maximum.reduce(magnitudes) > _LARGEST_BF16:
             raise NonFiniteDelta(f"bf16: NaN or infinity in a slab of {count} values")
 
-    return Codec("bf16", lambda count: (), lambda count: ((np.uint16, count),), encode, decode, check, decode_into)
+    return plain_codec("bf16", lambda count: ((np.uint16, count),), encode, decode, write, check)
 
 
-def _largest_bits(x: np.ndarray[Any, Any]) -> int:
+def _largest_bits(x: Numpy) -> int:
     magnitudes = np.bitwise_and(x.view(np.int32), _MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.int32))
     return int(np.maximum.reduce(magnitudes))
 
@@ -107,7 +92,7 @@ def _round(x: Array) -> Array:
     return (xp.minimum(rounded, _LARGEST_BF16) | ((bits >> 16) & 0x8000)).astype(xp.uint16)
 
 
-def _round_numpy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _round_numpy(x: Numpy) -> Numpy:
     """As `_round`, for values that do not round to infinity: the sign bit rides along."""
     bits, rounded = x.view(np.uint32), _scratch.take("rounded", x.size, np.uint32)
     np.right_shift(bits, 16, out=rounded)

@@ -1,4 +1,4 @@
-"""Send blocks of whole numbers with one scale each: int8 and int4, rounded to the nearest or at random.
+"""Codecs of blocks of whole numbers with one scale each: int8 and int4, rounded to the nearest or at random.
 
 Rule 1: a scale is a bfloat16, sent as uint16; its reciprocal is looked up, not divided, so that every machine has the
 same one.  Rule 2: a block whose largest magnitude is under 2^-100 is sent as zeros.
@@ -8,7 +8,6 @@ the same.  Rule 4: two int4 codes lie in a byte, value i with value i + m: vecto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,27 +15,23 @@ import numpy as np
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
-    LARGEST_BLOCK,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
+    Buffers,
     Codec,
+    Numpy,
     Scratch,
     Sections,
-    Stateless,
+    block_codec_name,
     block_count,
     check_scales,
     energy_of_scales,
-    needs_between,
     needs_finite,
-    needs_slab,
     plain,
-    read_buffers,
+    plain_codec,
 )
 from zmqtrain.core.errors import CodecError
-from zmqtrain.core.specs import format_spec
-from zmqtrain.core.types import Array, Buffer
-
-Numpy = np.ndarray[Any, Any]
+from zmqtrain.core.types import Array
 
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
@@ -106,83 +101,67 @@ def int4_stochastic(block: int = 128) -> Codec:
 
 
 def _in_bytes(family: str, span: _Range, block: int) -> Codec:
-    name = format_spec(family, {"block": block})
-    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+    name = block_codec_name(family, block)
 
     def layout(count: int) -> Sections:
         return (np.int8, count), (np.uint16, block_count(count, block))
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, name)
-        if isinstance(x, np.ndarray):
-            codes = np.empty(x.size, np.int8)
-            return (codes, _encode_numpy(x, block, span, codes)), state
-        return _encode(x, block, span), state
+    def encode(x: Array) -> tuple[Array, ...]:
+        if not isinstance(x, np.ndarray):
+            return _encode(x, block, span)
+        codes = np.empty(x.size, np.int8)
+        return codes, _encode_numpy(x, block, span, codes)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        codes, scales = read_buffers(buffers, layout(count), name)
-        if not isinstance(codes, np.ndarray):
-            return decode_blocks(codes, scales, block)
-        out = np.empty(count, np.float32)
-        decode_into((codes, scales), out, False)
-        return out
+    def decode(arrays: tuple[Array, ...], count: int) -> Array:
+        return decode_blocks(arrays[0], arrays[1], block)
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: Numpy, add: bool) -> None:
-        codes, scales = read_buffers(buffers, layout(out.size), name)
-        write_blocks(codes, scales, out, block, add)
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
+        write_blocks(arrays[0], arrays[1], out, block, add)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        codes, scales = read_buffers(buffers, layout(count), name)
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        codes, scales = arrays
         check_scales(scales, span.largest_scale_bits, name)
         if np.minimum.reduce(codes) < -span.most:
             raise CodecError(f"{name}: the code {-span.most - 1} is not one of this codec")
 
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+    def energy(buffers: Buffers, count: int) -> float:
         return energy_of_scales(buffers[1], span.most, block, count)
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
+    return plain_codec(name, layout, encode, decode, write, check, energy)
 
 
 def _in_nibbles(family: str, span: _Range, block: int) -> Codec:
-    name = format_spec(family, {"block": block})
-    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+    name = block_codec_name(family, block)
 
     def layout(count: int) -> Sections:
         return (np.uint8, block_count(count, 2)), (np.uint16, block_count(count, block))
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, name)
-        if isinstance(x, np.ndarray):
-            codes = _scratch.take("codes", x.size, np.int8)
-            scales = _encode_numpy(x, block, span, codes)
-            return (_pack_numpy(codes.view(np.uint8)), scales), state
-        codes, scales = _encode(x, block, span)
-        return (_pack(codes), scales), state
+    def encode(x: Array) -> tuple[Array, ...]:
+        if not isinstance(x, np.ndarray):
+            codes, scales = _encode(x, block, span)
+            return _pack(codes), scales
+        codes = _scratch.take("codes", x.size, np.int8)
+        scales = _encode_numpy(x, block, span, codes)
+        return _pack_numpy(codes.view(np.uint8)), scales
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        packed, scales = read_buffers(buffers, layout(count), name)
-        if not isinstance(packed, np.ndarray):
-            return decode_blocks(_unpack(packed)[:count], scales, block)
-        out = np.empty(count, np.float32)
-        decode_into((packed, scales), out, False)
-        return out
+    def decode(arrays: tuple[Array, ...], count: int) -> Array:
+        return decode_blocks(_unpack(arrays[0])[:count], arrays[1], block)
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: Numpy, add: bool) -> None:
-        packed, scales = read_buffers(buffers, layout(out.size), name)
-        write_blocks(_unpack_numpy(packed)[: out.size], scales, out, block, add)
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
+        write_blocks(_unpack_numpy(arrays[0])[: out.size], arrays[1], out, block, add)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        packed, scales = read_buffers(buffers, layout(count), name)
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        packed, scales = arrays
         check_scales(scales, span.largest_scale_bits, name)
         if np.minimum.reduce(packed) < 16 or np.minimum.reduce(packed & 15) < 1:
             raise CodecError(f"{name}: the code {-span.most - 1} is not one of this codec")
         if count % 2 and packed[-1] >> 4 != _EIGHTS >> 4:
             raise CodecError(f"{name}: the last nibble stands for no value and is not 8")
 
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+    def energy(buffers: Buffers, count: int) -> float:
         return energy_of_scales(buffers[1], span.most, block, count)
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
+    return plain_codec(name, layout, encode, decode, write, check, energy)
 
 
 def scale_blocks(values: Numpy, scales: Numpy, block: int, out: Numpy | None = None) -> None:

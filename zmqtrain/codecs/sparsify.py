@@ -17,7 +17,7 @@ memorandum 61, 1971; the choice of the low bits: Vigna, Quasi-succinct indices, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ import numpy as np
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
     SLAB_VALUES,
+    Buffers,
+    Numpy,
     Scratch,
     Sections,
     State,
@@ -40,7 +42,7 @@ from zmqtrain.codecs.codec import (
 )
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
-from zmqtrain.core.types import Array, Buffer
+from zmqtrain.core.types import Array
 
 MOST_PLACES = 1 << 18
 """The most values among which some are picked: every number here stays far under 31 bits."""
@@ -80,7 +82,7 @@ def index_form(count: int, kept: int) -> Form:
 def pack_places(places: Array, count: int) -> Array:
     """Return the places, int[k], strictly ascending, under `count`, as uint8[index_form(count, k).size].
 
-    numpy, or jax: also under jit and vmap. What the places are is not looked at: that is the caller's promise.
+    numpy, or jax: also under jit and vmap. The places are not checked.
     """
     kept = places.shape[0]
     form = index_form(count, kept)
@@ -134,7 +136,7 @@ def unpack_places(buffer: Array, count: int, kept: int) -> Array:
     return high + xp.sum(lows.astype(xp.int32) << xp.arange(form.low, dtype=xp.int32), axis=1, dtype=xp.int32)
 
 
-def check_places(buffer: np.ndarray[Any, Any], count: int, kept: int, codec: str) -> None:
+def check_places(buffer: Numpy, count: int, kept: int, codec: str) -> None:
     """Raise CodecError unless this is what `pack_places` makes of `kept` ascending places under `count`."""
     form = index_form(count, kept)
     spare = 8 * form.size - form.bits
@@ -160,7 +162,7 @@ def rank_search(ranks: Array, kept: int) -> Array:
 
 
 def _first_high(form: Form, kept: int) -> int:
-    """Return the first bit of the high parts, -1 for a bitmap: as the loops in machine code want it."""
+    """Return the first bit of the high parts, -1 for a bitmap."""
     return kept * form.low if form.kind == "elias-fano" else -1
 
 
@@ -170,12 +172,12 @@ def _needs_places(found: int, kept: int) -> None:
 
 
 @lru_cache(maxsize=8)
-def _ranks(kept: int, start: int) -> np.ndarray[Any, Any]:
+def _ranks(kept: int, start: int) -> Numpy:
     return np.arange(start, start + kept)
 
 
 @lru_cache(maxsize=16)
-def _bits_of_bytes(low: int) -> np.ndarray[Any, Any]:
+def _bits_of_bytes(low: int) -> Numpy:
     """Return the `low` bits of each number that has no more, uint8[2^low, low]: to look them up is the fastest."""
     return (np.arange(1 << low)[:, None] >> np.arange(low) & 1).astype(np.uint8)
 
@@ -230,11 +232,11 @@ def randomk(density: float = 0.01) -> Transform:
             needs_finite(max(int(np.maximum.reduce(bits)), negative), x.size)
         return (counter,), x[_drawn(counter, x.shape[0], kept(x.shape[0]))], counter + np.uint32(1)
 
-    def read(buffers: Sequence[Buffer | Array], count: int) -> Array:
+    def read(buffers: Buffers, count: int) -> Array:
         (counter,) = read_buffers(buffers, layout(count), name)
         return _drawn(counter, count, kept(count))
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         _needs_count(count, name, SLAB_VALUES)
         read_buffers(buffers, layout(count), name)
 
@@ -268,11 +270,11 @@ def blocktopk(keep: int = 2) -> Transform:
         places = largest(x, keep, kept(x.shape[0]))
         return (places.astype(np.uint8),), x[places + _block_starts(keep, places.shape[0])], state
 
-    def read(buffers: Sequence[Buffer | Array], count: int) -> Array:
+    def read(buffers: Buffers, count: int) -> Array:
         (places,) = read_buffers(buffers, layout(count), name)
         return places.astype(np.int32) + _block_starts(keep, kept(count))
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         places = np.asarray(read(buffers, count))
         if int(places[-1]) >= count or (places[1:] <= places[:-1]).any():
             raise CodecError(f"{name}: the places of a block are not ascending or not under {min(count, _BLOCK)}")
@@ -285,12 +287,12 @@ def picking_transform(
     kept: Callable[[int], int],
     layout: Callable[[int], Sections],
     forward: Callable[[Array, State], tuple[tuple[Array, ...], Array, State]],
-    read: Callable[[Sequence[Buffer | Array], int], Array],
-    check: Callable[[Sequence[Buffer | Array], int], None],
+    read: Callable[[Buffers, int], Array],
+    check: Callable[[Buffers, int], None],
 ) -> Transform:
     """Return the transform that keeps kept(n) of n values; read(buffers, n): their places, ascending and distinct."""
 
-    def backward(buffers: Sequence[Buffer | Array], values: Array, count: int) -> Array:
+    def backward(buffers: Buffers, values: Array, count: int) -> Array:
         places = read(buffers, count)
         xp = values.__array_namespace__()
         out = xp.zeros(count, dtype=xp.float32)
@@ -299,9 +301,7 @@ def picking_transform(
         out[places] = values
         return out
 
-    def backward_into(
-        buffers: Sequence[Buffer | Array], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any], add: bool
-    ) -> None:
+    def backward_into(buffers: Buffers, values: Numpy, out: Numpy, add: bool) -> None:
         places = read(buffers, out.size)
         if not add:
             out[...] = 0
@@ -310,8 +310,8 @@ def picking_transform(
     return Transform(name, lambda count: (), kept, layout, forward, backward, check, backward_into, places=read)
 
 
-def put_at(places: np.ndarray[Any, Any], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any], add: bool) -> None:
-    """Write float32 values to `out` at their places, int32, each of which comes once; `add`: onto what is there."""
+def put_at(places: Numpy, values: Numpy, out: Numpy, add: bool) -> None:
+    """Write float32 values to `out` at their places, int32, which are distinct; `add`: onto the values there."""
     if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
         kernels.scatter(places, values, out, add)
     elif add:
@@ -348,7 +348,7 @@ def magnitude_keys(x: Array) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _stretches(count: int, kept: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _stretches(count: int, kept: int) -> tuple[Numpy, Numpy, Numpy]:
     """Return the first place and the length of each stretch, and its own start of the hash; uint32[kept]."""
     bounds = np.arange(kept + 1, dtype=np.int64) * count // kept
     seeds = (np.arange(kept, dtype=np.uint64) * 0x9E3779B9).astype(np.uint32)
@@ -368,7 +368,7 @@ def _mix(bits: Array) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _block_starts(keep: int, kept: int) -> np.ndarray[Any, Any]:
+def _block_starts(keep: int, kept: int) -> Numpy:
     return np.arange(kept, dtype=np.int32) // keep * _BLOCK
 
 
@@ -390,7 +390,7 @@ def _largest_of_blocks(x: Array, keep: int, kept: int) -> Array:
     return places.reshape(-1)[:kept]
 
 
-def _largest_of_blocks_numpy(x: np.ndarray[Any, Any], keep: int, kept: int) -> np.ndarray[Any, Any]:
+def _largest_of_blocks_numpy(x: Numpy, keep: int, kept: int) -> Numpy:
     """As `_largest_of_blocks`, by a partition of each block. Raises NonFiniteDelta."""
     blocks = block_count(x.size, _BLOCK)
     ranked = _scratch.take("ranked", blocks * _BLOCK, np.int32)
@@ -443,11 +443,11 @@ def topk(density: float = 0.01) -> Transform:
             values = x[places]
         return (pack_places(places, x.shape[0]),), values, state
 
-    def read(buffers: Sequence[Buffer | Array], count: int) -> Array:
+    def read(buffers: Buffers, count: int) -> Array:
         (index,) = read_buffers(buffers, layout(count), name)
         return unpack_places(index, count, kept(count))
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         (index,) = read_buffers(buffers, layout(count), name)
         check_places(np.asarray(index), count, kept(count), name)
 
@@ -465,8 +465,7 @@ class _Guess(threading.local):
 
 
 class _Candidates(threading.local):
-    """Memory of this thread for `pick`: the candidates' places and keys, and how many have each key, which it leaves at
-    zero. What a slab does not need is never there."""
+    """Memory of this thread for `pick`: the candidates' places and keys, and how many have each key (left at zero)."""
 
     def __init__(self) -> None:
         self.places, self.keys = np.empty(MOST_PLACES, np.int32), np.empty(MOST_PLACES, np.int32)
@@ -489,9 +488,7 @@ def _largest(x: Array, kept: int) -> Array:
     return rank_search(ranks, kept)
 
 
-def _largest_numpy(
-    x: np.ndarray[Any, Any], kept: int, guess: _Guess
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _largest_numpy(x: Numpy, kept: int, guess: _Guess) -> tuple[Numpy, Numpy]:
     """As `_largest`, by a guess at the cut: two compares of the slab, then the exact pick among few candidates.
 
     Returns the places and the values there. Raises NonFiniteDelta.
@@ -518,9 +515,7 @@ def _largest_numpy(
     return places, found
 
 
-def _pick(
-    kernels: fast.Kernels, x: np.ndarray[Any, Any], kept: int, first: int
-) -> tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _pick(kernels: fast.Kernels, x: Numpy, kept: int, first: int) -> tuple[int, Numpy, Numpy]:
     """Return the cut's key, the places and the values there, in machine code; first: the key that is guessed to be a
     little under the cut's. Raises NonFiniteDelta."""
     x = np.require(x, requirements="A")
@@ -536,7 +531,7 @@ def _pick(
     return found & LARGEST_KEY, places[:kept], values
 
 
-def _places_from(x: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
+def _places_from(x: Numpy, key: int) -> Numpy:
     """Return where the magnitude's key is `key` or more, NaN included, ascending; all places if key <= 0."""
     if key <= 0:
         return np.arange(x.size)
@@ -553,7 +548,7 @@ def _places_from(x: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
     return _places_of_zeros(words)
 
 
-def _places_of_zeros(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _places_of_zeros(words: Numpy) -> Numpy:
     """Return flatnonzero(~mask) of a bool mask seen as words of eight, uint64[n / 8]: first which words, then where.
 
     numpy's nonzero jumps from one to the next where under a tenth are set, and each jump is a branch predicted wrong;
@@ -566,13 +561,13 @@ def _places_of_zeros(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     hot = mixed.nonzero()[0][:-tail]
     places = np.bitwise_xor(words.take(hot), _EIGHT_TRUE).view(np.bool_).nonzero()[0]
     np.left_shift(hot, 3, out=hot)
-    found: np.ndarray[Any, Any] = hot.take(places >> 3)
+    found: Numpy = hot.take(places >> 3)
     np.bitwise_and(places, 7, out=places)
     np.bitwise_or(found, places, out=found)
     return found
 
 
-def _sampled_key(x: np.ndarray[Any, Any], kept: int, spreads: int) -> int:
+def _sampled_key(x: Numpy, kept: int, spreads: int) -> int:
     """Return a key that probably is a little under the cut's: a count in the sample has a spread of its square root."""
     sample = x
     if x.size > 2 * _SAMPLE:

@@ -1,4 +1,4 @@
-"""Send -1, 0 or +1 times one scale a block: 1.6 bits a value.
+"""Codec of -1, 0 and +1 times one scale a block: 1.6 bits a value.
 
 Rule 1: which values are kept, and the scale, follow Ternary Weight Networks (Li & Liu 2016): values over 0.7 of the
 block's mean magnitude are kept, the scale is the mean magnitude of the kept.
@@ -8,32 +8,30 @@ are sums of whole numbers.  Rule 3: five digits lie in a byte, value i with i + 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from zmqtrain.codecs import fast
 from zmqtrain.codecs.codec import (
-    LARGEST_BLOCK,
     PIECE_VALUES,
     SMALLEST_MAGNITUDE_BITS,
+    Buffers,
     Codec,
+    Numpy,
     Scratch,
     Sections,
-    Stateless,
+    block_codec_name,
     block_count,
     check_scales,
     energy_of_scales,
-    needs_between,
     needs_finite,
-    needs_slab,
     plain,
-    read_buffers,
+    plain_codec,
 )
 from zmqtrain.codecs.quantize import write_blocks
 from zmqtrain.core.errors import CodecError
-from zmqtrain.core.types import Array, Buffer
+from zmqtrain.core.types import Array
 
 _scratch = Scratch()
 _MAGNITUDE = 0x7FFFFFFF
@@ -51,34 +49,27 @@ def ternary(block: int = 128) -> Codec:
     error is less than that of x (about 0.44 of it for Gaussian values): error feedback converges.
     A block under 2^-100 becomes zero. Block at most 4096 (sums stay in 31 bits). 1/5 byte a value and 2 bytes a block.
     """
-    name = f"ternary:block={block}"
-    needs_between(name, "block", block, 1, LARGEST_BLOCK)
+    name = block_codec_name("ternary", block)
 
     def layout(count: int) -> Sections:
         return (np.uint8, block_count(count, _DIGITS)), (np.uint16, block_count(count, block))
 
-    def encode(x: Array, state: Stateless) -> tuple[tuple[Array, ...], Stateless]:
-        needs_slab(x, name)
-        return (_encode_numpy if isinstance(x, np.ndarray) else _encode)(x, block), state
+    def encode(x: Array) -> tuple[Array, ...]:
+        return (_encode_numpy if isinstance(x, np.ndarray) else _encode)(x, block)
 
-    def decode(buffers: Sequence[Buffer | Array], count: int) -> Array:
-        packed, scales = read_buffers(buffers, layout(count), name)
-        if not isinstance(packed, np.ndarray):
-            return _decode(packed, scales, count, block)
-        out = np.empty(count, np.float32)
-        decode_into((packed, scales), out, False)
-        return out
+    def decode(arrays: tuple[Array, ...], count: int) -> Array:
+        return _decode(arrays[0], arrays[1], count, block)
 
-    def decode_into(buffers: Sequence[Buffer | Array], out: np.ndarray[Any, Any], add: bool) -> None:
-        packed, scales = read_buffers(buffers, layout(out.size), name)
+    def write(arrays: tuple[Array, ...], out: Numpy, add: bool) -> None:
+        packed, scales = arrays
         if out.flags.c_contiguous and out.flags.aligned and (kernels := fast.kernels(out.size)):
             steps = (scales.astype(np.uint32) << 16).view(np.float32)
             kernels.write_ternary(packed, steps, out, block, add)
         else:
             write_blocks(_unpack_numpy(packed)[: out.size], scales, out, block, add)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
-        packed, scales = read_buffers(buffers, layout(count), name)
+    def check(arrays: tuple[Array, ...], count: int) -> None:
+        packed, scales = arrays
         check_scales(scales, _LARGEST_SCALE_BITS, name)
         if np.maximum.reduce(packed) > _LARGEST_BYTE:
             raise CodecError(f"{name}: a byte over {_LARGEST_BYTE} holds no five digits")
@@ -86,10 +77,10 @@ def ternary(block: int = 128) -> Codec:
         if any(int(packed[place % width]) // 3 ** (place // width) % 3 != 1 for place in range(count, _DIGITS * width)):
             raise CodecError(f"{name}: a digit after the last value is not 0")
 
-    def energy(buffers: Sequence[Buffer | Array], count: int) -> float:
+    def energy(buffers: Buffers, count: int) -> float:
         return energy_of_scales(buffers[1], 1, block, count)
 
-    return Codec(name, lambda count: (), layout, encode, decode, check, decode_into, energy=energy)
+    return plain_codec(name, layout, encode, decode, write, check, energy)
 
 
 def _encode(x: Array, block: int) -> tuple[Array, Array]:
@@ -147,7 +138,7 @@ def _decode(packed: Array, scales: Array, count: int, block: int) -> Array:
     return (padded.astype(xp.float32) * steps[:, None]).reshape(-1)[:count]
 
 
-def _encode_numpy(x: np.ndarray[Any, Any], block: int) -> tuple[Array, Array]:
+def _encode_numpy(x: Numpy, block: int) -> tuple[Array, Array]:
     x = plain(x)
     width = block_count(x.size, _DIGITS)
     digits, scales = _scratch.take("digits", width * _DIGITS, np.uint8), np.empty(block_count(x.size, block), np.uint16)
@@ -165,7 +156,7 @@ def _encode_numpy(x: np.ndarray[Any, Any], block: int) -> tuple[Array, Array]:
     return np.add(packed, planes[0], out=packed), scales
 
 
-def _all_digits_numpy(x: np.ndarray[Any, Any], block: int, digits: np.ndarray[Any, Any], scales: Array) -> None:
+def _all_digits_numpy(x: Numpy, block: int, digits: Numpy, scales: Array) -> None:
     whole, step = x.size // block * block, PIECE_VALUES // block * block
     for start in range(0, whole, step):
         end = min(start + step, whole)
@@ -177,7 +168,7 @@ def _all_digits_numpy(x: np.ndarray[Any, Any], block: int, digits: np.ndarray[An
         digits[whole : x.size] = tail[: x.size - whole]
 
 
-def _digits_numpy(x: np.ndarray[Any, Any], block: int, digits: np.ndarray[Any, Any], slab: int) -> Array:
+def _digits_numpy(x: Numpy, block: int, digits: Numpy, slab: int) -> Array:
     """As `_digits`, for whole blocks: writes the digits, returns the scales. Units are int16, sums as small as fits."""
     shape, count = (x.size // block, block), x.size
     wide, narrow = (np.uint16 if block <= 128 else np.uint32), (np.uint8 if block < 256 else np.uint16)
@@ -206,7 +197,7 @@ def _digits_numpy(x: np.ndarray[Any, Any], block: int, digits: np.ndarray[Any, A
     return _scales(np, raised - thresholds * (block - kept), kept, exponents, alive)
 
 
-def _unpack_numpy(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _unpack_numpy(packed: Numpy) -> Numpy:
     """Return int8[5 m] in scratch: the digits -1, 0, +1, plane after plane."""
     width = packed.size
     digits = _scratch.take("unpacked", width * _DIGITS, np.uint8)

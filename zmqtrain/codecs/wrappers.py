@@ -13,15 +13,16 @@ A run's settings cut whole models instead, the same way on all nodes: `fragment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from zmqtrain.codecs.codec import (
     SMALLEST_MAGNITUDE_BITS,
+    Buffers,
     Codec,
+    Numpy,
     Scratch,
     Sections,
     State,
@@ -35,7 +36,7 @@ from zmqtrain.codecs.codec import (
 )
 from zmqtrain.core.errors import CodecError
 from zmqtrain.core.specs import format_spec
-from zmqtrain.core.types import Array, Buffer
+from zmqtrain.core.types import Array
 
 MOST_FRAGMENTS = 4096
 """The most parts of a slab; at a slab's usual size each has 16 values then."""
@@ -73,7 +74,7 @@ def fragment_transform(fragments: int = 8) -> Transform:
     def layout(count: int) -> Sections:
         return ((np.uint32, 1),)
 
-    def read(buffers: Sequence[Buffer | Array], count: int) -> Array:
+    def read(buffers: Buffers, count: int) -> Array:
         (part,) = read_buffers(buffers, layout(count), name)
         return part
 
@@ -88,7 +89,7 @@ def fragment_transform(fragments: int = 8) -> Transform:
         padded = xp.concatenate([x, xp.zeros(cut.whole - x.shape[0], dtype=xp.float32)])
         return (part,), padded.reshape(cut.rows, cut.parts, cut.block)[:, part[0]].reshape(-1), following
 
-    def backward(buffers: Sequence[Buffer | Array], values: Array, count: int) -> Array:
+    def backward(buffers: Buffers, values: Array, count: int) -> Array:
         part, cut = read(buffers, count), _cut(count, fragments)
         if isinstance(values, np.ndarray):
             out = np.empty(count, np.float32)
@@ -99,9 +100,7 @@ def fragment_transform(fragments: int = 8) -> Transform:
         spread = xp.where(mine, values.reshape(cut.rows, 1, cut.block), xp.float32(0))
         return spread.reshape(-1)[:count]
 
-    def backward_into(
-        buffers: Sequence[Buffer | Array], values: np.ndarray[Any, Any], out: np.ndarray[Any, Any], add: bool
-    ) -> None:
+    def backward_into(buffers: Buffers, values: Numpy, out: Numpy, add: bool) -> None:
         part, cut = int(read(buffers, out.size)[0]), _cut(out.size, fragments)
         if part >= cut.parts:
             raise CodecError(f"{name}: part {part} of a slab with {cut.parts} parts")
@@ -115,7 +114,7 @@ def fragment_transform(fragments: int = 8) -> Transform:
             else:
                 np.copyto(target, source)
 
-    def check(buffers: Sequence[Buffer | Array], count: int) -> None:
+    def check(buffers: Buffers, count: int) -> None:
         part, parts = read(buffers, count), _cut(count, fragments).parts
         if part[0] >= parts:
             raise CodecError(f"{name}: part {part[0]} of a slab with {parts} parts")
@@ -163,14 +162,14 @@ def _cut(count: int, fragments: int) -> _Cut:
     return _Cut(1, parts, block_count(count, parts))
 
 
-def _places(x: np.ndarray[Any, Any], cut: _Cut, part: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _places(x: Numpy, cut: _Cut, part: int) -> tuple[Numpy, Numpy]:
     """Return views of what belongs to the part: its whole blocks, one a row, and what it has of a shorter last one."""
     whole = x.size // cut.block
     blocks = x[: whole * cut.block].reshape(whole, cut.block)[part :: cut.parts]
     return blocks, x[whole * cut.block :] if whole % cut.parts == part else x[x.size :]
 
 
-def _take_numpy(x: np.ndarray[Any, Any], cut: _Cut, part: int) -> np.ndarray[Any, Any]:
+def _take_numpy(x: Numpy, cut: _Cut, part: int) -> Numpy:
     blocks, rest = _places(x, cut, part)
     values = np.zeros(cut.passes, np.float32)
     values[: blocks.size].reshape(blocks.shape)[:] = blocks
@@ -264,7 +263,7 @@ def _tidy(x: Array) -> Array:
     return xp.where(magnitudes < SMALLEST_MAGNITUDE_BITS, 0, bits - (magnitudes == _INFINITY)).view(xp.float32)
 
 
-def _is_ordinary(x: np.ndarray[Any, Any]) -> bool:
+def _is_ordinary(x: Numpy) -> bool:
     """Return whether there is nothing to tidy in numpy's x but the sign of a zero, which the sum with +0 takes away."""
     magnitudes = np.bitwise_and(x.view(np.uint32), _MAGNITUDE, out=_scratch.take("magnitudes", x.size, np.uint32))
     if np.maximum.reduce(magnitudes) >= _INFINITY:

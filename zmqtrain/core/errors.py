@@ -1,4 +1,4 @@
-"""Name everything that can go wrong, in one tree under `ZmqTrainError`.
+"""All errors, in one tree under `ZmqTrainError`.
 
 Rule 1: a message says who, in what state, what came, and what to type next.
 Rule 2: facts are attributes, so that a caller never parses a message.

@@ -103,11 +103,11 @@ class RunSettings:
     """d: the aggregate is applied at the first step boundary that is at least so many steps after its offer; -1 (auto):
     when it has come, as measured."""
     codec: str = AUTO
-    """How a node's delta is coded on its way up: a spec such as ternary:block=128, topk:density=0.01+int4 or
+    """How a node's delta is coded: a spec such as ternary:block=128, topk:density=0.01+int4 or
     "ternary;<1024=bf16" (docs/codecs.md); auto: as the link and the machines allow, as measured.
     "ternary:block=128,fragments=8" sets fragments too."""
     broadcast_codec: str = AUTO
-    """How the aggregate is coded on its way down, with the hub's own feedback: as for codec; auto: as the way up."""
+    """How the aggregate is coded, with the hub's own feedback: as for codec; auto: the same as codec."""
     fragments: int = AUTO_FRAGMENTS
     """Each exchange carries one of so many parts of the model, in turn; 0 (auto): each exchange carries the whole model
     in a few parts, and the aggregate of the first comes down while the others go up."""
@@ -131,8 +131,8 @@ class RunSettings:
     stale: Literal["return", "drop"] = "return"
     """What becomes of a delta that is too stale: it returns to what its node has pending, or it is dropped."""
     norm_gate: str = "auto"
-    """A delta whose norm is so many times that of what came before it is refused, as 10; "none": none is. auto: 10, but
-    none in strict mode, and where nodes keep parameters of their own for ever (elastic)."""
+    """A delta whose norm is so many times that of the deltas before it is refused, as 10; "none": none is. auto: 10,
+    but none in strict mode, and where nodes keep parameters of their own for ever (elastic)."""
     outer: str = AUTO
     """The outer optimizer, applied at the hub to the mean of the deltas; sgd:rate=1 is plain averaging; auto: that for
     a small k, nesterov:rate=0.8,momentum=0.5 for a large one."""
@@ -295,7 +295,7 @@ class RunSettings:
         return pieces_of(values) if self.release.partition(":")[0] == "quorum" else 1
 
     def scheduled(self, **chosen: Any) -> RunSettings:
-        """Return the settings with these in the place of auto; "" and what is told stay. Raises ConfigError."""
+        """Return the settings with these in the place of auto; "" and configured values stay. Raises ConfigError."""
         fitted = {name: value for name, value in chosen.items() if value != "" and getattr(self, name) == FITTED[name]}
         return replace(self, **fitted)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from math import inf, isfinite
 from typing import Generic, TypeVar
@@ -88,13 +89,18 @@ class Range:
 Made = TypeVar("Made")
 
 
+@dataclass(frozen=True)
 class Family(Generic[Made]):
-    """Rules of one kind, by name: their factories, whose signatures say the arguments and defaults, and the limits."""
+    """Rules of one kind. factories: by name; their signatures say the arguments and defaults.  limits: by argument."""
 
-    def __init__(self, factories: Mapping[str, Callable[..., Made]], **limits: Range) -> None:
-        self.defaults: Families = {name: defaults_of(factory) for name, factory in factories.items()}
-        self._factories, self._limits = factories, limits
-        self._made: dict[str, Made] = {}
+    factories: Mapping[str, Callable[..., Made]]
+    limits: Mapping[str, Range] = field(default_factory=dict)
+    _made: dict[str, Made] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def defaults(self) -> Families:
+        """The arguments of each rule with their defaults."""
+        return {name: defaults_of(factory) for name, factory in self.factories.items()}
 
     def from_spec(self, text: str) -> Made:
         """Return the rule of a spec; an argument that is left out takes its default. Equal specs give the same object.
@@ -103,11 +109,11 @@ class Family(Generic[Made]):
         """
         name, arguments = parse_spec(text, self.defaults)
         for argument, value in arguments.items():
-            if argument in self._limits:
-                self._limits[argument].check(text, argument, value)
+            if argument in self.limits:
+                self.limits[argument].check(text, argument, value)
         canonical = format_spec(name, arguments)
         if canonical not in self._made:
-            self._made.setdefault(canonical, self._factories[name](**arguments))
+            self._made.setdefault(canonical, self.factories[name](**arguments))
         return self._made[canonical]
 
 

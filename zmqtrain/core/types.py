@@ -1,4 +1,4 @@
-"""Hold the words that every room speaks: who, which version, what a model looks like, what goes between rooms.
+"""The types that all folders share: peers, versions, models, offers and updates.
 
 Rule 1: nothing here does anything; a function here only reads what it is given.
 Rule 2: arrays are named by their role: a *leaf* is one array of the model, a *segment* the part of one leaf that one
@@ -171,7 +171,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What comes back: an aggregate, or an anchor (a snapshot). Of several masters each sends its own part of both.
+    """An aggregate, or an anchor (a snapshot). Of several masters each sends its own part of both.
 
     aggregate: per fragment the segments of D(U), to be added to the anchor and to the parameters.
     own: per fragment the segments of the sum of this node's D(u) that landed, to be taken from pending.

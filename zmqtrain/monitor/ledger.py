@@ -68,7 +68,7 @@ class Audit:
 def lives_of(path: Path) -> list[list[Record]]:
     """Return the records of each life that a node's record at `path` holds, the oldest first.
 
-    A recorder never writes over what is there: an earlier life's file has a number behind its name. One that was killed
+    A recorder never overwrites a file: that of an earlier life has a number behind its name. One that was killed
     before it said anything is left out. Raises ConfigError for a file that is no record.
     """
 

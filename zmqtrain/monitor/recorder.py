@@ -1,10 +1,10 @@
-"""Write the record of a living broker or node: a line of JSON an event, on disk before the next event.
+"""The recorders of a broker and a node: a line of JSON an event, on disk before the next event.
 
 Rule 1: a record must never end a run: while a disk is full, what happens is held in memory, `HELD_BYTES` of it; only
 more than that costs the rest of the record, and a line in the log.
-Rule 2: an event of a training thread is written at the end of its step, with the step's number; what comes after the
-last step is marked as draining.  Rule 3: a record never takes the place of another: one that is there under its name is
-given a number first, so that a process that is started again with the same line has a record for each of its lives.
+Rule 2: an event of a training thread is written at the end of its step, with the step's number; events after the last
+step are marked as draining.  Rule 3: a record never replaces another: an older file of its name gets a number first, so
+that a process that is started again with the same line has a record for each of its lives.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recorder:
         return self._clock.monotonic() - self._began
 
     def write(self, record: Record) -> None:
-        """Write one record, and have it on its way to the disk; after `close`, nothing happens."""
+        """Write one record; after `close`, nothing happens."""
         with self._lock:
             if self._file is None:
                 return

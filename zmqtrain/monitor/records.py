@@ -1,4 +1,4 @@
-"""Say what a run leaves behind, one flat record per event, as plain dicts: for tables, plots and replays.
+"""The records of a run, one flat dict per event: for tables, plots and replays.
 
     of the run    run  membership  founding  plan  release  evaluation  run_end         (a broker's, or the simulator's)
     of a node     node  unit  step  schedule  pace  offer  withdrawal  application  node_end
@@ -256,7 +256,7 @@ def read_records(path: Path) -> list[Record]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines) and (number > 1 or not text.endswith("\n")):  # whoever wrote it was killed
+            if number == len(lines) and (number > 1 or not text.endswith("\n")):  # its writer was killed
                 break
             record = None
         if not isinstance(record, dict) or "kind" not in record:

@@ -36,7 +36,7 @@ from zmqtrain.train.minibatch import REFERENCE_PERCENTILE
 from zmqtrain.transport.pacing import LinkShare
 
 ASSUMED_BITS = 1e9
-"""The rate of a port of which nothing is known yet: a run whose exchanges are too small to measure it hardly cares."""
+"""The rate of a port that was not measured yet; a run whose exchanges are too small to measure it is not affected."""
 
 LEAST_MEASURED_BYTES = 1 << 20
 """A model of so many bytes or more fills a link when it is fetched: nothing is planned before that was measured."""
@@ -74,9 +74,9 @@ def typical_rate(members: Iterable[Member]) -> float:
 class LoadPlanner:
     """A `Planner`: chooses k, d, codecs and outer optimizer, where they are auto, by the predicted time to a loss.
 
-    share: of the hub's own port; its rate, where it is not told, is a typical node's, or what it was seen to carry if
-    that is more.  contribution_seconds: gives the CPU that the hub takes for one contribution, of late.  port_measured:
-    gives the bytes per second that the hub's port was seen to carry (0: not known).
+    share: of the hub's own port; its rate, where none is configured, is a typical node's, or the measured one if that
+    is more.  contribution_seconds: gives the hub's recent CPU time for one contribution.  port_measured: gives the
+    bytes per second that the hub's port was seen to carry (0: not known).
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class MemoryLine:
 class MemoryEstimate:
     """What a node's memory holds; made by `estimate`, whose arguments it keeps.
 
-    opt_state_bytes: of the optimizer's whole state.  in_flight: offers of a node that are on their way at a time.
+    opt_state_bytes: of the optimizer's whole state.  in_flight: offers of a node in flight at a time.
     batches: gradients that one step is made of.  activation_bytes: of one gradient's forward and backward pass; 0: not
     known.
     """
@@ -64,7 +64,7 @@ class MemoryEstimate:
 
     @property
     def lines(self) -> tuple[MemoryLine, ...]:
-        """What is there while an exchange runs beside a step; and what starting needs more than that, last."""
+        """The memory while an exchange runs beside a step; last, what starting needs more than that."""
         parameters, values = self._parameter_bytes, count_values(self.model)
         dense = _FLOAT32_BYTES * values
         piece = -(-dense // self.fragments)
@@ -143,7 +143,7 @@ class MemoryEstimate:
         return MemoryLine(what, size, 0) if place == "device" else MemoryLine(what, 0, size)
 
     def _exchange_lines(self, piece: int) -> Iterator[MemoryLine]:
-        """One fragment on its way out, and one on its way in.
+        """One offered fragment, and one arriving fragment.
 
         piece: its bytes as float32. A coder on the card lays a fragment out once more; with several offers in flight
         it decodes those too, to subtract them.
@@ -254,7 +254,7 @@ class CodecCosts:
     """CPU time of one thread in ns per parameter of the fragment.
 
     encode, decode: at a node, of its delta; of the aggregate and its own part in it.  subtract: at a node, of each of
-    its deltas that is on its way when the next one is encoded.  accumulate: at the hub, of one contribution when it
+    its deltas in flight when the next one is encoded.  accumulate: at the hub, of one contribution when it
     comes.  release: at the hub, of one aggregate.  held: at the hub, of one contribution of a codec that picks values,
     when its round is released; it and the release are shared by the hub's threads then.
     """
@@ -298,7 +298,7 @@ SPARSE_COSTS: dict[str, SparseCosts] = {
         kept=CodecCosts(
             encode_ns=6.75, subtract_ns=4.61, decode_ns=8.67, accumulate_ns=2.66, release_ns=16.31, held_ns=3.79
         ),
-    ),
+    )
 }
 """By the stage that picks. `bench/costs.py` measures them with sign behind it, at densities of .01, .05 and .1, and
 prints these lines."""
@@ -368,7 +368,7 @@ def exchange_costs(
     *,
     step_on: Place = "device",
     codec_on: Place = "device",
-    on_the_way: int = 0,
+    in_flight: int = 0,
     node_ns: float | None = None,
     hub_ns: float | None = None,
     hub_threads: float = 1.0,
@@ -376,8 +376,8 @@ def exchange_costs(
 ) -> ExchangeCosts:
     """Return what an exchange of one fragment costs.
 
-    parameters: of the fragment.  step_on, codec_on: the card, or the processor.  on_the_way: deltas of this fragment
-    that a node has on their way when it encodes the next.  node_ns, hub_ns: measured ones, all of a node's per
+    parameters: of the fragment.  step_on, codec_on: the card, or the processor.  in_flight: deltas of this fragment
+    that a node has in flight when it encodes the next.  node_ns, hub_ns: measured ones, all of a node's per
     parameter, and all of the hub's per parameter and contribution, take the place of the sums here; held_seconds the
     same, of the training thread.  hub_threads: by how much the hub's threads divide the time of a release, where
     contributions are sparse; other releases are done by one thread.
@@ -389,7 +389,7 @@ def exchange_costs(
     elif codec_on == "device":
         node = 1e-9 * (CARD_FRAME_NS + TRANSPORT_NODE_NS) * moved
     else:
-        of_codec = up.encode_ns + on_the_way * up.subtract_ns + down.decode_ns
+        of_codec = up.encode_ns + in_flight * up.subtract_ns + down.decode_ns
         node = 1e-9 * (of_codec * parameters + TRANSPORT_NODE_NS * moved)
     if hub_ns is not None:
         hub = 1e-9 * nodes * hub_ns * parameters / masters

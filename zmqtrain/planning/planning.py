@@ -1,4 +1,4 @@
-"""Plan a run before it begins: codec, fragments, k and d from what is known of its model, machines and links (pure).
+"""The plan of a run before it begins: codec, fragments, k and d from its model, machines and links (pure).
 
 Rule 1: the plan with the least predicted time to a loss: steps lost by exchanges, times the slow-down of learning.
 Rule 2: what is given is kept, what is left out is chosen, from what a running hub would choose from (auto).
@@ -41,7 +41,7 @@ MASTERS, HUB_BITS = (1, 2, 4), (2.5e9, 10e9)
 """What `variants` puts in the place of what is wished."""
 
 MOST_PARAMETERS, MOST_MASTERS, LEAST_STEP_SECONDS = 10**12, 256, 1e-5
-"""What is no mistake of who typed it."""
+"""Larger or smaller numbers are typing mistakes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def load_of(wish: Wish, codec: str, broadcast_codec: str, fragments: int, in_fli
         wish.masters,
         step_on=wish.step_on,
         codec_on=wish.codec_on,
-        on_the_way=in_flight,
+        in_flight=in_flight,
         node_ns=wish.node_ns,
         hub_ns=wish.hub_ns,
         hub_threads=hub_threads(wish.hub_cores),
@@ -232,7 +232,7 @@ def _plan(wish: Wish, codec: str, fragments: int) -> Plan:
     for _ in range(SCHEDULES_TRIED):
         load = load_of(wish, codec, broadcast_codec, fragments, in_flight)
         option = best_option([(codec, broadcast_codec, load)], wish.every, wish.delay or -1)
-        of_one = option.schedule.on_the_way(load.fragments)
+        of_one = option.schedule.deltas_in_flight(load.fragments)
         if of_one <= in_flight:
             break
         in_flight = of_one

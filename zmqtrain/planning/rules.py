@@ -15,8 +15,7 @@ from zmqtrain.protocol.rounds import canonical_release
 from zmqtrain.strategies.aggregate import aggregation_from_spec
 from zmqtrain.strategies.norms import norm_gate_from_text
 from zmqtrain.strategies.outer import outer_from_spec
-from zmqtrain.strategies.selection import preemption_from_spec, selection_from_spec
-from zmqtrain.strategies.staleness import staleness_from_spec
+from zmqtrain.strategies.weights import preemption_from_spec, selection_from_spec, staleness_from_spec
 from zmqtrain.train.minibatch import minibatch_from_spec
 
 

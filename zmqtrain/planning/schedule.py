@@ -218,8 +218,8 @@ class Schedule:
         """Return how many offers of a node may be in flight: one more than d asks for where an exchange carries all."""
         return max(1, -(-self.delay // self.every)) + (load.pieces > 0)
 
-    def on_the_way(self, fragments: int) -> int:
-        """Return how many earlier deltas of a fragment are on their way when a node offers the next one of it."""
+    def deltas_in_flight(self, fragments: int) -> int:
+        """Return how many earlier deltas of a fragment are in flight when a node offers the next."""
         return max(0, -(-self.delay // (fragments * self.every)) - 1)
 
 
@@ -364,8 +364,8 @@ def stages(load: Load) -> dict[str, float]:
 def latency_seconds(load: Load) -> float:
     """Return how long it takes from an offer until its aggregate is decoded, if all nodes offer together.
 
-    In several pieces, what has come of one from all goes down while the next comes up: only the slowest stage works on
-    all of them before the last piece is through the others.
+    In several pieces, the aggregate of one goes down while the next comes up: only the slowest stage works on all of
+    them before the last piece is through the others.
     """
     seconds = stages(load)
     up = max(seconds["the hub's port, up"], seconds["a node's port, up"])
@@ -451,7 +451,7 @@ def judge_option(codec: str, broadcast_codec: str, load: Load, schedule: Schedul
 def best_option(loads: Iterable[tuple[str, str, Load]], every: int = 0, delay: int = -1) -> Option:
     """Return the option with the least time to a loss, the first of equal ones.
 
-    loads: (codec, broadcast_codec, load) of each way to code.  every, delay: what is told; 0, -1: chosen.
+    loads: (codec, broadcast_codec, load) of each way to code.  every, delay: as configured; 0, -1: chosen.
     """
     options = (
         judge_option(codec, broadcast_codec, load, Schedule(k, fitting_delay(load) if delay < 0 else delay))

@@ -1,6 +1,6 @@
-"""Find a program by its name: the ones that ship with zmqtrain, and those that installed packages add.
+"""The programs by name: those that ship with zmqtrain, and those that installed packages add.
 
-Rule 1: a program is made by a factory that takes keyword arguments; whose it is makes no difference after that.
+Rule 1: a program is made by a factory that takes keyword arguments; built-in and installed programs are treated alike.
 Rule 2: nothing is imported before it is asked for, so that the names can be listed where jax is not installed.
 A package adds programs by the entry points of the group "zmqtrain.programs": name = "package.module:factory".
 """

@@ -153,15 +153,12 @@ def class_logits(params: Params, images: jax.Array) -> jax.Array:
 
 
 _convolve = partial(
-    jax.lax.conv_general_dilated,
-    window_strides=(1, 1),
-    padding="SAME",
-    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
 )
 
 
 def _max_pool(x: jax.Array) -> jax.Array:
-    """The maximum of each 2x2 pixels; an odd edge is filled up with zeros, for what comes is never negative.
+    """The maximum of each 2x2 pixels; an odd edge is filled up with zeros, because the values are never negative.
 
     By reshaping: its gradient is a comparison, several times faster on a CPU than that of `reduce_window`.
     """

@@ -1,4 +1,4 @@
-"""Draw the first values of a model from one seed, as its layout says.
+"""The first values of a model, drawn from one seed as its layout says.
 
 Rule 1: one draw serves all leaves, in the order of the tree: one compilation, however many leaves there are.
 """

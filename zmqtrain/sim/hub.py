@@ -69,7 +69,7 @@ from zmqtrain.session.events import BrokerEvents
 from zmqtrain.sim.clock import Scheduler
 from zmqtrain.sim.scenario import Scenario
 from zmqtrain.sim.star import HubPorts, Wire
-from zmqtrain.strategies.selection import Laggards, preemption_from_spec
+from zmqtrain.strategies.weights import Laggards, preemption_from_spec
 from zmqtrain.transport.memory import LinkModel
 from zmqtrain.transport.pacing import LinkShare
 

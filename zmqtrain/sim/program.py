@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from zmqtrain.sim.scenario import SimNode
-from zmqtrain.train.corrupt import corrupted
 from zmqtrain.train.program import Program
+from zmqtrain.train.program_wrappers import corrupted
 
 
 class NodeProgram:

@@ -14,8 +14,8 @@ from zmqtrain.core.errors import ConfigError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.planning.costs import Place
 from zmqtrain.sim.faults import check_faults, pauses_and_cuts
-from zmqtrain.train.corrupt import CORRUPTIONS
 from zmqtrain.train.induce import Induced, induced_from_spec
+from zmqtrain.train.program_wrappers import CORRUPTIONS
 from zmqtrain.transport.memory import LinkModel
 
 SPOILT = ("corrupt", "initial_scale", "initial")
@@ -32,7 +32,7 @@ class SimNode:
     pauses: windows (from, to) in which it computes nothing.
     joins_at, leaves_at, killed_at: seconds; who leaves sends what it has pending first, who is killed does not.
     cut: windows (from, to) in which its wire is cut.  corrupt: what is wrong with its data: "", or a kind of
-    `zmqtrain.train.corrupt`.  initial_scale: its own initial parameters are multiplied by that.
+    `zmqtrain.train.program_wrappers`.  initial_scale: its own initial parameters are multiplied by that.
     initial: "diverged": and drowned in noise.  steps: it stops after so many batches; 0: it does not.
     """
 

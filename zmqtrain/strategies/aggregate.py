@@ -1,4 +1,4 @@
-"""Say what a round's contributions weigh, and what becomes of them together.
+"""How a round's contributions become one: their weights, and their combination.
 
 Rule 1: a contribution is progress that some node made; what is left out here is left out for its weight or its values,
 never for coming late.  Rule 2: a weight of 0 means left out: nothing of it counts, and the others count for it.
@@ -47,8 +47,8 @@ class Aggregation(NamedTuple):
     streams: a running weighted sum is enough (combine = sum of weight * contribution / sum of weights): nobody needs to
       hold the contributions apart.
     weigh(samples of each) -> their weights, > 0.
-    scales(L2 norms of the whole contributions that count) -> factors in [0, 1]: whoever combines multiplies each
-      contribution by its factor first.
+    scales(L2 norms of the whole contributions that count) -> factors in [0, 1], by which the contributions are
+      multiplied before they are combined.
     combine(contributions, weights) -> their average, a new float32[m]. contributions: the same part of each, finite
       float32[m], which is not changed; weights >= 0. Raises LocalProtocolError if no weight is above 0, or the lengths
       differ.
@@ -172,8 +172,7 @@ aggregation_from_spec = Family(
         "majority": majority,
         "clipped": clipped,
     },
-    share=Range(0, 0.5, below=True),
-    factor=Range(1),
+    {"share": Range(0, 0.5, below=True), "factor": Range(1)},
 ).from_spec
 """Returns the rule of a spec such as "mean" or "trimmed:share=0.25" (see `Family`)."""
 

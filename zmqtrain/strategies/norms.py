@@ -1,4 +1,4 @@
-"""Judge by its norm whether a delta is one that training makes: those of its fragment, of all nodes, are the measure.
+"""Norm gate: a delta far larger than those accepted of its fragment, from all nodes, is refused.
 
 Rule 1: only what is far too large is refused; what is small harms nobody.  Rule 2: robust: a median and its deviation,
 of logarithms, over what was accepted of late; where few have been seen, the median of the nodes, once those of the
@@ -34,7 +34,7 @@ steps in all than the nodes had whose deltas it is compared with: learning rates
 MOST_WARM_UP = 100.0
 """Of a first delta, which is judged with those of its round, at most so much is explained by more steps in all."""
 LAG = 2.0
-"""Whose own loss is so many times the median of the others' is not believed that its steps make its delta large."""
+"""If a node's loss is so many times the median of the others', its steps do not explain a large delta."""
 PROBATION = 8
 """So many deltas in a row must be accepted of a node that was quarantined before it is one as any other."""
 SUSPICIOUS = 3.0
@@ -44,7 +44,7 @@ ENORMOUS = 1000.0
 LARGEST_NORM = 1e15
 """No training makes a delta of this norm; it is refused whatever came before."""
 PATIENCE = 16
-"""After so many refusals of a fragment with nothing accepted between, its measure is made anew."""
+"""After so many refusals of a fragment with nothing accepted between, its measure begins again."""
 NODES_KEPT = 1024
 
 
@@ -70,7 +70,7 @@ class Judgement:
     size, stands_for: logarithms of its norm and of the steps that it stands for.  steps: since the node's last offer.
     made: logarithm of all steps of its node until then.
     rest: logarithm of how many times as large it may be for being the end of a node's share.  excess: how many times
-    as large it is as the largest that would be let through; of one that passes: the measure is made anew by it.
+    as large it is as the largest that would be let through; of one that passes: the measure begins again with it.
     young: so few had been seen that it is judged once more, with those of its round.
     """
 
@@ -196,7 +196,7 @@ class NormGate:
         return _refuse(judgement, why, excess) if why else judgement
 
     def count(self, judgement: Judgement) -> None:
-        """Take note of a delta that was judged, now that it is known to count, or to be refused."""
+        """Record a delta that was judged, once it is known to count or to be refused."""
         if judgement.size == -inf:
             return
         known, peer = self._fragments.setdefault(judgement.fragment, _Fragment()), judgement.peer
@@ -252,14 +252,13 @@ class NormGate:
         return _refuse(judgement, why, exp(min(level - limit, 500.0)))
 
     def leave_out(self, judgement: Judgement) -> None:
-        """Take note that a delta that had been counted as accepted is none of the sum."""
+        """Remove a delta from the accepted ones: it is not in the sum after all."""
         known = self._fragments.get(judgement.fragment)
         if known is not None and judgement in known.accepted:
             known.accepted.remove(judgement)
 
     def forget(self, peer: PeerId, probation: bool = False) -> None:
-        """Take a node for a new one: it has left, or has begun again from the shared parameters; probation: because it
-        is quarantined."""
+        """Forget a node: it has left, or begins again from the shared parameters. probation: it is quarantined."""
         left = self._drop(peer)
         if rest := PROBATION if probation else left.probation:
             self._nodes[peer] = _Node(probation=rest)

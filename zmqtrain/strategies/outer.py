@@ -1,4 +1,4 @@
-"""Turn the mean of the nodes' deltas into the step that the hub makes.
+"""Outer optimizers: the hub's step from the mean of the nodes' deltas.
 
 Rule 1: a *gradient* is a mean delta, so a step is added, not taken away.  Rule 2: state is float32 arrays as long as
 the parameters, changed in place; part of a vector may be stepped with views of its state, in any order of the parts.
@@ -86,7 +86,7 @@ def delayed_nesterov(rate: float = 0.8, momentum: float = 0.5, share: float = 0.
 
     So the steps from one turn to the next add up to rate * (B + mu * m): exactly one Nesterov step on B, which is the
     mean of the federation's contributions (of N equal ones u, each comes as g = u / N), in whatever groups they came.
-    Momentum that moved at each arrival would decay N times as fast and point along whoever came last.
+    Momentum that moved at each arrival would decay N times as fast and point along the last contribution.
 
     share, in [0, 1], gives part of the momentum's step before the turn: with A what has been given ahead, an arrival
     that is no turn steps by rate * (g + a), a = share * (mu * (mu * m + B) - A), A += a; a turn steps by
@@ -169,15 +169,14 @@ def adam(rate: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, epsilon: f
     )
 
 
-_SHARE = Range(0, 1, below=True)
 OUTER_OPTIMIZERS = Family(
     {"sgd": sgd, "nesterov": nesterov, "delayed_nesterov": delayed_nesterov, "adam": adam},
-    rate=Range(0, 1000, above=True),
-    share=Range(0, 1),
-    epsilon=Range(1e-12, 1),  # its square is still a normal float32
-    momentum=_SHARE,
-    beta1=_SHARE,
-    beta2=_SHARE,
+    {
+        "rate": Range(0, 1000, above=True),
+        "share": Range(0, 1),
+        "epsilon": Range(1e-12, 1),  # its square is still a normal float32
+        **dict.fromkeys(("momentum", "beta1", "beta2"), Range(0, 1, below=True)),
+    },
 )
 outer_from_spec = OUTER_OPTIMIZERS.from_spec
 """Returns the optimizer of a spec such as "nesterov:rate=0.8,momentum=0.5" (see `Family`)."""

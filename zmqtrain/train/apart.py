@@ -1,7 +1,7 @@
-"""Begin a run: with parameters of a node's own, trained apart for a while where nodes are compared, then shared.
+"""The beginning of a run: own parameters, trained apart for a while where nodes are compared, then shared ones.
 
     begin    initialise, train apart, join, adopt what the run begins with
-    follow   after each step: the optimizer state of whom this node has adopted; scores, while nodes still train apart
+    follow   after each step: the optimizer state of the node that this one has adopted
 
 Rule 1: apart, a node trains on local units: no dealt one is lost.  Rule 2: own seeds, units and scores follow from the
 run's seed and the node's name alone: the same nodes begin with the same bits.

@@ -1,8 +1,8 @@
-"""Cut a model's leaves into buckets, each one flat array: what is exchanged at a time in synchronous training.
+"""The buckets of a model's leaves, each one flat array, that synchronous training exchanges one at a time.
 
 Rule 1: a bucket holds whole leaves; one that is larger than a bucket should be has one for itself.
 Rule 2: last layers first: their gradients are ready first, and a bucket's exchange begins while the next one is still
-on its way from the device.
+copied from the device.
 Source: gradient bucketing, Li et al. 2020, PyTorch Distributed, sec. 3.2.3.
 """
 

@@ -1,4 +1,4 @@
-"""Draw the delays that make a node slow and its deltas late on purpose: faults for experiments (pure: no jax).
+"""Random delays that make a node slow and its deltas late on purpose, for experiments (pure: no jax).
 
 Rule 1: what is drawn depends on the seed, the node's name and what it is for, and on nothing else.
 Rule 2: seconds are drawn here and slept elsewhere, on the clock of the run, which may be a virtual one.

@@ -1,4 +1,4 @@
-"""Bring trees of arrays to the host, for whoever speaks no jax, and back: leaves in their flattening order.
+"""Trees of arrays on the host and back, leaves in their flattening order.
 
 A leaf's name is its path in the tree: `describe_model` says it of a model, and a model file has it.
 """
@@ -14,7 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.core.errors import ModelMismatch
-from zmqtrain.core.types import ModelSpec
+from zmqtrain.core.types import ModelSpec, Part
+
+
+def whole_leaves(model: ModelSpec, parts: Sequence[Part], anchor: Sequence[Any] = ()) -> list[Any]:
+    """Return the leaves, float32 on the host and in their shapes, with these parts in their places.
+
+    anchor: what the leaves are elsewhere; not needed if the parts are all of them.
+    """
+    known = [0] * len(model)
+    for part in parts:
+        known[part.leaf] += part.values.size
+    leaves = []
+    for index, leaf in enumerate(model):
+        whole = known[index] == leaf.values or not anchor
+        leaves.append(np.zeros(leaf.shape, np.float32) if whole else np.array(anchor[index], np.float32, order="C"))
+    for part in parts:
+        leaves[part.leaf].reshape(-1)[part.start :][: part.values.size] = part.values.reshape(-1)
+    return leaves
+
 
 SHOWN = 3
 """So many leaves an error names at most."""

@@ -1,4 +1,4 @@
-"""Say what one step is made of: so many batches, or as many parts of batches as there is time for (pure: no jax).
+"""What one step is made of: so many batches, or as many parts of batches as there is time for (pure: no jax).
 
 Rule 1: a minibatch is a frozen record, read from the run's settings; `MinibatchStep` (train/step.py) carries it out.
 Rule 2: nothing here computes; the broker reads the same records without jax.

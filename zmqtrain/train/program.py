@@ -1,7 +1,7 @@
-"""Say what a program must offer so that a run can train it: parameters, loss, optimizer, numbered data and a score.
+"""The protocol of a program that a run can train: parameters, loss, optimizer, numbered data and a score.
 
 Rule 1: a program knows one machine; it never learns how many nodes there are, nor which of them it is.
-Rule 2: a data unit is named by its number alone: unit 17 holds the same batches, whoever asks and how often.
+Rule 2: a data unit is named by its number alone: unit 17 always holds the same batches.
 Rule 3: every batch of a program has one shape, so that the step is compiled once.
 """
 
@@ -35,7 +35,7 @@ class Program(Protocol):
     called often: compiled once, and about as cheap as a few steps. Read it with `score_of`.
 
     And another, `data_digests: str`: of its training data, "/", of those that are held out. By it the hub names nodes
-    that train on other data, and has the run evaluated on the same held-out data, whoever does it.
+    that train on other data, and has every node evaluate on the same held-out data.
     """
 
     @property

@@ -1,6 +1,6 @@
-"""Say what JAX sees to train on, and on what a node trains: `python -m zmqtrain.train.seen` prints the first as JSON.
+"""The devices that JAX sees, and those a node trains on: `python -m zmqtrain.train.seen` prints the first as JSON.
 
-Rule: a process of its own asks, so that who only looks takes no card's memory from who trains.
+Rule: a process of its own asks, so that looking takes no card's memory from training.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ def describe_devices() -> list[dict[str, Any]]:
     for device in jax.local_devices():
         statistics = device.memory_stats() or {}
         described.append(
-            {
-                "platform": device.platform,
-                "kind": device.device_kind,
-                "memory_bytes": statistics.get("bytes_limit"),
-            }
+            {"platform": device.platform, "kind": device.device_kind, "memory_bytes": statistics.get("bytes_limit")}
         )
     return described
 

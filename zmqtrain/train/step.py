@@ -1,18 +1,26 @@
-"""Hold the jitted halves of a step: the local one of the program, and the two that the exchange needs.
+"""The jitted halves of a step: the local one of the program, and the two that the exchange needs; and what it takes.
 
-    params = anchor + pending          pending(f) leaves for the hub, rebase brings back what landed
+    params = anchor + pending          pending(f) leaves for the hub, rebase brings back what has been applied
 
 Rule 1: pure functions of arrays; no exchange, and no clock but the one that a timed step is given.
 Rule 2: the anchor is float32 whatever the parameters are, and is only ever added to, in version order: so it is the
 same on all nodes, bit for bit.
-Rule 3: a step is one update of the optimizer, of whatever many gradients it is made.
+Rule 3: a step is one update of the optimizer, of any number of gradients.
+Rule 4: on a processor a fragment of a leaf moves block by block, because XLA gathers and scatters row after row, whose
+length is what divides the leaf (often 64 values), and puts the sum that it scatters aside first; a loop over the blocks
+reads each place once and writes it once, within a cache. On an accelerator a loop would be a launch for every block:
+there `Layout` gathers and scatters. The values are the same, bit for bit; which way is decided when a function is
+lowered, for the platform that it is lowered for. A leaf that is donated is written in its own memory: it is never cut.
+Rule 5: `measure_footprint` traces shapes and compiles functions, and computes nothing; what it cannot know is 0.
 """
 
 from __future__ import annotations
 
 import reprlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
@@ -21,14 +29,141 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
 
 from zmqtrain.core.errors import ConfigError, ModelMismatch
 from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.types import LeafSpec, ModelSpec
-from zmqtrain.train.blocks import ahead, moved
 from zmqtrain.train.minibatch import FixedMinibatch, Minibatch
 from zmqtrain.train.program import Program
+
+LARGEST_LOOPED = 2**31
+"""A leaf with more values than an index of 32 bits can count is gathered and scattered everywhere."""
+
+FEWEST_LOOPED = 3
+"""So few pieces of equal length are moved one by one, without a loop."""
+
+
+class _Run(NamedTuple):
+    """Pieces of equal length, `apart` values from each other: where the first lies in the leaf, and in the segment."""
+
+    start: int
+    at: int
+    length: int
+    apart: int
+    pieces: int
+
+
+def ahead(layout: Layout, params: jax.Array, anchor: jax.Array, leaf: int, fragment: int) -> jax.Array:
+    """Return params - anchor of the fragment's part of one leaf: float32, flat."""
+
+    def at_once(params: jax.Array, anchor: jax.Array) -> jax.Array:
+        ours: jax.Array = layout.take(params, leaf, fragment).astype(jnp.float32)
+        shared: jax.Array = layout.take(anchor, leaf, fragment)
+        return ours - shared
+
+    def by_blocks(params: jax.Array, anchor: jax.Array) -> jax.Array:
+        segment = jnp.full(count, leaf, jnp.float32)  # each its own, or XLA makes one of a size, and copies of it
+        flat = params.reshape(-1), anchor.reshape(-1)
+        for run in runs:
+
+            def move(segment: jax.Array, start: Any, at: Any, length: int = run.length) -> jax.Array:
+                ours, shared = (lax.dynamic_slice(values, (start,), (length,)).astype(jnp.float32) for values in flat)
+                return lax.dynamic_update_slice(segment, ours - shared, (at,))
+
+            segment = _over(run, segment, move)
+        return segment
+
+    if layout.fragments == 1 or params.size >= LARGEST_LOOPED:
+        return at_once(params, anchor)
+    runs, count = _runs(layout.spans(leaf, fragment))
+    result: jax.Array = lax.platform_dependent(params, anchor, cpu=by_blocks, default=at_once)
+    return result
+
+
+def moved(
+    layout: Layout,
+    params: jax.Array,
+    anchor: jax.Array,
+    shared: jax.Array,
+    own: jax.Array | None,
+    leaf: int,
+    fragment: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return params + (shared - own) and anchor + shared, of one leaf. shared, own: its segments, flat float32.
+
+    own: None is nothing. Sums are made in the wider of the two dtypes and rounded to the leaf's.
+    """
+
+    def at_once(
+        params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        step = shared if own is None else shared - own
+        return layout.add(params, leaf, fragment, step), layout.add(anchor, leaf, fragment, shared)
+
+    def by_blocks(
+        params: jax.Array, anchor: jax.Array, shared: jax.Array, own: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        both = params.reshape(-1), anchor.reshape(-1)
+        for run in runs:
+
+            def move(
+                both: tuple[jax.Array, jax.Array], start: Any, at: Any, length: int = run.length
+            ) -> tuple[jax.Array, jax.Array]:
+                of_all = lax.dynamic_slice(shared, (at,), (length,))
+                of_others = of_all if own is None else of_all - lax.dynamic_slice(own, (at,), (length,))
+                new = []
+                for values, step in zip(both, (of_others, of_all), strict=True):
+                    old = lax.dynamic_slice(values, (start,), (length,))
+                    new.append(lax.dynamic_update_slice(values, (old + step).astype(values.dtype), (start,)))
+                return new[0], new[1]
+
+            both = _over(run, both, move)
+        return both[0].reshape(params.shape), both[1].reshape(anchor.shape)
+
+    if layout.fragments == 1 or params.size >= LARGEST_LOOPED:
+        return at_once(params, anchor, shared, own)
+    runs, _ = _runs(layout.spans(leaf, fragment))
+    result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
+        params, anchor, shared, own, cpu=by_blocks, default=at_once
+    )
+    return result
+
+
+def _runs(spans: Any) -> tuple[list[_Run], int]:
+    """Return the ranges of a flat leaf, (start, end) each, rising, as runs of equal ones; and all their values.
+
+    The loop before the short piece at the end: the other way round takes XLA twice the time, measured.
+    """
+    runs: list[_Run] = []
+    at = 0
+    for start, end in np.asarray(spans).tolist():
+        length = end - start
+        if runs and runs[-1].length == length:
+            last = runs[-1]
+            apart = start - last.start if last.pieces == 1 else last.apart
+            if start == last.start + last.pieces * apart:
+                runs[-1] = last._replace(apart=apart, pieces=last.pieces + 1)
+                at += length
+                continue
+        runs.append(_Run(start, at, length, 0, 1))
+        at += length
+    return runs, at
+
+
+def _over(run: _Run, state: Any, move: Any) -> Any:
+    """Return the state after move(state, start in the leaf, start in the segment) of every piece of a run."""
+
+    def one(number: Any, state: Any) -> Any:
+        return move(state, run.start + number * run.apart, run.at + number * run.length)
+
+    if run.pieces < FEWEST_LOOPED:
+        for number in range(run.pieces):
+            state = one(number, state)
+        return state
+    return lax.fori_loop(0, run.pieces, one, state)
+
 
 COMPILED_KEPT = 16
 """What is compiled is kept for so many programs, and so many layouts, of one process."""
@@ -94,42 +229,48 @@ class Gradient(NamedTuple):
     samples: int
 
 
-class _Functions:
+class _Functions(NamedTuple):
     """The jitted functions of one loss and one optimizer."""
 
-    def __init__(self, loss: Callable[..., jax.Array], optimizer: Callable[[], optax.GradientTransformation]) -> None:
-        self.loss, self.optimizer = loss, optimizer()
-        self.one = jax.jit(self._one, donate_argnums=0)
-        self.first = jax.jit(self._first)
-        self.next = jax.jit(self._next, donate_argnums=0)
-        self.finish = jax.jit(self._finish, donate_argnums=0)
+    optimizer: optax.GradientTransformation
+    one: Any
+    first: Any
+    next: Any
+    finish: Any
 
-    def _one(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-        loss, gradient = jax.value_and_grad(self.loss)(state.params, batch)
-        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
 
-    def _first(self, params: Any, part: Any) -> tuple[_Sum, jax.Array]:
-        loss, gradient = jax.value_and_grad(self.loss)(params, part)
-        return _Sum(loss.astype(jnp.float32), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)), loss
+@lru_cache(maxsize=COMPILED_KEPT)
+def _functions(loss: Callable[..., jax.Array], optimizer_of: Callable[[], optax.GradientTransformation]) -> _Functions:
+    optimizer = optimizer_of()
 
-    def _next(self, total: _Sum, params: Any, part: Any) -> tuple[_Sum, jax.Array]:
-        more, loss = self._first(params, part)
-        return jax.tree.map(jnp.add, total, more), loss
+    def update(state: TrainState, gradient: Any) -> TrainState:
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state)
 
-    def _finish(self, state: TrainState, total: _Sum, parts: Any) -> tuple[TrainState, jax.Array]:
+    def one(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(state.params, batch)
+        return update(state, gradient), value
+
+    def first(params: Any, part: Any) -> tuple[_Sum, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(params, part)
+        return _Sum(value.astype(jnp.float32), jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)), value
+
+    def then(total: _Sum, params: Any, part: Any) -> tuple[_Sum, jax.Array]:
+        more, value = first(params, part)
+        return jax.tree.map(jnp.add, total, more), value
+
+    def finish(state: TrainState, total: _Sum, parts: Any) -> tuple[TrainState, jax.Array]:
         gradient = jax.tree.map(lambda g, p: (g / parts).astype(p.dtype), total.gradient, state.params)
-        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), total.loss / parts
+        return update(state, gradient), total.loss / parts
 
-
-_functions = lru_cache(maxsize=COMPILED_KEPT)(_Functions)
+    donating = [jax.jit(function, donate_argnums=0) for function in (one, then, finish)]
+    return _Functions(optimizer, donating[0], jax.jit(first), donating[1], donating[2])
 
 
 class LocalStep:
     """A program's own step, as it would train alone: one gradient, one optimizer update, the old buffers donated.
 
-    Steps of one loss and one optimizer (the program's very methods) are compiled once, whoever makes them.
+    Steps of one loss and one optimizer (the program's very methods) are compiled once for all who make them.
     """
 
     def __init__(self, program: Program) -> None:
@@ -254,7 +395,7 @@ class MinibatchStep:
     ) -> Gradient | None:
         """Return the gradient of one step, or of at most so many parts of it; None when there is no data.
 
-        It is on its way: nothing is waited for but, in a step of several parts, the parts before its last.
+        Nothing is waited for but, in a step of several parts, the parts before its last.
         begins: a step begins with these parts.
         """
         until = self.clock.monotonic() + self._seconds
@@ -404,4 +545,54 @@ def _tied_to(leaf: Any) -> Any:
 
 
 rebase_of = lru_cache(maxsize=COMPILED_KEPT)(Rebase)
-"""Return the `Rebase` of these arguments: it has no state, and is compiled once, whoever asks."""
+"""Return the `Rebase` of these arguments: it has no state, and is compiled once."""
+
+
+_UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one device holds. activation_bytes: what a gradient needs besides itself; 0: the compiler does not say."""
+
+    model: ModelSpec
+    opt_state_bytes: int
+    activation_bytes: int
+
+
+def measure_footprint(
+    program: Program, minibatch: Minibatch, seed: int = 0, sharding: Sharding | None = None
+) -> Footprint:
+    """Return what training takes of each device that holds the whole model; the step is compiled for it.
+
+    sharding: where the state will be, None for the default device.  A program whose `init` cannot be traced by jax is
+    asked for parameters, and they are dropped.
+    """
+    step = MinibatchStep(program, minibatch, time)
+    try:
+        state = jax.eval_shape(lambda: step.init(seed))
+    except _UNTRACEABLE:
+        state = jax.eval_shape(lambda kept: kept, step.init(seed))
+    state = TrainState(*jax.tree.map(lambda leaf: _shape_of(leaf, sharding), tuple(state)))
+    model, gradients = describe_model(state.params), _bytes_of(state.params)
+    working = step.compile(state, next(iter(program.batches(0))))
+    return Footprint(model, _bytes_of(state.opt_state), max(0, working - gradients))
+
+
+def card_bytes() -> int | None:
+    """Return how much of its memory the smallest of this process's devices gives to jax; None if none says it."""
+    said = [device.memory_stats() or {} for device in jax.local_devices()]
+    return min((one["bytes_limit"] for one in said if "bytes_limit" in one), default=None)
+
+
+def trains_on_processor() -> bool:
+    """Return whether this process trains on the processor itself, for want of another device."""
+    return jax.default_backend() == "cpu"
+
+
+def _shape_of(leaf: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -29,7 +29,7 @@ from zmqtrain.train.anchor import AnchorOn, moves_of
 from zmqtrain.train.drain import Drain
 from zmqtrain.train.first_step import FirstStep
 from zmqtrain.train.keeping import pack_loop, unpack_loop
-from zmqtrain.train.parts import whole_leaves
+from zmqtrain.train.leaves import whole_leaves
 from zmqtrain.train.rhythm import Rhythm
 from zmqtrain.train.seen import say_device
 from zmqtrain.train.step import describe_model
