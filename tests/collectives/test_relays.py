@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zmqtrain.collectives.reducer import Relays
-from zmqtrain.protocol.framing import decode_message
+from zmqtrain.protocol.framing import decode_message, encode_message
 from zmqtrain.protocol.messages import Relay
 
 
@@ -12,6 +12,9 @@ class Room:
 
     def __init__(self):
         self.room, self.sent = {"a": 0, "b": 99}, []
+
+    def bulk_head(self, peer, message):
+        return encode_message(message)
 
     def forward(self, peer, frames):
         if not self.room[peer]:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import zmqtrain as zt
-from zmqtrain.collectives.hub_line import HubLine
+from zmqtrain.collectives.group_connection import GroupConnection
 from zmqtrain.core.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
 from zmqtrain.protocol.messages import Forming, Message
 from zmqtrain.transport.zmq_keys import CurveKeys
@@ -155,17 +156,15 @@ def test_who_waits_for_a_hub_that_is_gone_is_told() -> None:
 
 
 def test_who_is_missing_is_said(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hear = HubLine._next
+    hear = GroupConnection.on_message
 
-    async def hear_until_told(line: HubLine) -> Message | None:
-        if isinstance(said := await hear(line), Forming):  # now the time is up, however long that took
-            monkeypatch.setattr(HubLine, "_next", time_is_up)
-        return said
+    def hear_until_told(connection: GroupConnection, message: Message, frames: Sequence[Any]) -> bool:
+        taken = hear(connection, message, frames)
+        if isinstance(message, Forming):  # now the time is up, however long that took
+            connection._met.set_exception(TimeoutError())
+        return taken
 
-    async def time_is_up(line: HubLine) -> Message | None:
-        raise TimeoutError
-
-    monkeypatch.setattr(HubLine, "_next", hear_until_told)
+    monkeypatch.setattr(GroupConnection, "on_message", hear_until_told)
     with pytest.raises(CollectiveTimeout, match="alone is here, 1 missing"):
         zt.Communicator.create(hub, 2, group="missing", name="alone", timeout_seconds=WAIT_SECONDS)
 

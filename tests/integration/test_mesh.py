@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from runs import BrokerProcess
 
-from zmqtrain.collectives.presence import LEFT
-from zmqtrain.collectives.rendezvous import open_port
+from zmqtrain.collectives.connect import open_port
+from zmqtrain.collectives.mesh import LEFT
 from zmqtrain.core.errors import HubUnreachable, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import HUB, HubChunk, Lane, PeerId
@@ -163,7 +163,7 @@ def test_a_group_lets_in_nobody_whose_key_the_hub_has_not_told_it():
 
     with broker(keys) as hub, ports(hub, 2, server_key=keys.public) as (opened, listeners):
         _, _, key, token = opened[1]._group.members[1]
-        asyncio.run(intrude(opened[1]._door._router.address, token, key.encode()))
+        asyncio.run(intrude(opened[1]._socket._router.address, token, key.encode()))
         send(opened[0], 1, [b"sound"])
         listeners[1].wait(lambda one: one.messages)
         assert listeners[1].messages == [(0, [b"sound"])] and opened[1].statistics().strangers == 0
@@ -179,7 +179,7 @@ def test_strangers_are_counted_and_ignored(hub):
 
     with ports(hub, 2, group="strangers") as (opened, listeners):
         token = opened[1]._group.members[1][3]
-        asyncio.run(disturb(opened[1]._door._router.address, token))
+        asyncio.run(disturb(opened[1]._socket._router.address, token))
         send(opened[0], 1, [b"sound"])
         listeners[1].wait(lambda one: opened[1].statistics().strangers == 6 and one.messages)
         assert listeners[1].messages == [(0, [b"sound"])] and not listeners[1].lost

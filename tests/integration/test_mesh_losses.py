@@ -8,8 +8,8 @@ import signal
 import pytest
 from runs import BrokerProcess
 
-from zmqtrain.collectives import presence
-from zmqtrain.collectives.presence import LEFT
+from zmqtrain.collectives import mesh
+from zmqtrain.collectives.mesh import LEFT
 from zmqtrain.core.settings import RunSettings
 from zmqtrain.protocol import failure_detector
 from zmqtrain.protocol import hub as hub_machine
@@ -19,7 +19,7 @@ from meshes import WAIT_SECONDS, echoing, ports, send
 
 
 def test_who_leaves_is_lost_to_all_after_all_it_has_sent(hub, monkeypatch):
-    monkeypatch.setattr(presence, "LEAVE_SECONDS", WAIT_SECONDS)  # what has been sent may be slow
+    monkeypatch.setattr(mesh, "LEAVE_SECONDS", WAIT_SECONDS)  # what has been sent may be slow
     with ports(hub, 3, group="leaver") as (opened, listeners):
         for rank in (1, 2):
             send(opened[0], rank, *([bytes(1 << 20)] for _ in range(8)))
@@ -99,7 +99,7 @@ def test_who_hears_nobody_any_more_is_told_that_it_is_cut_off(monkeypatch):
 
 def test_who_is_sent_away_by_the_hub_is_told_as_the_others_are(hub):
     with ports(hub, 2, group="away") as (opened, listeners):
-        opened[0].call(lambda: opened[0]._line.say(GroupLost(99, "nobody")))
+        opened[0].call(lambda: opened[0]._hub.send(GroupLost(99, "nobody")))
         for listener in listeners:
             listener.wait(lambda one: one.lost)
             assert set(listener.lost) == {0} and "sent" in listener.lost[0]

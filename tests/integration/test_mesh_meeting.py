@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zmqtrain.collectives import hub_line
-from zmqtrain.collectives.presence import LEFT
-from zmqtrain.collectives.rendezvous import open_port
+from zmqtrain.collectives import group_connection
+from zmqtrain.collectives.connect import open_port
+from zmqtrain.collectives.mesh import LEFT
 from zmqtrain.core.errors import CollectiveTimeout, ConfigError, HubUnreachable, JoinRefused
 
 from meshes import WAIT_SECONDS, echoing, ports, send
@@ -34,17 +34,19 @@ class Said(logging.Handler):
 
 
 def test_who_waits_for_others_for_long_says_for_whom(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(hub_line, "SAY_AGAIN_SECONDS", 0.1)  # the hub may not have answered when it is said first
+    monkeypatch.setattr(group_connection, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(
+        group_connection, "SAY_AGAIN_SECONDS", 0.1
+    )  # the hub may not have answered when it is said first
     waits = Said(" of at most 20): of the group 'slow' of 2 processes early is here, 1 missing")
-    hub_line.logger.addHandler(waits)
+    group_connection.logger.addHandler(waits)
     try:
         with ThreadPoolExecutor(1) as pool:
             early = pool.submit(open_port, hub, 2, group="slow", name="early", timeout_seconds=20)
             assert waits.said.wait(20)
             opened = [open_port(hub, 2, group="slow", timeout_seconds=20), early.result()]
     finally:
-        hub_line.logger.removeHandler(waits)
+        group_connection.logger.removeHandler(waits)
     for port in opened:
         port.close()
 
@@ -55,7 +57,7 @@ def test_no_broker_is_said_with_what_to_do():
 
 
 def test_who_comes_to_a_complete_group_is_refused_once_it_is_sure_that_it_lives(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", 0.5)
+    monkeypatch.setattr(group_connection, "OCCUPIED_SECONDS", 0.5)
     with ports(hub, 1, group="alone"), pytest.raises(JoinRefused, match="complete: pc-0"):
         open_port(hub, 1, group="alone", name="late", timeout_seconds=20)
 
@@ -77,7 +79,7 @@ def wait_until_it_waits(hub, name, **arguments):
     ],
 )
 def test_processes_that_ask_for_different_groups_all_hear_so_at_once(hub, monkeypatch, size, rank, words):
-    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # who gives up by itself does so much later
+    monkeypatch.setattr(group_connection, "OCCUPIED_SECONDS", WAIT_SECONDS)  # who gives up by itself does so much later
     with ThreadPoolExecutor(3) as pool:
         waiting = pool.submit(open_port, hub, 3, 0, group="few", name="first", timeout_seconds=WAIT_SECONDS)
         wait_until_it_waits(hub, "first", group="few")
@@ -91,7 +93,7 @@ def test_processes_that_ask_for_different_groups_all_hear_so_at_once(hub, monkey
 
 
 def test_the_place_of_a_process_that_was_killed_while_it_waited_is_taken_by_who_comes_instead(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # however late the hub notices it
+    monkeypatch.setattr(group_connection, "OCCUPIED_SECONDS", WAIT_SECONDS)  # however late the hub notices it
     with echoing(hub, 3, range(1)) as processes:
         wait_until_it_waits(hub, "pc-0")
         processes[0].kill()
@@ -100,7 +102,7 @@ def test_the_place_of_a_process_that_was_killed_while_it_waited_is_taken_by_who_
 
 
 def test_a_group_whose_processes_were_just_killed_meets_again_at_once(hub, monkeypatch):
-    monkeypatch.setattr(hub_line, "OCCUPIED_SECONDS", WAIT_SECONDS)  # however late the hub notices it
+    monkeypatch.setattr(group_connection, "OCCUPIED_SECONDS", WAIT_SECONDS)  # however late the hub notices it
     with echoing(hub, 2, range(2)) as processes:
         for process in processes.values():
             assert process.stdout.readline() == "ready\n"

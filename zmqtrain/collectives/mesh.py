@@ -1,9 +1,12 @@
-"""Be a live `Port`: one thread that holds a process's sockets to all others of its group.
+"""The live `Port` of a process: one thread that holds its sockets to all other processes of its group.
 
-Rule 1: each process listens with a ROUTER (`door`) and connects a DEALER to each of the others (`way`): messages on the
-lane BULK, as they are, and so in order; signs of life and words about who is lost on CONTROL.  Rule 2: each process
-sends a sign of life back over every connection that others have made to it: who hears it knows that its own messages
-arrive.  Rule 3: who is there, and who is reached through the hub, is known in `presence`.  Rule 4: nothing here waits.
+Rule 1: each process listens with a ROUTER (`GroupListenSocket`) and connects a DEALER to each of the others
+(`PeerRoute`): messages on BULK, as they are and in order; heartbeats and losses on CONTROL.  Rule 2: each process sends
+heartbeats back over every connection made to it: a process that hears one knows that its own messages arrive.
+Rule 3: a rank whose heartbeats do not come back in time is reached through the hub from then on, for good.
+Rule 4: a lost rank is lost for all: `FailureDetector` notices, the hub judges (`Groups`); without a hub a process tells
+the others itself.  A rank that leaves is lost when all its messages are received.
+Rule 5: nothing here waits, and the listener is called in the thread only, never after the port began to close.
 """
 
 from __future__ import annotations
@@ -11,37 +14,340 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Protocol
 
-from zmqtrain.collectives.door import Door, come_in_as
-from zmqtrain.collectives.hub_line import HubLine
-from zmqtrain.collectives.port_thread import PortThread
-from zmqtrain.collectives.presence import LEFT, Presence
+from zmqtrain.collectives.group_connection import GroupConnection
 from zmqtrain.collectives.reducer import check_chunk
-from zmqtrain.collectives.way import Way, WayState
-from zmqtrain.core.errors import FramingError, LocalProtocolError
+from zmqtrain.collectives.routes import GroupListenSocket, PeerRoute, RouteState, member_id
+from zmqtrain.core.errors import FramingError, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import Clock, PortListener
-from zmqtrain.core.types import Buffer, HubChunk, Lane
+from zmqtrain.core.types import HUB, Buffer, HubChunk, Lane
+from zmqtrain.protocol.failure_detector import BEAT_SECONDS, Accuse, CutOff, Declare, FailureDetector
 from zmqtrain.protocol.framing import decode_message
-from zmqtrain.protocol.messages import Goodbye, Group, GroupLost, Leave
+from zmqtrain.protocol.messages import Group, GroupLost, Leave
 from zmqtrain.transport.pacing import check_message
 from zmqtrain.transport.zmq_channels import DealerChannel, RouterChannel
 from zmqtrain.transport.zmq_keys import CurveKeys
 
-BACK_AT_ONCE = 8
-"""So many signs of life of one rank are taken at a tick, of which one is due: who floods holds up nobody."""
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_AT_ONCE = 8
+"""Heartbeats of one rank that are taken at a tick, of which one is due: a rank that floods delays nobody."""
 TICK_SECONDS = 0.05
 JOIN_SECONDS = 10.0
+LEAVE_SECONDS = 1.0
+"""The messages of a rank that has left arrive within this, or not at all."""
+LEFT = "it has left the group"
+"""The reason of the loss of a rank that has closed its port."""
+
+
+class PortLife(Protocol):
+    """The work of a port's thread."""
+
+    async def live(self) -> None:
+        """Live until the port is closed."""
+
+    def on_failed(self, error: BaseException) -> None:
+        """`live` raised this after the port was ready."""
+
+
+class PortThread:
+    """A thread with an event loop that runs `life`: calls from other threads, in order, and a listener.
+
+    Calls of the listener wait for it until there is one.  name: of the process, for messages.  silent: the port is
+    closing: nothing is called any more.
+    """
+
+    def __init__(self, life: PortLife) -> None:
+        self._life = life
+        self.name = "a process"
+        self.silent = False
+        self.listener: PortListener | None = None
+        self._untold: deque[Callable[[PortListener], object]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._woken = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="zmqtrain-mesh", daemon=True)
+
+    # ------------------------------------------------------------------ any thread
+
+    def open(self) -> None:
+        """Start, and wait until `ready` is called; raise what `live` raised before."""
+        self._thread.start()
+        self._ready.wait()
+        if isinstance(self._failure, ZmqTrainError):  # without a traceback of this thread
+            raise self._failure.with_traceback(None)
+        if self._failure is not None:
+            raise self._failure
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Have the thread do something soon; nothing happens once it has ended."""
+        with self._lock:
+            self._calls.append(what)
+            wake, self._woken = not self._woken, True
+        loop = self._loop
+        if wake and loop is not None:  # without a loop yet, the calls are done when it begins
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(self._do_calls)
+
+    def start(self, listener: PortListener) -> None:
+        """Call this listener from now on, first for all that happened before."""
+        self.call(lambda: self._start(listener))
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for the end of the thread, unless this is it."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_seconds)
+
+    # ------------------------------------------------------------------ the thread
+
+    def check(self) -> None:
+        """Raise LocalProtocolError in another thread."""
+        if threading.get_ident() != self._thread.ident:
+            raise LocalProtocolError("a port sends in its own thread: use call")
+
+    def ready(self) -> None:
+        """Let `open` return."""
+        self._ready.set()
+
+    def tell(self, tell: Callable[[PortListener], object]) -> None:
+        """Make this call of the listener, once there is one."""
+        listener = self.listener
+        if listener is None:
+            self._untold.append(tell)
+        elif not self.silent:
+            self._do(lambda: tell(listener))
+
+    def _start(self, listener: PortListener) -> None:
+        self.listener = listener
+        while self._untold:
+            self.tell(self._untold.popleft())
+
+    def _do_calls(self) -> None:
+        with self._lock:
+            self._woken = False
+            count = len(self._calls)
+        for _ in range(count):
+            what = self._calls.popleft()
+            if not self.silent:
+                self._do(what)
+
+    def _do(self, what: Callable[[], object]) -> None:
+        try:
+            what()
+        except Exception:
+            logger.exception("%s: a call in the thread of its port failed", self.name)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            self._failure = error
+            if self._ready.is_set():  # nobody waits for it any more
+                logger.error("the port of %s failed", self.name, exc_info=error)
+                self._life.on_failed(error)
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._do_calls)  # made before
+        await self._life.live()
+
+
+class Presence:
+    """Which ranks of the group are here, as its port knows it (a `GroupListener`).
+
+    cut_off: whether this process is lost to the others.
+    """
+
+    def __init__(self, port: MeshPort, socket: GroupListenSocket, hub: GroupConnection) -> None:
+        self._port, self._rank, self._thread, self._routes = port, port.rank, port.thread, port.routes
+        self._socket, self._hub = socket, hub
+        self._detector = FailureDetector(time.monotonic())
+        self._closings: set[asyncio.Task[None]] = set()
+        self.cut_off = self._needs_hub = self._hub_told = False
+        self._beat_at = 0.0
+
+    # ------------------------------------------------------------------ from the other ranks
+
+    def heard(self, rank: int) -> None:
+        """A message of a rank was received over its connection."""
+        self._detector.heard(rank)
+
+    def answered(self, rank: int) -> None:
+        """A heartbeat came back over the connection to a rank: messages sent there arrive."""
+        self._detector.heard(rank)
+        if self._routes[rank].state is RouteState.OPENING:
+            self._detector.watch(rank)
+            self._routes[rank].choose(RouteState.DIRECT)
+
+    def received(self, rank: int) -> None:
+        """A message of a rank was received directly, and handed on."""
+        route = self._routes[rank]
+        route.received += 1
+        if route.left_at is not None:
+            route.left_at = self._detector.attended
+        if route.all_received:
+            self.lose(rank, LEFT)
+
+    def leaves(self, rank: int, messages: int) -> None:
+        """A rank leaves, which has sent so many messages directly."""
+        route = self._routes[rank]
+        route.due, route.left_at = messages, self._detector.attended
+        self._detector.forget(rank)
+        if route.all_received:
+            self.lose(rank, LEFT)
+
+    def accused(self, lost: GroupLost) -> None:
+        """Another process says that a rank is lost."""
+        if self._hub.there:  # the hub judges
+            self._hub.send(lost)
+        elif lost.rank == self._rank or lost.rank in self._routes:
+            self.lose(lost.rank, lost.why)
+
+    # ------------------------------------------------------------------ from the hub
+
+    def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
+        """See GroupListener."""
+        route = self._routes.get(rank)
+        if frames and (rank == HUB or (route is not None and route.state is not RouteState.LOST)):
+            self._port.on_message(rank, frames)
+
+    def on_hub_gone(self, why: str) -> None:
+        """See GroupListener."""
+        self._detector.hub = False
+        if self._thread.silent:
+            return
+        logger.warning("%s: the hub is gone (%s); the group goes on without it", self._thread.name, why)
+        for rank, route in self._routes.items():
+            if route.state is RouteState.RELAYED:
+                self._declare(rank, f"it was reached through the hub only, which is gone: {why}")
+        if self._needs_hub:
+            self._lose_hub()
+
+    def on_sent_away(self, why: str) -> None:
+        """See GroupListener."""
+        self.lose(self._rank, f"the hub has sent it away: {why}")
+
+    def on_group_lost(self, lost: GroupLost) -> None:
+        """See GroupListener."""
+        route = self._routes.get(lost.rank)
+        if lost.rank == self._rank or (route is not None and not lost.left):
+            self.lose(lost.rank, lost.why)
+        elif route is not None:  # its messages are received first
+            self._detector.forget(lost.rank)
+            if route.left_at is None:
+                route.left_at = self._detector.attended
+
+    def need_hub(self) -> bool:
+        """Tell the listener when the hub is lost, from now on and if it is already; return whether it is there."""
+        self._needs_hub = True
+        if not self._hub.there:
+            self._lose_hub()
+        return self._hub.there
+
+    # ------------------------------------------------------------------ as time passes
+
+    def tick(self, now: float) -> None:
+        """Find the ranks that are silent for too long, and send heartbeats. now: monotonic seconds."""
+        if self._hub.heard():
+            self._detector.heard_hub()
+        for finding in self._detector.tick(now):
+            match finding:
+                case Accuse(rank, why):
+                    self._hub.send(GroupLost(rank, why))
+                case Declare(rank, why):
+                    self._declare(rank, why)
+                case CutOff(why):
+                    self.lose(self._rank, why)
+        self._beat(now)
+        for rank, route in self._routes.items():
+            if route.state is RouteState.OPENING and self._detector.attended > self._port.direct_seconds:
+                self._relay_to(rank, route)
+            elif route.left_at is not None and self._detector.attended - route.left_at > LEAVE_SECONDS:
+                self.lose(rank, LEFT)
+
+    def _beat(self, now: float) -> None:
+        """Send a heartbeat over each connection made to this process; to a new connection at once."""
+        due = now >= self._beat_at
+        if due:
+            self._beat_at = now + BEAT_SECONDS
+        for rank, route in self._routes.items():
+            if route.state is RouteState.LOST or (route.shown and not due):
+                continue
+            route.shown = self._socket.show(rank)
+            route.connected |= route.shown
+            if route.connected:
+                self._detector.reached(rank, route.shown)
+
+    def _relay_to(self, rank: int, route: PeerRoute) -> None:
+        """Send through the hub to a rank that was not reached in time."""
+        if not self._hub.there:
+            return self._declare(rank, f"it is not reached at {route.address}, and there is no hub")
+        logger.warning(
+            "%s does not reach %s (rank %d) at %s within %g s: its messages to it go through the hub, which is slower",
+            self._thread.name,
+            route.name,
+            rank,
+            route.address,
+            self._port.direct_seconds,
+        )
+        route.choose(RouteState.RELAYED)
+
+    # ------------------------------------------------------------------ losses
+
+    def _declare(self, rank: int, why: str) -> None:
+        for route in self._routes.values():
+            route.say(GroupLost(rank, why))
+        self.lose(rank, why)
+
+    def lose(self, rank: int, why: str) -> None:
+        """Record the loss of a rank (the own one: this process is cut off), and tell the listener, once."""
+        if self.cut_off or self._thread.silent:
+            return
+        if rank == self._rank:
+            self.cut_off = True
+            logger.warning("%s is cut off from its group: %s", self._thread.name, why)
+        else:
+            route = self._routes[rank]
+            if route.state is RouteState.LOST:
+                return
+            self._socket.shut_out(rank)
+            self._detector.forget(rank)
+            self._hub.forget(rank)
+            closing = route.lose()
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
+            what = "has left the group" if why == LEFT else f"is lost: {why}"
+            logger.info("%s: %s (rank %d) %s", self._thread.name, route.name, rank, what)
+        self._thread.tell(lambda listener: listener.on_lost(rank, why))
+
+    def _lose_hub(self) -> None:
+        """Tell the listener once that the hub, which reduces for it, is gone."""
+        if not self._hub_told:
+            self._hub_told = True
+            self._thread.tell(lambda listener: listener.on_lost(HUB, "the hub is gone"))
+
+    async def close(self) -> None:
+        """Wait until the routes to lost ranks are closed."""
+        await asyncio.gather(*self._closings, return_exceptions=True)
 
 
 @dataclass(frozen=True)
 class MeshStatistics:
-    """Running figures of a port. bytes: of messages, whole.  relayed: ranks that are sent to through the hub.
+    """Running figures of a port. bytes: of whole messages.  relayed: ranks reached through the hub.
 
-    strangers: messages that were ignored because nobody of the group could have sent them.
+    strangers: messages that were ignored because no member of the group can have sent them.
     """
 
     messages_sent: int
@@ -54,38 +360,44 @@ class MeshStatistics:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a port begins with: the socket at which others reach it, its line to the hub, the group that has met there,
-    and this process's keys within it, if its hub has keys."""
+    """A group that has met: the socket to which the others connect, the connection to the hub, and this process's keys
+    within the group, if its hub has keys."""
 
     router: RouterChannel
-    line: HubLine
+    hub: GroupConnection
     group: Group
     keys: CurveKeys | None = field(default=None, repr=False)
 
 
-class MeshPort:
-    """A process's way to the others of its group (a `HubPort`). Made by `zmqtrain.collectives.rendezvous.open_port`.
+class Rendezvous(Protocol):
+    """How a port's group meets."""
 
-    meet: makes the sockets and meets the others, in the port's loop.  direct_seconds: a rank that is not reached within
-    this is sent to through the hub.
+    async def meet(self) -> Meeting:
+        """Make the sockets and meet the others, in the port's loop."""
+
+
+class MeshPort:
+    """A process's port to the others of its group (a `HubPort`). Made by `zmqtrain.collectives.connect.open_port`.
+
+    direct_seconds: a rank that is not reached directly within this is reached through the hub.
     """
 
-    def __init__(self, meet: Callable[[], Coroutine[None, None, Meeting]], direct_seconds: float) -> None:
-        self._meet, self._direct_seconds = meet, direct_seconds
-        self._thread = PortThread(self._main, self._failed)
+    def __init__(self, rendezvous: Rendezvous, direct_seconds: float) -> None:
+        self._rendezvous, self.direct_seconds = rendezvous, direct_seconds
+        self.thread = PortThread(self)
         self._linger_seconds = 0.0
-        self._ways: dict[int, Way] = {}
+        self.routes: dict[int, PeerRoute] = {}
         self._messages_sent = self._messages_received = self._bytes_sent = self._bytes_received = 0
 
     # ------------------------------------------------------------------ any thread
 
     def open(self) -> None:
-        """Start the thread, and wait until the group has met and it is known how to reach each of it.
+        """Start the thread, and wait until the group has met and the route to each rank is chosen.
 
-        Raises what `meet` raises.
+        Raises the errors of `meet`.
         """
         try:
-            self._thread.open()
+            self.thread.open()
         except BaseException:  # perhaps somebody gave up waiting
             self.close(0.0)
             raise
@@ -98,7 +410,7 @@ class MeshPort:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What people call the processes, by rank."""
+        """The names of the processes, by rank."""
         return tuple(member[0] for member in self._group.members)
 
     @property
@@ -112,12 +424,12 @@ class MeshPort:
         return time
 
     def start(self, listener: PortListener) -> None:
-        """Tell this listener what happens from now on, and what came before it."""
-        self._thread.start(listener)
+        """Call this listener from now on, first for all that happened before."""
+        self.thread.start(listener)
 
     def call(self, what: Callable[[], object]) -> None:
         """Have the port's thread do something soon; from any thread. Calls are done in order; none after `close`."""
-        self._thread.call(what)
+        self.thread.call(what)
 
     def close(self, linger_seconds: float = 1.0) -> None:
         """Send what is queued for at most `linger_seconds`, tell the others that this process leaves, end the thread.
@@ -126,7 +438,7 @@ class MeshPort:
         """
         atexit.unregister(self.close)
         self.call(lambda: self._begin_to_close(linger_seconds))
-        self._thread.join(linger_seconds + JOIN_SECONDS)
+        self.thread.join(linger_seconds + JOIN_SECONDS)
 
     def statistics(self) -> MeshStatistics:
         """Return the running figures."""
@@ -135,8 +447,8 @@ class MeshPort:
             self._messages_received,
             self._bytes_sent,
             self._bytes_received,
-            tuple(rank for rank, way in self._ways.items() if way.state is WayState.RELAYED),
-            self._door.strangers,
+            tuple(rank for rank, route in self.routes.items() if route.state is RouteState.RELAYED),
+            self._socket.strangers,
         )
 
     # ------------------------------------------------------------------ the port's thread: out
@@ -147,15 +459,15 @@ class MeshPort:
         Raises LocalProtocolError in another thread, for a rank that is not one of the others, and for a message that
         cannot be sent.
         """
-        self._thread.check()
-        way = self._ways.get(rank)
-        if way is None:
-            raise LocalProtocolError(f"rank {self.rank} of {len(self.names)} has no way to rank {rank}")
+        self.thread.check()
+        route = self.routes.get(rank)
+        if route is None:
+            raise LocalProtocolError(f"rank {self.rank} of {len(self.names)} has no route to rank {rank}")
         size = check_message(frames)
         if not self._presence.cut_off:
             self._messages_sent += 1
             self._bytes_sent += size
-            way.send(frames)
+            route.send(frames)
 
     def reduce(self, chunk: HubChunk, frames: Sequence[Buffer]) -> None:
         """Have the hub reduce a chunk with those of all other ranks; see `HubPort.reduce`.
@@ -163,13 +475,13 @@ class MeshPort:
         Raises LocalProtocolError in another thread and for frames that cannot be sent so, ConfigError for an operation
         or a dtype that the hub does not reduce.
         """
-        self._thread.check()
+        self.thread.check()
         size = check_message(frames)
         check_chunk(chunk, frames, size)
         if self._presence.need_hub() and not self._presence.cut_off:
             self._messages_sent += 1
             self._bytes_sent += size
-            self._line.fold(chunk, frames, len(self.names))
+            self._hub.fold(chunk, frames, len(self.names))
 
     # ------------------------------------------------------------------ the port's thread: in
 
@@ -177,27 +489,28 @@ class MeshPort:
         try:
             self._presence.heard(rank)
             if lane is Lane.BULK:
-                self._on_message(rank, frames)
+                self.on_message(rank, frames)
                 self._presence.received(rank)
             else:
-                self._on_word(rank, frames[0])
+                self._on_control(rank, frames[0])
         except Exception as error:
             self._fail(error)
 
     def _hear_back(self) -> None:
-        """Take the signs of life that have come back over the connections to the others: nobody is woken for them."""
-        for rank, way in self._ways.items():
-            for _ in range(BACK_AT_ONCE):
-                if way.state is WayState.LOST or way.channel.try_receive(Lane.CONTROL) is None:
+        """Take the heartbeats that came back over the connections to the others: nobody is woken for them."""
+        for rank, route in self.routes.items():
+            for _ in range(HEARTBEATS_AT_ONCE):
+                if route.state is RouteState.LOST or route.channel.try_receive(Lane.CONTROL) is None:
                     break
                 self._presence.answered(rank)
 
-    def _on_message(self, rank: int, frames: list[Buffer]) -> None:
+    def on_message(self, rank: int, frames: list[Buffer]) -> None:
+        """Count a received message and hand it on."""
         self._messages_received += 1
         self._bytes_received += sum(len(frame) for frame in frames)
-        self._thread.tell(lambda listener: listener.on_message(rank, frames))
+        self.thread.tell(lambda listener: listener.on_message(rank, frames))
 
-    def _on_word(self, rank: int, head: Buffer) -> None:
+    def _on_control(self, rank: int, head: Buffer) -> None:
         try:
             message = decode_message(head)
         except FramingError:
@@ -210,80 +523,77 @@ class MeshPort:
 
     # ------------------------------------------------------------------ the port's thread: life
 
-    async def _main(self) -> None:
+    async def live(self) -> None:
+        """See PortLife."""
         loop = asyncio.get_running_loop()
         self._closing, self._failure = loop.create_future(), loop.create_future()
-        self._meeting = asyncio.ensure_future(self._meet())
+        self._meeting = asyncio.ensure_future(self._rendezvous.meet())
         meeting = await self._meeting
-        self._line, self._group = meeting.line, meeting.group
+        self._hub, self._group = meeting.hub, meeting.group
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
-        self._door = Door(meeting.router, self._group.members[self.rank][3], others)
-        self._thread.name = f"{self.names[self.rank]} (rank {self.rank} of {self.group!r})"
-        self._presence = Presence(
-            self.rank, self._thread, self._ways, self._door, self._line, self._direct_seconds, self._on_message
-        )
+        self._socket = GroupListenSocket(meeting.router, self._group.members[self.rank][3], others)
+        self.thread.name = f"{self.names[self.rank]} (rank {self.rank} of {self.group!r})"
+        self._presence = Presence(self, self._socket, self._hub)
         if meeting.keys is not None:
             meeting.router.admit({member[2]: member[0] for member in self._group.members})
-        tasks: list[asyncio.Future[None]] = [self._failure, asyncio.create_task(self._line.run(self._presence))]
-        self._next_tick: asyncio.Handle = loop.call_soon(self._tick)  # once there are ways
+        self._next_tick: asyncio.Handle = loop.call_soon(self._tick)  # once there are routes
         try:
             for rank in others:
-                self._ways[rank] = self._connect(rank, meeting)
-            self._door.listen(self._hear)
-            done, pending = set[asyncio.Future[None]](), {self._closing, *tasks}
-            while not self._closing.done():  # who closes leaves, whatever else has failed
-                for task in done:
-                    task.result()
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                self.routes[rank] = self._connect(rank, meeting)
+            self._hub.listen(self._presence)
+            self._socket.listen(self._hear)
+            await asyncio.wait({self._closing, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._closing.done():  # a port that closes leaves, whatever else has failed
+                self._failure.result()
             await self._leave()
         finally:
             self._next_tick.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._failure.cancel()
             await self._presence.close()
-            for way in self._ways.values():
-                await way.channel.close(self._linger_seconds)
-            await self._line.close(self._linger_seconds)
-            await self._door.close(self._linger_seconds)
+            for route in self.routes.values():
+                await route.channel.close(self._linger_seconds)
+            await self._hub.leave(LEFT, self._linger_seconds)
+            await self._socket.close(self._linger_seconds)
 
     def _tick(self) -> None:
-        """Let time pass, now and from now on until the sockets are closed: who leaves shows that it lives, too."""
+        """Let time pass, again and again until the sockets are closed: a process that leaves sends heartbeats, too."""
         try:
             now = time.monotonic()
             self._hear_back()
             self._presence.tick(now)
-            if not any(way.state is WayState.OPENING for way in self._ways.values()):
-                self._thread.ready()
-            if self._thread.has_listener:
-                self._thread.tell(lambda listener: listener.on_tick(now))
+            if not any(route.state is RouteState.OPENING for route in self.routes.values()):
+                self.thread.ready()
+            if self.thread.listener is not None:
+                self.thread.tell(lambda listener: listener.on_tick(now))
         except Exception as error:
             self._fail(error)
         finally:
             self._next_tick = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def _fail(self, error: Exception) -> None:
-        """Have `_main` end with this error."""
+        """End `live` with this error."""
         if not self._failure.done():
             self._failure.set_exception(error)
+            self._failure.exception()  # a port that closes at this moment ignores it
 
-    def _connect(self, rank: int, meeting: Meeting) -> Way:
+    def _connect(self, rank: int, meeting: Meeting) -> PeerRoute:
         name, address, key, token = self._group.members[rank]
         channel = DealerChannel.connect(
             address,
-            peer=come_in_as(self.rank, token),
+            peer=member_id(self.rank, token),
             keys=meeting.keys,
             server_key=key.encode() or None,
             beside=meeting.router,
         )
-        return Way(name, address, channel, partial(self._line.relay, rank))
+        return PeerRoute(rank, name, address, channel, self._hub)
 
-    def _failed(self, error: BaseException) -> None:
+    def on_failed(self, error: BaseException) -> None:
+        """See PortLife."""
         self._presence.lose(self.rank, f"its port failed: {error!r}")
 
     def _begin_to_close(self, linger_seconds: float) -> None:
         self._linger_seconds = linger_seconds
-        self._thread.silence()
+        self.thread.silent = True
         self._meeting.cancel()  # unless it has met
         self._closing.set_result(None)
 
@@ -297,10 +607,11 @@ class MeshPort:
                 async with asyncio.timeout_at(until):
                     await asyncio.gather(*what)
 
-        relayed = [] if self._presence.cut_off else [self._line.all_relayed()]
-        await in_time(*(way.all_sent() for way in self._ways.values()), *relayed)
-        for way in self._ways.values():
-            way.say(Leave(way.sent))
-        self._line.say(Goodbye(LEFT))
-        await in_time(*(way.all_sent() for way in self._ways.values()), self._line.all_sent())
+        relayed = [] if self._presence.cut_off else [self._hub.all_relayed()]
+        await in_time(*(route.all_sent() for route in self.routes.values()), *relayed)
+        for route in self.routes.values():
+            route.say(Leave(route.sent))
+        self._hub.session.linger_seconds = max(0.0, until - loop.time())
+        self._hub.session.leave(LEFT)
+        await in_time(*(route.all_sent() for route in self.routes.values()), self._hub.session.wait_closed())
         self._linger_seconds = max(0.0, until - loop.time())

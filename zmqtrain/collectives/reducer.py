@@ -23,7 +23,7 @@ from zmqtrain.collectives.reductions import OPERATIONS, Reduction, Values, find_
 from zmqtrain.core.errors import ConfigError, FramingError, LocalProtocolError, RemoteProtocolError
 from zmqtrain.core.types import MAX_FRAME_BYTES, Buffer, HubChunk, PeerId
 from zmqtrain.protocol.effects import Combine
-from zmqtrain.protocol.framing import encode_message
+from zmqtrain.protocol.groups import Window
 from zmqtrain.protocol.messages import Fold, Folded, Message, printable
 from zmqtrain.session.downlink import Downlink
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
@@ -31,7 +31,7 @@ from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 FOLD_MESSAGES, FOLD_BYTES = 16, 8 << 20
-"""What of one rank may be on its way to the hub and not answered: so many chunks, and so many bytes or one chunk."""
+"""The window of one rank: chunks in flight to the hub and not answered, and their bytes."""
 GROUP_FOLD_BYTES = 128 << 20
 """What of a whole group may be: of a large one each rank has less."""
 MAX_OWN_BYTES, MAX_OWN_FRAMES = 4096, 2
@@ -81,13 +81,13 @@ class _Chunk:
     nbytes: int
     reduction: Reduction
     dtype: np.dtype[np.generic]
-    arrived: dict[int, tuple[Sequence[Buffer], int]] = field(default_factory=dict)
+    arrived: dict[int, Sequence[Buffer]] = field(default_factory=dict)
     waiting: dict[int, Buffer] = field(default_factory=dict)
     total: Values | None = None
     combined: int = 0
 
-    def add(self, rank: int, own: Sequence[Buffer], values: Buffer, size: int) -> None:
-        self.arrived[rank] = (own, size)
+    def add(self, rank: int, own: Sequence[Buffer], values: Buffer) -> None:
+        self.arrived[rank] = own
         self.waiting[rank] = values
         while (ready := self.waiting.pop(self.combined, None)) is not None:
             part = np.frombuffer(ready, self.dtype)
@@ -105,17 +105,15 @@ class _Reducer:
         self.size, self._log = size, log
         self._open: dict[int, deque[_Chunk]] = {}
         self._ended: set[int] = set()  # keys whose chunks differed
-        self._held: dict[int, list[int]] = {rank: [0, 0] for rank in range(size)}  # by rank: chunks, bytes
+        self._windows = [Window(FOLD_MESSAGES, window_bytes(size)) for _ in range(size)]  # by rank
 
     def add(self, combine: Combine, frames: Sequence[Buffer]) -> list[_Chunk]:
         """Take a chunk of one rank; return those that are there of all now."""
         fold, rank, peer = combine.fold, combine.rank, combine.peers[combine.rank]
         own, values = _cut(fold, frames)
-        held = self._held[rank]
-        if held[0] >= FOLD_MESSAGES or (held[0] and held[1] + fold.size > window_bytes(self.size)):
+        if not self._windows[rank].has_room(fold.size):
             raise RemoteProtocolError(peer, "in a group", "a Fold beyond its window")
-        held[0] += 1
-        held[1] += fold.size
+        self._windows[rank].add(fold.key, fold.size)
         if fold.key in self._ended:
             return []
         chunks = self._open.setdefault(fold.key, deque())
@@ -135,7 +133,7 @@ class _Reducer:
             self._ended.add(fold.key)
             del self._open[fold.key]
             return []
-        chunk.add(rank, own, values, fold.size)
+        chunk.add(rank, own, values)
         whole: list[_Chunk] = []
         while chunks and chunks[0].combined == self.size:
             whole.append(chunks.popleft())
@@ -143,10 +141,9 @@ class _Reducer:
             del self._open[fold.key]
         return whole
 
-    def answered(self, rank: int, size: int) -> None:
-        """A result has gone to a rank, of its chunk of `size` bytes."""
-        self._held[rank][0] -= 1
-        self._held[rank][1] -= size
+    def answered(self, rank: int, key: int) -> None:
+        """A result was sent to a rank, of its oldest chunk with this key."""
+        self._windows[rank].remove(key)
 
 
 class Reducers:
@@ -169,9 +166,9 @@ class Reducers:
             assert chunk.total is not None
             chunk.reduction.finish(chunk.total, size)
             values = chunk.total.view(np.uint8).data
-            for rank, (own, came) in chunk.arrived.items():
+            for rank, own in chunk.arrived.items():
                 folded = Folded(chunk.fold.key, sum(len(frame) for frame in own) + len(values))
-                self._send(combine.peers[rank], folded, [*own, values], partial(group.answered, rank, came))
+                self._send(combine.peers[rank], folded, [*own, values], partial(group.answered, rank, chunk.fold.key))
 
     def discard(self, generation: int) -> None:
         """Forget what a group has not finished."""
@@ -213,7 +210,7 @@ class Relays:
         self, peer: PeerId, message: Message, frames: Sequence[Buffer], sent: Callable[[], object] | None = None
     ) -> None:
         """Send a message with frames behind it, after all that waits for this peer; call `sent` when it has gone."""
-        self._waiting.setdefault(peer, deque()).append(([encode_message(message), *frames], sent))
+        self._waiting.setdefault(peer, deque()).append(([self._downlink.bulk_head(peer, message), *frames], sent))
         self.pump(peer)
 
     def pump(self, peer: PeerId) -> None:

@@ -5,8 +5,7 @@ a former process, or from an older process of the same name.
 Rule 2: both sides stamp what they send on a connection with the incarnation of its Hello, and number the messages on
 CONTROL. A message with another incarnation belongs to a former connection; a number already seen is a duplicate or a
 replay. Both are dropped and counted, without penalty. After a gap in the numbers the connection starts over.
-Rule 3: incarnation 0 is not fenced: it is for peers that use an id for one connection only (a process of a group, a
-probe).
+Rule 3: incarnation 0 is not fenced; no client of ours uses it.
 Rule 4: a hub of another run, of an earlier term, or one that knows less than the node has seen is not believed:
 following it would lose what the run has learnt.
 Source: fencing tokens, Gray and Cheriton 1989 (leases); the epochs of Viewstamped Replication, Liskov and Cowling 2012.

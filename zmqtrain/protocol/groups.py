@@ -60,6 +60,44 @@ def list_names(names: Iterable[str]) -> str:
     return ", ".join(all_names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
+class Window:
+    """Bound on messages in flight: so many messages, and so many bytes or one message.
+
+    Messages have keys (a receiver, a chunk) and arrive in order for each.
+    """
+
+    def __init__(self, messages: int, nbytes: int) -> None:
+        self.messages, self.nbytes = messages, nbytes
+        self._sizes: dict[int, deque[int]] = {}
+        self._count = self._bytes = 0
+
+    def has_room(self, size: int) -> bool:
+        """Return whether a message of `size` bytes may be sent now."""
+        return self._count < self.messages and (not self._count or self._bytes + size <= self.nbytes)
+
+    def add(self, key: int, size: int) -> None:
+        """Count a message that is sent."""
+        self._sizes.setdefault(key, deque()).append(size)
+        self._count, self._bytes = self._count + 1, self._bytes + size
+
+    def count(self, key: int | None = None) -> int:
+        """Return how many messages of a key are in flight; None: of all."""
+        return self._count if key is None else len(self._sizes.get(key, ()))
+
+    def remove(self, key: int, messages: int = 1) -> None:
+        """Make room for messages of a key that have arrived, the oldest."""
+        sizes = self._sizes.get(key)
+        for _ in range(min(messages, self.count(key))):
+            assert sizes is not None
+            self._count, self._bytes = self._count - 1, self._bytes - sizes.popleft()
+        if not sizes:
+            self._sizes.pop(key, None)
+
+    def forget(self, key: int) -> None:
+        """Make room for all messages of a key."""
+        self.remove(key, self.count(key))
+
+
 @dataclass(eq=False)
 class _Forming:
     """A group that is not complete: who waits, in the order of their coming.
@@ -77,14 +115,13 @@ class _Forming:
 
 @dataclass(eq=False)
 class _Complete:
-    """A group that has met. here: the ranks that are left.  on_their_way: by sender and receiver the sizes of what the
-    hub relays, oldest first."""
+    """A group that has met. here: the ranks that are left.  relayed: by sender the messages in flight, by receiver."""
 
     group: str
     generation: int
     names: tuple[str, ...]
     here: dict[PeerId, int]
-    on_their_way: dict[int, dict[int, deque[int]]] = field(default_factory=dict)
+    relayed: dict[int, Window] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -218,9 +255,9 @@ class Groups:
         effects: list[HubEffect] = [Discard(group.generation)] if group.whole else []
         del self._in[peer]
         rank = group.here.pop(peer)
-        group.on_their_way.pop(rank, None)
-        for receivers in group.on_their_way.values():
-            receivers.pop(rank, None)
+        group.relayed.pop(rank, None)
+        for window in group.relayed.values():
+            window.forget(rank)
         if not group.here:
             self._complete.remove(group)
         told = [*group.here] if left else [*group.here, peer]
@@ -240,11 +277,10 @@ class Groups:
             raise RemoteProtocolError(member.peer, member.state.value, f"a Relay of {relay.size} to rank {relay.rank}")
         if (receiver := group.peer(relay.rank)) is None:
             return []
-        receivers = group.on_their_way.setdefault(rank, {})
-        sizes = [size for waiting in receivers.values() for size in waiting]
-        if len(sizes) >= RELAY_MESSAGES or (sizes and sum(sizes) + relay.size > RELAY_BYTES):
+        window = group.relayed.setdefault(rank, Window(RELAY_MESSAGES, RELAY_BYTES))
+        if not window.has_room(relay.size):
             raise RemoteProtocolError(member.peer, member.state.value, "a Relay beyond its window")
-        receivers.setdefault(relay.rank, deque()).append(relay.size)
+        window.add(relay.rank, relay.size)
         return [Forward(receiver, Relay(rank, relay.size))]
 
     def relayed(self, member: Member, relayed: Relayed, now: float) -> list[HubEffect]:
@@ -254,11 +290,10 @@ class Groups:
         sender, rank = group.peer(relayed.rank), group.here[member.peer]
         if sender is None:
             return []
-        waiting = group.on_their_way.get(relayed.rank, {}).get(rank, deque())
-        if not 1 <= relayed.messages <= len(waiting):
+        window = group.relayed.get(relayed.rank)
+        if window is None or not 1 <= relayed.messages <= window.count(rank):
             raise RemoteProtocolError(member.peer, member.state.value, "a Relayed of what was not on its way")
-        for _ in range(relayed.messages):
-            waiting.popleft()
+        window.remove(rank, relayed.messages)
         return [SendTo(sender, Relayed(rank, relayed.messages))]
 
     def fold(self, member: Member, fold: Fold, now: float) -> list[HubEffect]:

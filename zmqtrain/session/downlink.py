@@ -290,6 +290,10 @@ class Downlink:
             self.bytes_sent += moved
             self._sending.pay(moved, time.monotonic())
 
+    def bulk_head(self, peer: PeerId, message: Message) -> bytes:
+        """Return the head of a message to a peer on BULK, stamped with its connection."""
+        return encode_message(message, self._owner.stamp(peer, False))
+
     def forward(self, peer: PeerId, frames: Sequence[Buffer]) -> bool:
         """Send a message on BULK that no window of a transfer holds back; False if there is no room for it now.
 

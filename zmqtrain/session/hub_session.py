@@ -369,7 +369,7 @@ class HubSession:
     ) -> None:
         self.peer, self.address, self.listener = peer, address, listener
         self.share = share or LinkShare()
-        self.bytes_received = self.publishes = 0
+        self.bytes_received = self.messages_received = self.publishes = 0
         self.linger_seconds = 1.0
         self.trouble: tuple[str, str] = ("", "")
         """Why there is no hub now, as (code, sentence); empty when all is well."""
@@ -634,7 +634,7 @@ class HubSession:
         try:
             await self._tick_forever(tasks)
             with contextlib.suppress(TimeoutError):  # the goodbye
-                await asyncio.wait_for(self._sender.sent_control(), GOODBYE_SECONDS)
+                await asyncio.wait_for(self._sender.sent_control(), min(GOODBYE_SECONDS, self.linger_seconds + 0.1))
         finally:
             if self._reconnecting is not None:
                 tasks.append(self._reconnecting)
@@ -710,6 +710,7 @@ class HubSession:
         if (instead := self.peer.judge(stamp, message, now, lane is Lane.CONTROL)) is not None:
             return self.carry_out(instead)
         self.peer.saw(now)
+        self.messages_received += 1
         if lane is Lane.BULK and hasattr(message, "transfer"):  # reopens the hub's window
             self.send(Credit(message.transfer, 1))
         match message:

@@ -1,0 +1,298 @@
+"""A process's session with the hub of its group: it meets the other processes there and relays messages through it.
+
+Rule 1: while the group meets, a lost hub is looked for again; once it has met, a lost hub is lost for good (another hub
+would not know the group), and the group goes on without it.  Rule 2: messages through the hub wait here for room in the
+window that the hub allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from zmqtrain.collectives.reducer import FOLD_BYTES, FOLD_MESSAGES, window_bytes
+from zmqtrain.collectives.routes import keep
+from zmqtrain.core.errors import CollectiveTimeout, HubUnreachable, JoinRefused, ZmqTrainError
+from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.types import HUB, Buffer, HubChunk, PeerId
+from zmqtrain.protocol.failure_detector import BEAT_SECONDS
+from zmqtrain.protocol.groups import RELAY_BYTES, RELAY_MESSAGES, Window, list_names
+from zmqtrain.protocol.messages import (
+    Fold,
+    Folded,
+    Forming,
+    Group,
+    GroupLost,
+    JoinGroup,
+    Message,
+    Refused,
+    Relay,
+    Relayed,
+    Welcome,
+)
+from zmqtrain.protocol.peer import PeerState
+from zmqtrain.session.connect_deadline import limited
+from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
+from zmqtrain.transport.address import say_unreachable
+from zmqtrain.transport.pacing import Gate
+
+logger = logging.getLogger(__name__)
+
+LEAVE_LINGER_SECONDS = 0.2
+HUB_SILENCE_SECONDS = 5.0
+"""After so much silence the hub is lost, and the group goes on without it."""
+PATIENCE_SECONDS, SAY_AGAIN_SECONDS = 5.0, 15.0
+"""A process that waits for others logs so after the first time, and each time the second has passed."""
+OCCUPIED_SECONDS = 3.0
+"""A process that holds a place for so long lives: it was not just killed, to be started again."""
+
+
+class GroupListener(Protocol):
+    """Listener of a group's connection, once the group has met."""
+
+    def on_hub_gone(self, why: str) -> None:
+        """The hub is lost for good. Called once."""
+
+    def on_sent_away(self, why: str) -> None:
+        """The hub has refused this process, for something it sent."""
+
+    def on_group_lost(self, lost: GroupLost) -> None:
+        """The hub says that a rank is lost."""
+
+    def on_relayed(self, rank: int, frames: list[Buffer]) -> None:
+        """A message of that rank has come through the hub; of rank HUB: a chunk, reduced."""
+
+
+class _Stream:
+    """Messages through the hub, each sent when the window has room. sent: opened when room is made."""
+
+    def __init__(self, session: HubSession, window: Window) -> None:
+        self.session, self.window, self.moved = session, window, Gate()
+        self._waiting: deque[tuple[int, int, Message, list[Buffer]]] = deque()  # key, size, message, frames
+
+    def send(self, key: int, size: int, message: Message, frames: Sequence[Buffer]) -> None:
+        self._waiting.append((key, size, message, keep(frames)))
+        self.pump()
+
+    def pump(self) -> None:
+        self.moved.open()
+        while self._waiting and self.window.has_room(self._waiting[0][1]):
+            key, size, message, frames = self._waiting.popleft()
+            self.window.add(key, size)
+            self.session.send_bulk(message, frames)
+
+    def arrived(self, key: int, messages: int = 1) -> None:
+        """Make room for messages that have arrived."""
+        self.window.remove(key, messages)
+        self.pump()
+
+    def forget(self, key: int) -> None:
+        """Drop the messages of a key, waiting and in flight."""
+        self._waiting = deque(one for one in self._waiting if one[0] != key)
+        self.window.forget(key)
+        self.pump()
+
+    def clear(self) -> None:
+        """Drop all messages that wait."""
+        self._waiting.clear()
+        self.moved.open()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or is in flight."""
+        return not (self._waiting or self.window.count())
+
+
+class GroupConnection(NullListener):
+    """The session of one process of a group. open_channel: makes its own channel to the hub at `address`.
+
+    there: whether the hub is, as far as is known.
+    """
+
+    messages = (Folded, Forming, Group, GroupLost, Refused, Relay, Relayed, Welcome)
+
+    def __init__(self, open_channel: Callable[[], Channel], peer: PeerId, address: str, name: str) -> None:
+        self.address, self.name, self.there = address, name, True
+        self._machine = ProcessPeer(peer, name, silence=HUB_SILENCE_SECONDS)
+        self.session = HubSession(open_channel, self._machine, address, self, meanwhile="Its group waits")
+        self._relays = _Stream(self.session, Window(RELAY_MESSAGES, RELAY_BYTES))
+        self._folds = _Stream(self.session, Window(FOLD_MESSAGES, FOLD_BYTES))
+        self._listener: GroupListener | None = None
+        self._early: list[Callable[[GroupListener], object]] = []  # calls for the listener to come
+        self._met: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
+        self._welcomed, self._occupied, self._occupied_until = False, "", math.inf
+        self._messages_heard = 0
+
+    # ------------------------------------------------------------------ meeting
+
+    async def meet(self, asked: JoinGroup, timeout_seconds: float) -> Group:
+        """Ask for a place in the group, and wait until the group is complete.
+
+        Raises HubUnreachable if no hub answers in time, JoinRefused if it refuses, CollectiveTimeout, which says which
+        processes are here, if some are missing. A long wait is logged as a warning.
+        """
+        began, self._asked = time.monotonic(), asked
+        self._forming = Forming(asked.group, (self.name,), asked.size - 1)
+        self.session.begin()
+        logs = asyncio.create_task(self._log_waiting(timeout_seconds))
+        try:
+            async with limited(self.session, timeout_seconds):
+                return await self._met
+        except TimeoutError:
+            if not self._welcomed:
+                waited = min(timeout_seconds, time.monotonic() - began)
+                said = say_unreachable([self.address], waited, self.session.obstacle)
+                raise HubUnreachable(said, self.address, self.session.refused) from None
+            if self._occupied:
+                raise self._refusal(self._occupied, "occupied") from None
+            raise CollectiveTimeout(
+                f"not all came within {timeout_seconds:g} s: {self._say_forming()}. Start those that are missing with "
+                "the same hub, group and size, or wait longer (timeout_seconds)"
+            ) from None
+        finally:
+            logs.cancel()
+
+    def _refusal(self, text: str, reason: str) -> JoinRefused:
+        return JoinRefused(f"{self.name} cannot join at {self.address}: {text}", reason)
+
+    def _ask(self) -> None:
+        if self.session.peer.state is PeerState.WELCOMED and not self._met.done():
+            self.session.send(self._asked)
+
+    async def _log_waiting(self, timeout_seconds: float) -> None:
+        began, seconds = time.monotonic(), PATIENCE_SECONDS
+        while True:
+            await asyncio.sleep(seconds)
+            waited, seconds = time.monotonic() - began, SAY_AGAIN_SECONDS
+            obstacle = f": {self.session.obstacle}" if self.session.obstacle else ""
+            what = self._say_forming() if self._welcomed else f"no broker answers at {self.address} yet{obstacle}"
+            logger.warning("%s waits (%.0f s of at most %g): %s", self.name, waited, timeout_seconds, what)
+
+    def _say_forming(self) -> str:
+        asked, forming = self._asked, self._forming
+        here = f"{list_names(forming.here)} {'is' if len(forming.here) == 1 else 'are'} here"
+        return f"of the group {asked.group!r} of {asked.size} processes {here}, {forming.missing} missing"
+
+    def _join_refused(self, refused: Refused) -> bool:
+        """Take a refusal while the group meets. A place may be held by a process that is dead, and not known to be."""
+        now = time.monotonic()
+        if refused.reason == "unknown":
+            return False
+        if refused.reason == "occupied" and now < self._occupied_until:
+            self._occupied, self._occupied_until = refused.text, min(self._occupied_until, now + OCCUPIED_SECONDS)
+            asyncio.get_running_loop().call_later(BEAT_SECONDS, self._ask)
+        elif not self._met.done():
+            self._met.set_exception(self._refusal(refused.text, refused.reason))
+        return True
+
+    # ------------------------------------------------------------------ the session's listener
+
+    def on_changed(self) -> None:
+        """See NullListener: each new connection asks for the place."""
+        self._ask()
+
+    def on_message(self, message: Message, frames: Sequence[Buffer]) -> bool:
+        """See NullListener."""
+        match message:
+            case Welcome():
+                self._welcomed = True
+                return False
+            case Forming():
+                self._forming, self._occupied, self._occupied_until = message, "", math.inf
+            case Group() if not self._met.done():
+                self._machine.comes_again = False
+                self._met.set_result(message)
+            case Refused() if not self._met.done():
+                return self._join_refused(message)
+            case Refused(reason, text):
+                if reason == "unknown":
+                    return False
+                self._tell(lambda listener: listener.on_sent_away(text))
+            case GroupLost():
+                self._tell(lambda listener: listener.on_group_lost(message))
+            case Relay(rank):
+                self._tell(lambda listener: listener.on_relayed(rank, list(frames)))
+                self.session.send(Relayed(rank, 1))
+            case Relayed(rank, messages):
+                self._relays.arrived(rank, messages)
+            case Folded(key) if self._folds.window.count(key):
+                self._tell(lambda listener: listener.on_relayed(HUB, list(frames)))
+                self._folds.arrived(key)
+        return True
+
+    def on_ended(self, reason: str, text: str, error: ZmqTrainError) -> None:
+        """See NullListener: the hub is lost for good."""
+        if not self._met.done():
+            self._met.set_exception(self._refusal(text, "protocol" if reason == "garbage" else reason))
+        self._hub_gone(text)
+
+    def on_failed(self, error: ZmqTrainError) -> None:
+        """See NullListener."""
+        if not self._met.done():
+            self._met.set_exception(error)
+        self._hub_gone(str(error))
+
+    def _hub_gone(self, why: str) -> None:
+        if self.there:
+            self.there = False
+            self._relays.clear()
+            self._folds.clear()
+            self._tell(lambda listener: listener.on_hub_gone(why))
+
+    def _tell(self, call: Callable[[GroupListener], object]) -> None:
+        if self._listener is None:
+            self._early.append(call)
+        else:
+            call(self._listener)
+
+    # ------------------------------------------------------------------ the group that has met
+
+    def listen(self, listener: GroupListener) -> None:
+        """Call this listener from now on, first for all that has happened since the group met."""
+        self._listener = listener
+        for call in self._early:
+            call(listener)
+        self._early.clear()
+
+    def heard(self) -> bool:
+        """Return whether the hub was heard since this was last asked."""
+        before, self._messages_heard = self._messages_heard, self.session.messages_received
+        return self._messages_heard > before
+
+    def send(self, message: Message) -> None:
+        """Send a control message to the hub, if it is there."""
+        if self.there:
+            self.session.send(message)
+
+    async def all_relayed(self) -> None:
+        """Wait until all messages through the hub have arrived, or the hub is lost."""
+        while self.there and not self._relays.idle:
+            await self._relays.moved.wait()
+
+    def relay(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Send a message to a rank through the hub, when the window has room for it."""
+        if self.there:
+            size = sum(memoryview(frame).nbytes for frame in frames)
+            self._relays.send(rank, size, Relay(rank, size), frames)
+
+    def forget(self, rank: int) -> None:
+        """Drop the messages to a rank that is lost."""
+        self._relays.forget(rank)
+
+    def fold(self, chunk: HubChunk, frames: Sequence[Buffer], size: int) -> None:
+        """Have the hub reduce a chunk, when the window has room for it. size: of the group."""
+        if self.there:
+            self._folds.window.nbytes = window_bytes(size)
+            total = sum(memoryview(frame).nbytes for frame in frames)
+            self._folds.send(chunk.key, total, Fold(chunk.key, chunk.op, chunk.dtype, total), frames)
+
+    async def leave(self, reason: str = "", linger_seconds: float = LEAVE_LINGER_SECONDS) -> None:
+        """Say goodbye, unless the hub is lost, and close the channel."""
+        self.session.linger_seconds = linger_seconds
+        self.session.leave(reason)
+        await self.session.wait_closed()
