@@ -286,7 +286,7 @@ class Broker:
         every = every_from_text(options.checkpoint_every, self.settings.mode == "strict")
         self.keeper = Keeper(self.folder, every, options.checkpoint_keep, made_late=options.own_folder)
         moments = self._resume()
-        if registration is not None and registration.founded and self.hub.version < 0:
+        if registration is not None and registration.peer.founded and self.hub.version < 0:
             raise ConfigError(
                 f"{self.hub.run} has begun, and shard {shard} of its parameters is not here: start it with its "
                 "checkpoint, or all masters without"
@@ -319,7 +319,7 @@ class Broker:
         hub = Hub(
             settings,
             release_rule_from_spec(settings.release),
-            (self.options.run or new_run()) if registration is None else registration.run,
+            (self.options.run or new_run()) if registration is None else registration.peer.run,
             time.monotonic(),
             None if rule is None else Laggards(rule),
             LoadPlanner(

@@ -257,9 +257,9 @@ class _Host:
         name, term, shard = self.options.get("run") or new_run(), 0, 0
         if place is not None:
             public = place.address or public_address(self.address, channel.address, place.first)
-            self.registration = Registration(place, public)
+            self.registration = Registration(place, public, access)
             await self.registration.welcomed()
-            settings, name, shard = self.registration.settings, self.registration.run, place.shard
+            settings, name, shard = self.registration.settings, self.registration.peer.run, place.shard
         elif takeover is not None:
             name, term = str(takeover.state["run"]), int(takeover.state["term"])
         assert settings is not None, "a broker has settings, or another that gives them"

@@ -10,7 +10,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from safetensors.numpy import load, save
@@ -41,7 +42,6 @@ from zmqtrain.protocol.messages import (
     Message,
     Promote,
     Replica,
-    Snapshot,
     printable,
 )
 from zmqtrain.protocol.peer import Peer, PeerState
@@ -53,16 +53,19 @@ from zmqtrain.session.hub_session import HubSession, NullListener
 from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
-from zmqtrain.transport.zmq_channels import DealerChannel
-from zmqtrain.transport.zmq_keys import CurveKeys
 
 logger = logging.getLogger(__name__)
 
-
 PAUSED_SECONDS = 2.0
-"""The nodes let a hub go on without its standby within this, if they are here."""
+"""Nodes that are here let a hub go on without its standby within this time."""
 CLOSE_BEHIND = 2
-"""A standby that is so many versions behind is brought in step: the nodes wait for it from then on."""
+"""The nodes wait for a standby that is at most so many versions behind, until it is in step."""
+POLL_SECONDS = 0.05
+SAY_AGAIN_SECONDS = REMIND_SECONDS = 60.0
+MOST_RELEASES = 4096
+CLOSE_SECONDS = 60.0
+NOT_OF_THE_HUB = ("crew", "owners", "in_step", "number", "tenure_number")
+"""The parts of books that are not in the state of a hub."""
 
 
 def _cut(data: bytes) -> list[Buffer]:
@@ -88,7 +91,7 @@ def unpack_replica(frames: Sequence[Buffer], state: int) -> tuple[dict[str, Any]
 
 
 class _Waiting(NamedTuple):
-    """What lets nodes hear of a version, and waits. since: when it was due; size: as in `Replicas.announce`."""
+    """An announcement that waits for the standby. since: when it was due; size: as in `StandbyService.announce`."""
 
     version: Version
     since: float
@@ -148,11 +151,11 @@ class StandbyService:
                 self._core.reconnect(standby)
 
     def copied(self) -> None:
-        """A copy is on its way to the standby: what it held before counts no more."""
+        """A copy is being sent to the standby, which replaces the versions that it held."""
         self._held = -2
 
     def go_back(self, version: Version) -> None:
-        """The run goes on from this version: what the standby held beyond it is another course of it."""
+        """The run goes on from this version; later ones that the standby holds are of an abandoned course."""
         self._held, self._announced, self._closing_since = -2, version, None
 
     def holds(self, version: Version, now: float) -> None:
@@ -174,11 +177,13 @@ class StandbyService:
         self._flush(now)
 
     def tick(self, now: float) -> None:
-        """See to what waits, and for whom."""
+        """Announce what may be announced now, give up a standby that is too slow, look for one that has taken over."""
         standby = self._hub.standby
         if standby is None:
             self._closing_since = None
-        elif (since := self._waits_since()) is not None and self._patience.is_used_up(now - since, self._size(), now):
+        elif (since := self._waits_since()) is not None and self._patience.is_used_up(
+            now - since, self._waiting[0].size if self._waiting else 0, now
+        ):
             pause = self._patience.out_of_step(now)
             self._closing_since = None
             text = (
@@ -201,7 +206,7 @@ class StandbyService:
         self._paused = paused
 
     def close(self) -> None:
-        """End the line to a standby that was lost."""
+        """End the session with a standby that was lost."""
         if self._rival is not None:
             self._rival.close()
             self._rival = None
@@ -211,11 +216,8 @@ class StandbyService:
         if self._closing_since is not None:
             return self._closing_since
         if not (self._waiting and self._hub.lease.follows):
-            return None  # what waits does so for nodes, not for a standby that is being copied
+            return None  # announcements wait for nodes then, not for a standby that is being copied
         return max(self._waiting[0].since, self._in_step_at, self._flushed_at)
-
-    def _size(self) -> int:
-        return self._waiting[0].size if self._waiting else 0
 
     def _may(self, version: Version) -> bool:
         if self._hub.lease.follows:
@@ -225,13 +227,13 @@ class StandbyService:
     def _flush(self, now: float) -> None:
         while self._waiting and self._may(self._waiting[0].version):
             if self._hub.lease.follows and (since := self._waits_since()) is not None:
-                self._patience.waited(now - since, self._size(), now)
+                self._patience.waited(now - since, self._waiting[0].size, now)
             one, self._flushed_at = self._waiting.popleft(), now
             self._announced = max(self._announced, one.version)
             one.action()
 
     def _ask_rival(self) -> None:
-        """Look whether a standby that is not here has taken over. Raises SteppedDown."""
+        """Raise SteppedDown if a standby that is not here has taken over."""
         lease = self._hub.lease
         if lease.ended:
             raise self._stepped_down(self._hub.term + 1)
@@ -253,7 +255,8 @@ class StandbyService:
 
 
 class _Rival:
-    """The line of a first to where its lost standby was: one that has taken over welcomes it with a higher term."""
+    """The session of a first broker with its lost standby's address: a standby that has taken over welcomes it with a
+    higher term."""
 
     def __init__(self, access: Access, address: str, run: str, term: int) -> None:
         self.address = address
@@ -269,25 +272,32 @@ class _Rival:
         self._link.close("")
 
 
-FOLLOW_POLL_SECONDS = 0.05
-SAY_AGAIN_SECONDS = 60.0
-MOST_RELEASES = 4096
-NOT_OF_THE_HUB = ("crew", "owners", "in_step", "number", "tenure_number")
-"""What books say besides the state of a hub."""
-CLOSE_SECONDS = 60.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class StandbyPlace:
-    """Whom a standby follows. first: the address of the first broker.
+    """The broker that a standby follows. first: its address.
 
-    address: at which nodes reach the standby; "": what leads to the first from here.  takeover_seconds: how long the
-    first must be gone.  wait_seconds: how long to wait for its first answer.
+    address: at which nodes reach the standby; "": this machine's address on the way to the first.  takeover_seconds:
+    how long the first must be gone.  wait_seconds: how long to wait for its first answer.
     """
 
     first: str
     address: str = ""
     takeover_seconds: float = 3.0
+    wait_seconds: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterPlace:
+    """Where a master other than the first belongs. shard: 1 to masters - 1.  first: the address of the first.
+
+    address: at which nodes reach this one; "": this machine's address on the way to the first.  wait_seconds: how long
+    to wait for the first's answer.
+    """
+
+    shard: int
+    masters: int
+    first: str
+    address: str = ""
     wait_seconds: float = 30.0
 
 
@@ -300,7 +310,39 @@ class TakeoverState:
     aggregator: Aggregator
 
 
-class Standby(NullListener):
+class _FirstSession(NullListener):
+    """A broker's session with the first broker of its run, in a thread of its own.
+
+    meanwhile: what goes on without the first.
+    """
+
+    def __init__(self, peer: Peer, place: StandbyPlace | MasterPlace, access: Access, meanwhile: str) -> None:
+        self._peer, self._first, self._wait_seconds = peer, place.first, place.wait_seconds
+        self.stopped = False
+        self._link = HubSession(
+            lambda: access.connect(place.first, peer.peer), peer, place.first, self, meanwhile=meanwhile
+        )
+
+    async def _answered(self, if_refused: str, unanswered: str) -> None:
+        """Wait for the first's Welcome. Raises HubUnreachable, and what has failed."""
+        deadline = ConnectDeadline(self._link, self._wait_seconds, time.monotonic())
+        while self._peer.settings is None and not self.stopped:
+            if self.failure is not None:
+                raise self.failure
+            if deadline.is_over(time.monotonic()):
+                if self._link.refused:
+                    text = say_unreachable([self._first], time.monotonic() - deadline.began, self._link.obstacle)
+                    raise HubUnreachable(f"{text}. {if_refused}", self._first, self._link.refused)
+                raise HubUnreachable(unanswered, self._first)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _log_when_back(self, text: str) -> None:
+        if self._peer.state is PeerState.WELCOMED and self._link.trouble[0]:
+            logger.info(text, self._first)
+            self._link.trouble = ("", "")
+
+
+class Standby(_FirstSession):
     """A standby on `channel`, which nodes reach at `address`: it follows the first broker, and may take over.
 
     Rule 1: it has a line to the first broker and the port at which nodes will look for it, both from the start.
@@ -309,47 +351,44 @@ class Standby(NullListener):
     """
 
     def __init__(self, channel: HubChannel, place: StandbyPlace, address: str, access: Access) -> None:
-        super().__init__()
         self.place, self.address = place, address
         peer = PeerId(f"standby#{secrets.token_hex(4)}")
         self.follower = Follower(peer, "the standby", address, begin_incarnation(0, time.time_ns()))
-        self._succession = TakeoverPolicy(self.follower, place.takeover_seconds)
+        super().__init__(self.follower, place, access, "It may be taken over from")
+        self._policy = TakeoverPolicy(self.follower, place.takeover_seconds)
         self._channel, self._access = channel, access
         self._hub: Hub | None = None
         self._aggregator: Aggregator | None = None
-        self._stopped = False
         self._log = RateLimitedLogger(logger)
         self._said, self._said_at = "", 0.0
         self._worker = Worker("zmqtrain-replica", MOST_RELEASES, self._broken)
-        self._link = HubSession(
-            lambda: access.connect(place.first, peer),
-            self.follower,
-            place.first,
-            self,
-            meanwhile="It may be taken over from",
-        )
 
     # ------------------------------------------------------------------ living
 
     async def run(self, ready: Callable[[Standby], None] = lambda standby: None) -> TakeoverState | None:
-        """Follow until this standby is to be the hub: what it takes over. None: the run is over, or it was stopped.
+        """Follow the first; return its state once this standby must take over, None once the run is over or `stop`ped.
 
-        ready: called once the first has answered.  Raises HubUnreachable, JoinRefused, and what went wrong here.
+        ready: called once the first has answered.  Raises HubUnreachable, JoinRefused, and errors of this broker.
         """
         self._link.start()
         receiving = asyncio.create_task(self._receive_forever())
         try:
-            await self._wait_for_first()
-            if not self._stopped:
+            await self._answered(
+                "A standby has a copy of the first broker's folder of keys (--keys)",
+                f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby must "
+                "have heard it once: start that first, check the address, the port and the firewall; one with keys "
+                "answers only who has its keys folder (--keys)",
+            )
+            if not self.stopped:
                 ready(self)
-            while not (self._stopped or self.follower.over):
+            while not (self.stopped or self.follower.over):
                 if self.failure is not None:
                     raise self.failure
                 if receiving.done():
                     receiving.result()
                 if self._is_due(time.monotonic()):
                     return await self._take_over()
-                await asyncio.sleep(FOLLOW_POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
             return None
         finally:
             receiving.cancel()
@@ -363,31 +402,13 @@ class Standby(NullListener):
 
     def stop(self) -> None:
         """End `run` soon; call it in its loop."""
-        self._stopped = True
-
-    async def _wait_for_first(self) -> None:
-        deadline = ConnectDeadline(self._link, self.place.wait_seconds, time.monotonic())
-        while self.follower.settings is None and not self._stopped:
-            if self.failure is not None:
-                raise self.failure
-            if deadline.is_over(time.monotonic()):
-                if self._link.refused:
-                    text = say_unreachable([self.place.first], time.monotonic() - deadline.began, self._link.obstacle)
-                    text += ". A standby has a copy of the first broker's folder of keys (--keys)"
-                    raise HubUnreachable(text, self.place.first, self._link.refused)
-                raise HubUnreachable(
-                    f"no broker answers at {self.place.first} (waited {self.place.wait_seconds:g} s), and a standby "
-                    "must have heard it once: start that first, check the address, the port and the firewall; one with "
-                    "keys answers only who has its keys folder (--keys)",
-                    self.place.first,
-                )
-            await asyncio.sleep(FOLLOW_POLL_SECONDS)
+        self.stopped = True
 
     def _is_due(self, now: float) -> bool:
-        due = self._succession.is_due(now)
+        due = self._policy.is_due(now)
         lost_at = self.follower.lost_at
         if not due and lost_at is not None and now - lost_at >= self.place.takeover_seconds:
-            why = self._succession.obstacle(now) or "fewer than half of the nodes that it had miss it"
+            why = self._policy.obstacle(now) or "fewer than half of the nodes that it had miss it"
             if why != self._said or now - self._said_at >= SAY_AGAIN_SECONDS:
                 self._said, self._said_at = why, now
                 text = (
@@ -423,7 +444,7 @@ class Standby(NullListener):
             self._hub.version,
             follower.term + 1,
             "it was told to"
-            if self._succession.promoted
+            if self._policy.promoted
             else f"the broker at {self.place.first} is gone, and its nodes say so",
         )
         assert follower.settings is not None
@@ -453,7 +474,7 @@ class Standby(NullListener):
             self._log.warning(
                 text if is_operator else "%s tells this standby to take over, and may not", printable(peer)
             )
-        answer = self._succession.receive(peer, stamp, message, is_operator, time.monotonic())
+        answer = self._policy.receive(peer, stamp, message, is_operator, time.monotonic())
         if answer is not None:
             self._channel.send(peer, Lane.CONTROL, [encode_message(*answer)])
 
@@ -461,13 +482,17 @@ class Standby(NullListener):
 
     def on_changed(self) -> None:
         """See Listener."""
-        if self.follower.state is PeerState.WELCOMED and self._link.trouble[0]:
-            logger.info("the first broker, at %s, is followed again", self.place.first)
-            self._link.trouble = ("", "")
+        self._log_when_back("the first broker, at %s, is followed again")
 
     def on_delivered(self, deliver: Deliver, frames: list[Buffer]) -> None:
         """See Listener: a copy of the first, or a release."""
-        if not self._worker.submit(lambda: self._apply(deliver.announcement, frames)):
+        if isinstance(deliver.announcement, Replica):
+            job = partial(self._copy, deliver.announcement, frames)
+        elif isinstance(deliver.announcement, Aggregate):
+            job = partial(self._release, deliver.announcement, frames)
+        else:
+            return
+        if not self._worker.submit(job):
             self.on_failed(ZmqTrainError(f"this standby cannot keep up: {MOST_RELEASES} releases wait"))
 
     # ------------------------------------------------------------------ the thread that applies
@@ -477,12 +502,6 @@ class Standby(NullListener):
             logger.error("what the first broker sent cannot be applied", exc_info=error)
             error = ZmqTrainError(f"what the first broker sent cannot be applied: {error!r}")
         self.on_failed(error)
-
-    def _apply(self, copy: Replica | Aggregate | Snapshot, frames: list[Buffer]) -> None:
-        if isinstance(copy, Replica):
-            self._copy(copy, frames)
-        elif isinstance(copy, Aggregate):
-            self._release(copy, frames)
 
     def _copy(self, replica: Replica, frames: list[Buffer]) -> None:
         settings = self.follower.settings
@@ -507,75 +526,36 @@ class Standby(NullListener):
         self._hub.replay(aggregate.version, aggregate.landed, aggregate.samples)
 
 
-POLL_SECONDS = 0.02
-REMIND_SECONDS = 60.0
+class Registration(_FirstSession):
+    """A master's session with the first: it registers a shard, and gets the run's name, its settings and its end.
 
-
-@dataclass(frozen=True, kw_only=True)
-class MasterPlace:
-    """Where a master other than the first belongs. shard: 1 to masters - 1.  first: the address of the first.
-
-    address: at which nodes reach this one; "": what leads to the first from here.  keys: the pair that all masters
-    have.  wait_seconds: how long to wait for the first's answer.
+    Rule 1: settings live in one place: the other masters take all of them from the first.  Rule 2: when the first is
+    lost, the shard is still served, and the log says what it waits for.  Rule 3: the first's word that the run is over,
+    or its refusal, ends this master.  address: at which nodes reach this master.
     """
 
-    shard: int
-    masters: int
-    first: str
-    address: str = ""
-    keys: CurveKeys | None = field(default=None, repr=False)
-    wait_seconds: float = 30.0
-
-
-class Registration(NullListener):
-    """A master's line to the first, in a thread of its own (a `Listener`).
-
-    address: at which nodes reach this master.
-    """
-
-    def __init__(self, place: MasterPlace, address: str) -> None:
-        super().__init__()
+    def __init__(self, place: MasterPlace, address: str, access: Access) -> None:
         self.place, self.address = place, address
         self.name = f"master {place.shard}/{place.masters}"
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
         self.peer = Peer(peer, self.name, claim=Claim(place.shard, address), incarnation=1)
-        self._link = HubSession(
-            lambda: DealerChannel.connect(
-                place.first,
-                peer=peer,
-                keys=place.keys,
-                server_key=None if place.keys is None else place.keys.public,
-            ),
-            self.peer,
-            place.first,
-            self,
-            meanwhile="Its shard is served on",
-        )
+        super().__init__(self.peer, place, access, "Its shard is served on")
         self._reminded_at = self._not_over_at = time.monotonic()
         self._link.start()
 
     async def welcomed(self) -> None:
         """Wait for the first's answer. Raises HubUnreachable, ConfigError, JoinRefused (the shard is taken)."""
-        deadline = ConnectDeadline(self._link, self.place.wait_seconds, time.monotonic())
-        while self.peer.settings is None:
-            if self.failure is not None:
-                raise self.failure
-            if deadline.is_over(time.monotonic()):
-                if self._link.refused:
-                    text = say_unreachable([self.place.first], time.monotonic() - deadline.began, self._link.obstacle)
-                    text += ". All masters have a copy of the first one's folder of keys (--keys)"
-                    raise HubUnreachable(text, self.place.first, self._link.refused)
-                raise HubUnreachable(
-                    f"the first master does not answer at {self.place.first} (waited {self.place.wait_seconds:g} s). "
-                    f"Start it: zmqtrain-broker --shard 0/{self.place.masters} with the settings of the run; check the "
-                    "address, the port and the firewall",
-                    self.place.first,
-                )
-            await asyncio.sleep(POLL_SECONDS)
-        if self.settings.masters != self.place.masters:
+        first, masters = self.place.first, self.place.masters
+        await self._answered(
+            "All masters have a copy of the first one's folder of keys (--keys)",
+            f"the first master does not answer at {first} (waited {self.place.wait_seconds:g} s). Start it: "
+            f"zmqtrain-broker --shard 0/{masters} with the settings of the run; check the address, the port and the "
+            "firewall",
+        )
+        if self.settings.masters != masters:
             raise ConfigError(
-                f"the first master, at {self.place.first}, divides the model among {self.settings.masters} masters: "
-                f"--shard {self.place.shard}/{self.settings.masters}, not /{self.place.masters}"
+                f"the first master, at {first}, divides the model among {self.settings.masters} masters: --shard "
+                f"{self.place.shard}/{self.settings.masters}, not /{masters}"
             )
 
     @property
@@ -584,37 +564,16 @@ class Registration(NullListener):
         assert self.peer.settings is not None
         return self.peer.settings
 
-    @property
-    def run(self) -> str:
-        """The run's id, once welcomed."""
-        return self.peer.run
-
-    @property
-    def founded(self) -> bool:
-        """Whether the run has parameters, as the first says: then every master had its shard of them before."""
-        return self.peer.founded
-
-    @property
-    def over(self) -> bool:
-        """Whether the first has said that the run is over."""
-        return self.peer.over
-
     def ends(self, nodes: int) -> bool:
-        """Whether this master is to end: the first says that the run is over, and its nodes have left, or had time to.
+        """Return whether this master must end: the run is over, and its nodes have left, or had time to.
 
-        nodes: how many are here.  Says now and then what it waits for.  Raises why this master cannot go on.
+        nodes: how many are here.  Logs now and then what it waits for.  Raises why this master cannot go on.
         """
         if self.failure is not None:
             raise self.failure
-        self._remind()
         now = time.monotonic()
-        if not self.over:
+        if not self.peer.over:
             self._not_over_at = now
-        return self.over and (not nodes or now - self._not_over_at > self.settings.lost_seconds)
-
-    def _remind(self) -> None:
-        """Say now and then, while the first is not there, that this master waits for it."""
-        now = time.monotonic()
         if self.peer.state is not PeerState.CONNECTING:
             self._reminded_at = now
         elif now - self._reminded_at >= REMIND_SECONDS:
@@ -624,15 +583,12 @@ class Registration(NullListener):
                 self.name,
                 self.place.first,
             )
+        return self.peer.over and (not nodes or now - self._not_over_at > self.settings.lost_seconds)
 
     def close(self) -> None:
         """Say goodbye to the first, and end the thread."""
         self._link.close("")
 
-    # ------------------------------------------------------------------ Listener (network thread)
-
     def on_changed(self) -> None:
         """See Listener."""
-        if self.peer.state is PeerState.WELCOMED and self._link.trouble[0]:
-            logger.info("%s is registered again with the first master, at %s", self.name, self.place.first)
-            self._link.trouble = ("", "")
+        self._log_when_back(f"{self.name} is registered again with the first master, at %s")

@@ -192,7 +192,7 @@ def _run(config: BrokerConfig) -> int:
     if config.from_file is not None:
         beginning = read_beginning(config.from_file, settings.program, settings.program_arguments)
     keys = open_keys(config)
-    place, standby = _place(config, keys), _standby(config)
+    place, standby = _place(config), _standby(config)
     facts = {"zmqtrain": __version__, "began": time.time()}
     recorder = None if config.record is None else BrokerRecorder(config.record, facts)
     latest: list[Roster] = []
@@ -361,7 +361,7 @@ def open_keys(config: BrokerConfig) -> KeyFolder | None:
     return folder
 
 
-def _place(config: BrokerConfig, keys: KeyFolder | None) -> MasterPlace | None:
+def _place(config: BrokerConfig) -> MasterPlace | None:
     """Return where this master belongs, None if it is the first, or the only one. Raises ConfigError."""
     if config.shard_index == 0:
         return None
@@ -371,7 +371,6 @@ def _place(config: BrokerConfig, keys: KeyFolder | None) -> MasterPlace | None:
         masters=config.masters,
         first=config.first,
         address=config.address,
-        keys=keys.hub(make=False) if keys is not None else None,
         wait_seconds=config.wait_seconds,
     )
 
