@@ -214,7 +214,7 @@ class Trainer:
     def settle(self) -> None:
         """Wait until what is on its way has landed, and is applied."""
         until = time.monotonic() + SETTLE_SECONDS
-        while self.node.in_flight() or self.node.peek() is not None:
+        while self.node.state().in_flight or self.node.peek() is not None:
             if self.node.peek() is None:
                 time.sleep(LOOK_SECONDS)
             else:  # a step that takes no time

@@ -34,11 +34,11 @@ class Watched(Trainer):
 
     def look(self, trainer: Trainer) -> None:
         assert trainer.sync is not None
-        self.held.setdefault(trainer.sync.version, set()).add(trainer.sync.exchange.schedule())
+        self.held.setdefault(trainer.sync.version, set()).add(trainer.sync.exchange.schedule()[:2])
 
     @property
     def schedule(self) -> tuple[int, int]:
-        return self.sync.exchange.schedule() if self.sync is not None else FIRST
+        return self.sync.exchange.schedule()[:2] if self.sync is not None else FIRST
 
 
 def test_k_settles_changes_when_a_node_joins_and_is_the_same_everywhere_at_every_version(

@@ -91,14 +91,14 @@ def test_what_landed_counts_once_and_what_had_not_is_not_lost(saved_when, tmp_pa
             for batch in (next(batches(unit)) for unit in range(99)):
                 params = sync.step(sgd(params, batch)[0], samples=16)
                 applied = sync.statistics().aggregates_applied
-                if node.in_flight() and applied >= 1 and saved_when == "it is on its way":
+                if node.state().in_flight and applied >= 1 and saved_when == "it is on its way":
                     sync.save(params, wait=True)
-                    node.wait_update(60, node.in_flight()[0])  # it has landed, and this life is over
+                    node.wait_update(60, node.state().in_flight[0])  # it has landed, and this life is over
                     break
-                if applied >= 2 and not node.in_flight() and saved_when != "it is on its way":
+                if applied >= 2 and not node.state().in_flight and saved_when != "it is on its way":
                     sync.save(params, wait=True)
                     break
-                if node.in_flight() and node.peek() is None:
+                if node.state().in_flight and node.peek() is None:
                     assert node.wait(lambda: node.peek() is not None, 60)
         lives = NodeRecorder(tmp_path / "pc-1.jsonl")
         with lives, connect(hub.address, "pc-1", checkpoint=kept, events=lives) as node:
@@ -126,8 +126,8 @@ def test_what_was_pending_at_the_checkpoint_and_offered_after_it_counts_once(tmp
                     sync.save(params, wait=True)
                 if sync.statistics().aggregates_applied:
                     break
-                if node.in_flight():
-                    node.wait(lambda: node.peek() is not None or not node.in_flight(), 60)
+                if node.state().in_flight:
+                    node.wait(lambda: node.peek() is not None or not node.state().in_flight, 60)
             shared, landed = sync.params, hub.broker.hub.samples
         assert landed > 32
         with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:
@@ -147,7 +147,7 @@ def test_what_was_on_its_way_at_the_checkpoint_and_never_came_is_offered_again(t
             sync = DelayedSync(node, params)
             for batch in (next(batches(unit)) for unit in itertools.count()):
                 params = sync.step(sgd(params, batch)[0], samples=16)
-                if node.in_flight():
+                if node.state().in_flight:
                     break
             sync.save(params, wait=True)
         with connect(hub.address, "pc-1", checkpoint=tmp_path) as node:

@@ -170,7 +170,7 @@ def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, c
         for trainer in trainers:
             trainer.wait_until(lambda t=trainer: shared(t) and version_at(t, 1) > 5)
         second.kill()
-        trainers[0].wait_until(lambda: 1 in trainers[0].node.unreachable)
+        trainers[0].wait_until(lambda: 1 in trainers[0].node.state().unreachable)
         all_applied(trainers[0], 1)
         seen = [version_at(trainers[0], shard) for shard in (0, 1)]
         trainers[0].wait_until(lambda: version_at(trainers[0], 0) > seen[0] + 10)  # the other shard goes on
@@ -178,7 +178,7 @@ def test_a_master_that_is_killed_costs_its_shard_and_federates_again(tmp_path, c
         stack.enter_context(BrokerProcess(None, tmp_path, second.port, place))
         for trainer in trainers:
             trainer.wait_until(
-                lambda t=trainer: not t.node.unreachable and version_at(t, 1) > seen[1] + 10 and t.steps > 200
+                lambda t=trainer: not t.node.state().unreachable and version_at(t, 1) > seen[1] + 10 and t.steps > 200
             )
         late = Trainer(first.address, "pc-3", params=wide(1))
         late.wait_until(lambda: shared(late))
@@ -199,13 +199,13 @@ def test_a_master_that_comes_back_at_another_address_is_found_there(tmp_path, ca
         trainer = Trainer(first.address, "pc-1", params=wide())
         trainer.wait_until(lambda: shared(trainer))
         second.kill()
-        trainer.wait_until(lambda: trainer.node.unreachable == (1,))
+        trainer.wait_until(lambda: trainer.node.state().unreachable == (1,))
         trainer.wait_until(
             lambda: (roster := trainer.node.roster) is not None and roster.masters == ("", "")
         )  # the first has forgotten it too
         back = stack.enter_context(BrokerProcess(None, tmp_path, place=place))
         assert back.address != second.address
-        trainer.wait_until(lambda: not trainer.node.unreachable)
+        trainer.wait_until(lambda: not trainer.node.state().unreachable)
         seen = version_at(trainer, 1)
         trainer.wait_until(lambda: version_at(trainer, 1) > seen + 3)
         trainer.stop.set()
@@ -343,11 +343,11 @@ def test_a_master_serves_on_while_the_first_is_away_and_registers_again(tmp_path
         trainer = Trainer(first.address, "pc-1", params=wide())
         trainer.wait_until(lambda: shared(trainer))
         first.kill()
-        trainer.wait_until(lambda: trainer.node.unreachable)
+        trainer.wait_until(lambda: trainer.node.state().unreachable)
         seen = version_at(trainer, 1)
         trainer.wait_until(lambda: version_at(trainer, 1) > seen + 10)
         stack.enter_context(BrokerProcess(settings, tmp_path, first.port))
-        trainer.wait_until(lambda: not trainer.node.unreachable)
+        trainer.wait_until(lambda: not trainer.node.state().unreachable)
         late = Trainer(first.address, "pc-2", params=wide(1))
         late.wait_until(lambda: shared(late) and "is registered again with the first" in caplog.text)
         for one in (trainer, late):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
+from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import AggregateTimeout, JoinRefused
 from zmqtrain.core.types import ExchangeStatistics, LeafSpec, Part, Update
@@ -72,7 +73,7 @@ def opener(open_line):
     return SimpleNamespace(open_line=lambda address, first: open_line(address))
 
 
-class FakeLine:
+class FakeLine(Stated):
     """A `Node` at one such master, with a real node's book of offers."""
 
     clock, name, is_evaluator, message_delay, waiting_for = VirtualClock(), "pc", False, None, ""
@@ -174,17 +175,11 @@ class FakeLine:
     def say_idle(self):
         self.log.append(("idle",))
 
-    def describe_device(self, device):
-        self.device = device
-
-    def describe_first_step(self, digest):
-        self.first_step = digest
+    def describe(self, **described):
+        self.described = described
 
     def report(self, **figures):
         self.log.append(("report", figures["step"]))
-
-    def pace(self):
-        return math.nan, ()
 
     def close(self, reason=""):
         self.closed = True
@@ -301,9 +296,9 @@ def drain(world):
 def test_every_exchange_goes_to_each_master_and_a_lost_one_costs_only_its_own():
     world = Federation(2, 2, 1)
     node = world.nodes[0]
-    assert node.next_fragments() == (0, 2) and node.layout.fragments == 4 and node.unreachable == ()
+    assert node.next_fragments() == (0, 2) and node.layout.fragments == 4 and node.state().unreachable == ()
     node._lines[1].reached = False
-    assert node.next_fragments() == (0,) and node.unreachable == (1,)
+    assert node.next_fragments() == (0,) and node.state().unreachable == (1,)
     world.step(0, 3)
     assert world.syncs[0].statistics().offers == 1 and world.syncs[0].statistics().offers_refused == 1
     world.hubs[0].release()
@@ -321,13 +316,13 @@ def test_sequences_of_all_masters_differ_and_come_back_as_they_went():
     node = world.nodes[0]
     world.step(0, 1)
     world.step(0, 2)
-    assert sorted(node.in_flight()) == [0, 1, 2, 3, 4, 5]
+    assert sorted(node.state().in_flight) == [0, 1, 2, 3, 4, 5]
     world.hubs[2].release()
     assert node.peek().landed == (2, 5) and node.peek() is node.peek()
     assert set(node.peek().aggregate) == set(node.peek().own) == {2}
     world.hubs[1].release()
     before = node.peek()
-    assert node.poll() is before and len(node.in_flight()) == 4
+    assert node.poll() is before and len(node.state().in_flight) == 4
     assert node.poll().aggregate and node.poll() is None
 
 

@@ -116,7 +116,7 @@ def live(node, version=0):
     hear(node, Fetch())
     node.link.listener = node
     hear(node, Snapshot(1, version, ()))
-    assert node.unreachable == ()
+    assert node.state().unreachable == ()
 
 
 def test_who_waits_for_a_snapshot_keeps_the_units_that_it_was_dealt(node):
@@ -248,7 +248,7 @@ def population(node):
     hear(node, welcome(initial="own", start_nodes=2))
     node.wait_welcome, settings = lambda: settings, node.settings
     node.wait = lambda condition, timeout_seconds: condition()
-    assert node.join(MODEL, LEAVES, score=0.5) is None and not node.founded
+    assert node.join(MODEL, LEAVES, score=0.5) is None and not node.state().founded
 
 
 def lent(leaves, transfer, version, reset, moments=()):
@@ -267,27 +267,27 @@ def test_one_of_a_population_trains_at_once_and_offers_nothing(node):
 
 def test_the_training_thread_gives_what_the_hub_asks_for_while_it_trains_apart(node):
     population(node)
-    assert not node.wanted
+    assert not node.state().wanted
     hear(node, Fetch())
-    assert node.wanted and not said(node, Snapshot)
+    assert node.state().wanted and not said(node, Snapshot)
     node.lend([2 * LEAVES[0]], [np.ones(5, np.float32)])
     decoded(node)
     (given,) = said(node, Snapshot)
-    assert given.moments == 1 and len(given.sizes) == 2 and not node.wanted
+    assert given.moments == 1 and len(given.sizes) == 2 and not node.state().wanted
 
 
 def test_what_was_wanted_by_a_broker_that_is_lost_is_wanted_no_more(node):
     population(node)
     hear(node, Fetch())
     node.link.carry_out(node.peer.distrust("noise", 1.0))
-    assert not node.wanted
+    assert not node.state().wanted
 
 
 def test_what_is_lent_comes_before_the_anchor_even_to_a_node_that_is_slow(node):
     population(node)
     for transfer, version, reset in [(1, -1, True), (2, -1, True), (3, -1, True), (4, 0, False)]:
         hear_frames(node, *lent([transfer * LEAVES[0]], transfer, version, reset, encode_optimizer_state(LEAVES)))
-    assert node.founded and node.next_fragments() == ()  # the anchor is here, and not applied
+    assert node.state().founded and node.next_fragments() == ()  # the anchor is here, and not applied
     node._executor.submit(lambda: None)
     updates = []
     while len(updates) < 4:
@@ -472,8 +472,8 @@ def test_a_report_never_says_a_first_step_without_the_unit_that_it_was_on(node):
     hear(node, welcome())
     node.on_work(WorkUnit((7,)))
     next(node.batches(lambda unit: iter([unit])))
-    node.describe_first_step("0a")
-    node.describe_device("cpu")
+    node.describe(first_step="0a")
+    node.describe(device="cpu")
     report = node.make_report()
     assert (report.first_step, report.first_unit, report.device) == ("0a", 7, "cpu")
 
@@ -487,12 +487,12 @@ def test_a_newcomer_knows_the_samples_of_the_run_at_once_and_from_each_roster_on
 
 def test_a_loop_that_takes_units_ends_with_them_when_the_run_is_ended_and_any_other_is_told(node, caplog):
     live(node)
-    assert not node.stopped
+    assert not node.state().stopped
     with caplog.at_level("INFO"):
         hear(node, Stop())
     assert "an operator has ended it" in caplog.text
-    assert node.stopped, "nothing else would end this loop"
-    assert node.units.take() is None and not node.stopped, "this one ends by itself"
+    assert node.state().stopped, "nothing else would end this loop"
+    assert node.units.take() is None and not node.state().stopped, "this one ends by itself"
     assert not node.everyone_drained(0)
     assert said(node, WorkRequest)[-1] == WorkRequest((), 0, True), "and drains as at the end of the data"
     hear(node, WorkUnit((), finished=True, end_version=0))

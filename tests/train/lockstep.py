@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from tests.fixed import fixed_run
+from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import PeerLost
 from zmqtrain.core.types import ExchangeStatistics, Update
@@ -128,13 +129,10 @@ class MemoryGroup:
         self.table.lose(self.rank)
 
 
-class Run:
+class Run(Stated):
     """One node's side of its run: it founds it, and what it offers at the end lands at once."""
 
     clock = time
-    is_evaluator = wanted = False
-    unreachable = ()
-    founded = True
 
     def __init__(self, name, **settings):
         self.name, self.settings = name, fixed_run(**{"evaluate_seconds": 0.0, "initial": "founder"} | settings)

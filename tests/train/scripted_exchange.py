@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.clocks import VirtualClock
 from tests.fixed import fixed_run
+from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import AggregateTimeout
 from zmqtrain.core.types import ExchangeStatistics, Update
@@ -29,13 +30,10 @@ class Offered:
     dense: bool
 
 
-class ScriptedExchange:
+class ScriptedExchange(Stated):
     """An Exchange whose hub is the test: `land` makes an aggregate of offers, and others' progress."""
 
     name = "pc-1"
-    is_evaluator = False
-    unreachable = ()
-    wanted = False
 
     def __init__(self, anchor=None, **settings):
         settings = {"every": 2, "delay": 1, "lost_seconds": 0.1, "heartbeat_seconds": 0.05} | settings
@@ -60,9 +58,6 @@ class ScriptedExchange:
 
     def lend(self, leaves, moments=()):
         self.wanted, self.lent = False, (leaves, moments)
-
-    def pace(self):
-        return math.nan, ()
 
     def next_fragments(self):
         if len(self.on_the_way) >= self.settings.offers_in_flight:

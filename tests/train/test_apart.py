@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from tests.fixed import fixed_run
+from tests.stated import Stated
 from zmqtrain.codecs.fragment import Layout
 from zmqtrain.core.errors import JoinRefused
 from zmqtrain.core.types import LOCAL_UNITS, Part, Update, first_local_unit
@@ -52,10 +53,10 @@ class Program:
         return self.loss(params, 0.0)
 
 
-class Exchange:
+class Exchange(Stated):
     """What a node hears of its hub: `update` when it joins; what it says is kept."""
 
-    clock, is_evaluator, unreachable, wanted = time, False, (), False
+    clock = time
 
     def __init__(self, update=None, founded=False, name="pc-1", **settings):
         self.settings = fixed_run(**{"apart_steps": 6, "start_nodes": 2, **settings})
@@ -73,13 +74,7 @@ class Exchange:
         self.wanted = False
         self.lent.append((leaves, moments))
 
-    def pace(self):
-        return math.nan, ()
-
     def next_fragments(self):
-        return ()
-
-    def in_flight(self):
         return ()
 
     def peek(self):

@@ -17,14 +17,9 @@ class Described(ScriptedExchange):
         super().__init__(*arguments, **settings)
         self.devices, self.digests = [], []
 
-    def describe_data(self, digests):
-        raise AssertionError("a loop of one's own knows no digests of its data")
-
-    def describe_device(self, device):
-        self.devices.append(device)
-
-    def describe_first_step(self, digest):
-        self.digests.append(digest)
+    def describe(self, *, device=None, first_step=None):
+        self.devices += [] if device is None else [device]
+        self.digests += [] if first_step is None else [first_step]
 
 
 def first(amount=1.0, score=0.5, begin=0.0, take_start=False, anchor=None):

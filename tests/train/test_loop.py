@@ -60,14 +60,8 @@ def test_the_evaluator_scores_the_shared_parameters_not_its_own():
 
 def test_an_exchange_that_can_is_told_which_data_a_program_has():
     class Describing(ScriptedExchange):
-        def describe_data(self, digests):
-            self.described = digests
-
-        def describe_device(self, device):
-            pass
-
-        def describe_first_step(self, digest):
-            pass
+        def describe(self, *, data=None, **others):
+            self.described = data or getattr(self, "described", None)
 
     exchange = Describing(every=4, fragments=1, delay=1, codec="float32", broadcast_codec="float32", outer="sgd:rate=1")
     exchange.lands_at_once = True

@@ -14,12 +14,14 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import (
     Array,
     Buffer,
+    ExchangeState,
     ExchangeStatistics,
     HubChunk,
     Lane,
     ModelSpec,
     PeerId,
     Score,
+    StepSchedule,
     Tally,
     Turn,
     Update,
@@ -61,10 +63,14 @@ class Clock(Protocol):
 
 
 class Exchange(Protocol):
-    """The loop's only view of other nodes: the hub, an allreduce and a parameter server are each one of these.
+    """The training loop's view of the other nodes: the hub's, several masters', or a recorded one.
 
-    All of it is called by the training thread, and never waits, except `join` and `wait_update`.
+    The training thread calls it. Only `join`, `wait_update` and `Population.vote` wait.
     """
+
+    @property
+    def name(self) -> str:
+        """What people call this node; no two nodes of a run should have the same."""
 
     @property
     def clock(self) -> Clock:
@@ -79,64 +85,39 @@ class Exchange(Protocol):
         """How the model is cut; known once `join` has returned."""
 
     @property
-    def is_evaluator(self) -> bool:
-        """True while this node is the one that scores the shared model."""
-
-    @property
-    def unreachable(self) -> tuple[int, ...]:
-        """The masters that cannot be exchanged with now (training goes on alone, for their part of the model); where
-        there is one, it is number 0."""
-
-    @property
-    def name(self) -> str:
-        """What people call this node; no two nodes of a run should have the same."""
-
-    @property
-    def founded(self) -> bool:
-        """False while the run has no shared parameters yet, as far as this node knows."""
+    def population(self) -> Population | None:
+        """What nodes ask of each other before the run has shared parameters; None: they begin in another way."""
 
     def join(
         self, model: ModelSpec, leaves: Sequence[Array], *, score: Score = math.nan, moments: Sequence[Array] = ()
     ) -> Update | None:
         """Join the run with this model. Return the run's parameters (an update with an anchor), None if this node goes
-        on from its own: it has founded the run, or is one of a population whose run is not founded yet. An update of
-        version -1 is no run's, but the mean that this one may begin with (initial mean): score it, and `vote`.
+        on from its own: they are the run's first, or it is one of a population whose run has none yet. An update of
+        version -1 is the mean that the run may begin with (initial mean): score it, and `vote`.
 
-        leaves: this node's own parameters as float32 numpy arrays, used if it founds the run.  score: theirs, on
-        training data that was held out (NaN: not known).  moments: the state of its optimizer as float32 arrays, for
-        who adopts its parameters.
+        leaves: this node's own parameters as float32 numpy arrays.  score: theirs, on training data that was held out
+        (NaN: not known).  moments: the state of its optimizer as float32 arrays, for a node that adopts its parameters.
         """
 
-    def compare(self, score: Score, *, declined: bool = False) -> None:
-        """Say how this node's own parameters score now, in a population whose run is not founded yet.
+    def state(self) -> ExchangeState:
+        """Return how the exchange stands now."""
 
-        declined: it was lent others, which score worse on its own held-out data, and keeps these.
+    def schedule(self, paced: bool = False) -> StepSchedule:
+        """Return the run's k and d at the version that is applied here, and encode by the codecs that hold there.
+
+        paced: with the paces of the nodes.
         """
-
-    def vote(self, score: Score) -> Update | None:
-        """Say how the mean scores that `join` has returned (NaN: it cannot be said here), and return what `join` does:
-        it has only now come to its end, or raises JoinRefused, which says why the run does not begin with the mean."""
-
-    @property
-    def wanted(self) -> bool:
-        """True while the others of a population wait for this node's parameters: answer with `lend`."""
-
-    def lend(self, leaves: Sequence[Array], moments: Sequence[Array] = ()) -> None:
-        """Give what is wanted: parameters and optimizer state as they are now, as for `join`."""
 
     def next_fragments(self) -> tuple[int, ...]:
-        """Return the fragments that the offers of now should carry: one for each master, or all of the model where an
+        """Return the fragments that offers should carry now: one for each master, or all of the model where an
         exchange carries all; none that would be refused now."""
 
     def offer(self, fragment: int, segments: Sequence[Array], tally: Tally, *, dense: bool = False) -> int | None:
         """Hand over the pending progress of one fragment; return its sequence number, or None if it was not taken.
 
-        What was not taken is still pending: the next offer holds it too. tally: what it stands for; segments, dense: as
-        in `Offer`.
+        What was not taken is still pending: the next offer contains it. tally: the work that it stands for; segments,
+        dense: as in `Offer`.
         """
-
-    def in_flight(self) -> tuple[int, ...]:
-        """Return the sequences of the offers that have neither landed in a polled update nor been withdrawn."""
 
     def peek(self) -> Update | None:
         """Return the update that `poll` would return, without taking it."""
@@ -145,61 +126,59 @@ class Exchange(Protocol):
         """Take the next update, in version order; the caller applies it at once."""
 
     def wait_update(self, timeout_seconds: float, sequence: int) -> Update:
-        """Take the next update of the master that this offer went to, waiting for it; raise AggregateTimeout, naming
-        what is waited for."""
+        """Wait for the next update of the master that this offer went to, and take it. Raises AggregateTimeout."""
 
     def everyone_drained(self, master: int) -> bool:
-        """Say that nothing is pending here of what a master has; return True once that is so on all nodes of a run that
-        is over.
-
-        True at once while the run goes on (this node leaves early), or when there is nobody to ask.
-        """
-
-    def schedule(self) -> tuple[int, int]:
-        """Return the run's k and d as they hold at the version that is applied here, and code by what holds there;
-        asked where something is auto."""
-
-    def pace(self) -> tuple[float, Sequence[float]]:
-        """Return the samples per second of this node and of all live ones, as last reported (NaN: not known)."""
+        """Report that nothing is pending here for this master; return whether that is so on all nodes of a run that is
+        over. True at once while the run goes on (this node leaves early), or if the master is not there."""
 
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
     ) -> None:
-        """Say how training goes, for whoever watches and for the plan. loss may be a device scalar: nobody waits for
-        it.  held_seconds: how long the training thread is held for one exchange (0: not known)."""
+        """Report how training goes, for people and for the plan. loss may be a device scalar: it is not waited for.
+        held_seconds: how long the training thread is held for one exchange (0: not known)."""
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
-        """Say how the shared model of `version` scores on held-out data."""
+        """Report how the shared model of `version` scores on held-out data."""
 
     def statistics(self) -> ExchangeStatistics:
         """Return the running figures."""
 
 
+class Population(Protocol):
+    """What nodes ask of each other while each still has its own parameters (initial own, or mean)."""
+
+    def compare(self, score: Score, *, declined: bool = False) -> None:
+        """Report how this node's own parameters score now.
+
+        declined: it was lent others, which score worse on its own held-out data, and keeps these.
+        """
+
+    def vote(self, score: Score) -> Update | None:
+        """Report how the mean scores that `join` has returned (NaN: not known here), and return what `join` does: it
+        has ended only now, or raises JoinRefused, which says why the run does not begin with the mean."""
+
+    def lend(self, leaves: Sequence[Array], moments: Sequence[Array] = ()) -> None:
+        """Give the parameters and the optimizer's state of now, as for `join`: others wait for them
+        (`ExchangeState.wanted`)."""
+
+
 class Keeping(Protocol):
-    """Where a node keeps what it can go on from; its training thread asks, and gives what is its own.
+    """Where a node keeps its checkpoints, as its training thread uses it.
 
     state: what JSON can hold.  arrays: numpy's, by name, copies that nobody writes into again.
     """
 
     def take(self) -> tuple[dict[str, Any], Mapping[str, Array]] | None:
-        """Return, once, the state and the arrays that the training thread goes on from, as it has given them; None if
-        it begins anew. Asked when `join` has returned."""
+        """Return, once, the state and the arrays that the training thread goes on from; None for nothing. Asked when
+        `join` has returned."""
 
     def is_due(self) -> bool:
         """Return whether it is time to save: at a step boundary, when what is due there has been applied."""
 
     def save(self, state: dict[str, Any], arrays: Mapping[str, Array], wait: bool = False) -> None:
-        """Save this, with what the exchange has at this very step boundary; wait: until it is written. What cannot be
-        written is a warning, and training goes on."""
-
-
-@runtime_checkable
-class Stops(Protocol):
-    """An exchange whose run an operator may end."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether an operator has ended the run, and the loop takes no data units, which would end it."""
+        """Save this, with the state of the exchange at this very step boundary; wait: until it is written. A failed
+        write is a warning, and training goes on."""
 
 
 @runtime_checkable
@@ -216,21 +195,16 @@ class Closes(Protocol):
     """An exchange that can leave its run."""
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye, and end what it has begun; twice is once."""
+        """Say goodbye, and end what it has begun; calling it twice does nothing more."""
 
 
 @runtime_checkable
 class Describes(Protocol):
-    """An exchange that tells its hub on which data a node trains and evaluates, and on what device."""
+    """An exchange that describes to its hub what a node trains on."""
 
-    def describe_data(self, digests: str) -> None:
-        """Say the digests of this node's data: of those that it trains on, "/", of those that are held out."""
-
-    def describe_device(self, device: str) -> None:
-        """Say on what this node trains, in at most 64 characters."""
-
-    def describe_first_step(self, digest: str) -> None:
-        """Say a digest of the first step: of its loss, and of the parameters after it."""
+    def describe(self, *, data: str | None = None, device: str | None = None, first_step: str | None = None) -> None:
+        """Describe the digests of this node's data (of those that it trains on, "/", of those that are held out), its
+        device in at most 64 characters, or a digest of the first step: of its loss, and of the parameters after it."""
 
 
 class GradientExchange(Protocol):

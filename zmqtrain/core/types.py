@@ -216,6 +216,37 @@ class ExchangeStatistics:
     run_samples: int = 0
 
 
+class ExchangeState(NamedTuple):
+    """How a node's exchange stands now.
+
+    in_flight: the sequences of the offers that have neither landed in a polled update nor been withdrawn.
+    unreachable: the masters that cannot be exchanged with; where there is one, it is number 0.  founded: whether the
+    run has shared parameters, as far as is known here.  wanted: whether others of a population wait for this node's
+    parameters.  is_evaluator: whether this node is to score the shared model.  stopped: whether an operator has ended
+    the run of a loop that takes no data units, which would end it.
+    """
+
+    in_flight: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()
+    founded: bool = True
+    wanted: bool = False
+    is_evaluator: bool = False
+    stopped: bool = False
+
+
+class StepSchedule(NamedTuple):
+    """The run's k and d at the version that is applied here.
+
+    pace, paces: the samples per second of this node (NaN: not known) and of all live ones, as last reported; where
+    they were asked for.
+    """
+
+    every: int
+    delay: int
+    pace: float = nan
+    paces: Sequence[float] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What those who take part in a synchronous step have agreed on.

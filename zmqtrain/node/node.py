@@ -30,9 +30,21 @@ from zmqtrain.core.errors import (
     NonFiniteDelta,
     ZmqTrainError,
 )
-from zmqtrain.core.interfaces import Clock, Layout
+from zmqtrain.core.interfaces import Clock, Layout, Population
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, Buffer, ExchangeStatistics, ModelSpec, Offer, PeerId, Tally, Update, Version
+from zmqtrain.core.types import (
+    Array,
+    Buffer,
+    ExchangeState,
+    ExchangeStatistics,
+    ModelSpec,
+    Offer,
+    PeerId,
+    StepSchedule,
+    Tally,
+    Update,
+    Version,
+)
 from zmqtrain.node.checkpoint import CheckpointOptions, NodeCheckpoint
 from zmqtrain.node.inbox import Inbox
 from zmqtrain.node.offers import CodecOn, NodeCodec, Offers, Restarts, codec_failure
@@ -351,11 +363,6 @@ class Node(NullListener):
         return self.link.live
 
     @property
-    def unreachable(self) -> tuple[int, ...]:
-        """See Exchange."""
-        return () if self.link.live else (0,)
-
-    @property
     def incarnation(self) -> int:
         """Of the last Hello; the process that goes on from this node's checkpoint begins above it."""
         return self.peer.incarnation
@@ -415,19 +422,9 @@ class Node(NullListener):
         self.peer.founding = number
 
     @property
-    def founded(self) -> bool:
+    def population(self) -> Population:
         """See Exchange."""
-        return self.peer.founded
-
-    @property
-    def is_evaluator(self) -> bool:
-        """See Exchange."""
-        return self.peer.is_evaluator
-
-    @property
-    def stopped(self) -> bool:
-        """See Stops."""
-        return self.units.stopped and not self.units.used
+        return self
 
     @property
     def ended_with_run(self) -> bool:
@@ -626,7 +623,7 @@ class Node(NullListener):
             resuming = self.checkpoint.resuming
         if self._events is not None:
             version = -1 if resuming is None else resuming.version
-            self._events.joining(self.peer.peer, self.peer.run, self.settings, self.founded, version)
+            self._events.joining(self.peer.peer, self.peer.run, self.settings, self.peer.founded, version)
         self.link.call(lambda: self.link.carry_out(self.peer.join(model, self.clock.monotonic(), score)))
 
     def has_joined(self) -> bool:
@@ -673,7 +670,7 @@ class Node(NullListener):
         self.link.call(lambda: self.link.carry_out(self.peer.compare(score, declined)))
 
     def vote(self, score: float) -> Update | None:
-        """See Exchange. Raises what `join` does."""
+        """See Population. Raises what `join` does."""
         if self._lent_mean() is None:  # else the score is of another mean: all were asked again meanwhile
             self.link.call(lambda: self.link.carry_out(self.peer.vote(score)))
         self._wait_to_join()
@@ -711,10 +708,17 @@ class Node(NullListener):
             self._events.offered(offer.sequence, fragment, base, dense)
         return offer.sequence
 
-    def in_flight(self) -> tuple[int, ...]:
+    def state(self) -> ExchangeState:
         """See Exchange."""
         self.offers.withdrawn(self.inbox.take_withdrawn())
-        return self.offers.in_flight()
+        return ExchangeState(
+            self.offers.in_flight(),
+            () if self.link.live else (0,),
+            self.peer.founded,
+            self.wanted,
+            self.peer.is_evaluator,
+            self.units.stopped and not self.units.used,
+        )
 
     def peek(self) -> Update | None:
         """See Exchange."""
@@ -780,41 +784,34 @@ class Node(NullListener):
         """See Exchange."""
         return not self.link.live or not self.units.drain() or self.ended_with_run
 
-    def schedule(self) -> tuple[int, int]:
+    def schedule(self, paced: bool = False) -> StepSchedule:
         """See Exchange."""
         timetable = self.peer.timetable
         settings = self.settings if timetable is None else timetable.at(self.offers.version)
         scheduled = (settings.every, settings.delay, settings.codec, settings.broadcast_codec)
         if scheduled != self._scheduled:
             coder = self.codec.joined_coder
-            if not self.in_codec(lambda: coder.adopt(*scheduled[2:])):
-                return scheduled[:2]  # the codec thread has too much to do: at the next step
-            self._scheduled = scheduled
-            if self._events is not None:
-                self._events.scheduled(*scheduled)
-        return scheduled[:2]
-
-    def pace(self) -> tuple[float, Sequence[float]]:
-        """See Exchange."""
+            if self.in_codec(lambda: coder.adopt(*scheduled[2:])):  # else at the next step
+                self._scheduled = scheduled
+                if self._events is not None:
+                    self._events.scheduled(*scheduled)
+        if not paced:
+            return StepSchedule(*scheduled[:2])
         own, rates = paces(self.peer.roster, self.peer.called)
         if self._events is not None:
             self._events.paced(own, rates)
-        return own, rates
+        return StepSchedule(*scheduled[:2], own, rates)
 
     # ------------------------------------------------------------------ reports (training thread)
 
-    def describe_data(self, digests: str) -> None:
+    def describe(self, *, data: str | None = None, device: str | None = None, first_step: str | None = None) -> None:
         """See Describes."""
-        self.progress.data = digests
-
-    def describe_device(self, device: str) -> None:
-        """See Describes."""
-        self.progress.device = device
-
-    def describe_first_step(self, digest: str) -> None:
-        """See Describes."""
-        self.progress.first_unit = self.units.first  # first: no report has the one without the other
-        self.progress.first_step = digest
+        progress = self.progress
+        progress.data = progress.data if data is None else data
+        progress.device = progress.device if device is None else device
+        if first_step is not None:
+            progress.first_unit = self.units.first  # first: no report has the one without the other
+            progress.first_step = first_step
 
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0

@@ -22,7 +22,18 @@ from zmqtrain.codecs.fragment import WholeLayout
 from zmqtrain.core.errors import HubUnreachable, JoinRefused, LocalProtocolError, ZmqTrainError
 from zmqtrain.core.interfaces import Clock, Layout
 from zmqtrain.core.settings import RunSettings
-from zmqtrain.core.types import Array, ExchangeStatistics, ModelSpec, Part, PeerId, Tally, Update, Version
+from zmqtrain.core.types import (
+    Array,
+    ExchangeState,
+    ExchangeStatistics,
+    ModelSpec,
+    Part,
+    PeerId,
+    StepSchedule,
+    Tally,
+    Update,
+    Version,
+)
 from zmqtrain.node.node import Node
 from zmqtrain.node.units import Batch, Source
 from zmqtrain.protocol.members import name_missing
@@ -68,7 +79,7 @@ class Lines:
     def follow_moved(self) -> None:
         """Connect to lost masters at the addresses that the first master gives for them now."""
         for shard, line in enumerate(self.others, 1):
-            if line.unreachable and self._address(shard) not in ("", line.address):
+            if not line.live and self._address(shard) not in ("", line.address):
                 line.move(self._address(shard))
 
     def join(self, model: ModelSpec, leaves: Sequence[Any], score: float, moments: Sequence[Any]) -> Update | None:
@@ -265,72 +276,25 @@ class ShardedNode:
         return self._first.roster
 
     @property
-    def is_evaluator(self) -> bool:
-        """See Exchange."""
-        return self._first.is_evaluator
-
-    @property
-    def founded(self) -> bool:
-        """See Exchange."""
-        return self._first.founded
+    def population(self) -> None:
+        """See Exchange: no population has several masters."""
 
     @property
     def ended_with_run(self) -> bool:
         """See `Node.ended_with_run`: as the first master has said."""
         return self._first.units.end_version >= 0
 
-    @property
-    def stopped(self) -> bool:
-        """See Stops."""
-        return self._first.stopped
-
-    @property
-    def wanted(self) -> bool:
-        """See Exchange: never, for no population has several masters."""
-        return False
-
-    def compare(self, score: float, *, declined: bool = False) -> None:
-        """See Exchange: nobody compares."""
-
-    def describe_data(self, digests: str) -> None:
-        """See Describes."""
-        self._first.describe_data(digests)
-
-    def describe_device(self, device: str) -> None:
-        """See Describes."""
-        self._first.describe_device(device)
-
-    def describe_first_step(self, digest: str) -> None:
-        """See Describes."""
-        self._first.describe_first_step(digest)
-
-    def vote(self, score: float) -> Update | None:
-        """See Exchange: no mean is made of shards."""
-        return None
-
-    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
-        """See Exchange: nobody borrows."""
-
-    def schedule(self) -> tuple[int, int]:
+    def schedule(self, paced: bool = False) -> StepSchedule:
         """See Exchange."""
-        return self._first.schedule()
+        return self._first.schedule(paced)
 
-    def pace(self) -> tuple[float, Sequence[float]]:
-        """See Exchange."""
-        return self._first.pace()
+    def describe(self, *, data: str | None = None, device: str | None = None, first_step: str | None = None) -> None:
+        """See Describes."""
+        self._first.describe(data=data, device=device, first_step=first_step)
 
-    def report(
-        self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0
-    ) -> None:
+    def report(self, **figures: Any) -> None:
         """See Exchange."""
-        self._first.report(
-            step=step,
-            samples=samples,
-            loss=loss,
-            age_steps=age_steps,
-            offers_refused=offers_refused,
-            held_seconds=held_seconds,
-        )
+        self._first.report(**figures)
 
     def report_scores(self, scores: dict[str, float], version: Version) -> None:
         """See Exchange."""
@@ -363,10 +327,12 @@ class ShardedNode:
             raise LocalProtocolError(f"{self.name} has not joined the run yet: call join first")
         return self._layout
 
-    @property
-    def unreachable(self) -> tuple[int, ...]:
+    def state(self) -> ExchangeState:
         """See Exchange."""
-        return tuple(shard for shard, line in enumerate(self._lines) if line.unreachable)
+        states = [line.state() for line in self._lines]
+        in_flight = [number * self._count + shard for shard, one in enumerate(states) for number in one.in_flight]
+        unreachable = [shard for shard, one in enumerate(states) if one.unreachable]
+        return states[0]._replace(in_flight=tuple(in_flight), unreachable=tuple(unreachable), wanted=False)
 
     def next_fragments(self) -> tuple[int, ...]:
         """See Exchange."""
@@ -382,12 +348,6 @@ class ShardedNode:
         line = self._lines[shard]
         sequence = line.offer(inside, segments, tally, dense=dense)
         return None if sequence is None else sequence * self._count + shard
-
-    def in_flight(self) -> tuple[int, ...]:
-        """See Exchange."""
-        return tuple(
-            sequence * self._count + shard for shard, line in enumerate(self._lines) for sequence in line.in_flight()
-        )
 
     def peek(self) -> Update | None:
         """See Exchange: of the masters' next updates one that lands nothing of this node, or what it offered first."""

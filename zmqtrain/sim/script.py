@@ -16,7 +16,17 @@ from zmqtrain.averaging.coder import DeltaCoder, encode_snapshot
 from zmqtrain.averaging.snapshot import encode_optimizer_state
 from zmqtrain.core.errors import AggregateTimeout
 from zmqtrain.core.interfaces import Clock, Layout
-from zmqtrain.core.types import Array, ExchangeStatistics, ModelSpec, PeerId, Tally, Update, Version
+from zmqtrain.core.types import (
+    Array,
+    ExchangeState,
+    ExchangeStatistics,
+    ModelSpec,
+    PeerId,
+    StepSchedule,
+    Tally,
+    Update,
+    Version,
+)
 from zmqtrain.monitor.records import Record
 from zmqtrain.node.offers import Offers
 from zmqtrain.protocol.messages import Publish
@@ -71,9 +81,8 @@ class ScriptedExchange:
     def __init__(self, scheduler: Scheduler, hub: ScriptedHub, script: NodeScript) -> None:
         self.name, self.script, self.settings = script.name, script, hub.settings
         self.clock: Clock = scheduler
-        self.is_evaluator = self.wanted = False
-        self.unreachable: tuple[int, ...] = ()
-        self.founded = script.peer not in hub.founders
+        self.population = None  # none is replayed
+        self._founded = script.peer not in hub.founders
         self._scheduler, self._hub = scheduler, hub
         self._coder: DeltaCoder | None = None
         self._next = self._steps = 0
@@ -108,7 +117,7 @@ class ScriptedExchange:
         if founds:
             frames = encode_snapshot(layout, layout.split(leaves))
             self._hub.found(self.script.peer, model, frames, encode_optimizer_state(moments))
-        self.founded = True
+        self._founded = True
         if founds and self.settings.initial != "mean":
             self._offers.version = 0
             return None
@@ -118,16 +127,6 @@ class ScriptedExchange:
         if event["kind"] != "application" or not event["snapshot"]:
             raise Diverged(f"{self.name} did not found the run, and its record does not say what it began with")
         return self._take(event)
-
-    def compare(self, score: float, *, declined: bool = False) -> None:
-        """See Exchange: no population is replayed."""
-
-    def vote(self, score: float) -> Update | None:
-        """See Exchange: the record says what the run began with."""
-        return None
-
-    def lend(self, leaves: Sequence[Any], moments: Sequence[Any] = ()) -> None:
-        """See Exchange: no population is replayed."""
 
     # ------------------------------------------------------------------ the record
 
@@ -204,8 +203,11 @@ class ScriptedExchange:
             self._known_coder.withdraw(one["sequence"])
             self._withdrawn += 1
 
-    def in_flight(self) -> tuple[int, ...]:
-        """See Exchange: at the end, what the node still awaited there."""
+    def state(self) -> ExchangeState:
+        """See Exchange: in flight at the end is what the node still awaited there."""
+        return ExchangeState(self._in_flight(), founded=self._founded)
+
+    def _in_flight(self) -> tuple[int, ...]:
         if self._draining and self._due("application") is None:
             return ()
         withdrawn = {one["sequence"] for one in self.script.withdrawals}
@@ -233,7 +235,7 @@ class ScriptedExchange:
         """See Exchange: once nothing more is applied."""
         return self._due("application") is None
 
-    def schedule(self) -> tuple[int, int]:
+    def schedule(self, paced: bool = False) -> StepSchedule:
         """See Exchange: as it was."""
         event = self._due("schedule")
         if event is not None:
@@ -241,16 +243,14 @@ class ScriptedExchange:
             self._schedule = (int(event["every"]), int(event["delay"]))
             if "codec" in event:  # a record of version 0.1 has none: its codecs stood in the settings
                 self._known_coder.adopt(event["codec"], event["broadcast_codec"])
-        return self._schedule
-
-    def pace(self) -> tuple[float, Sequence[float]]:
-        """See Exchange: as it was."""
+        if not paced:
+            return StepSchedule(*self._schedule)
         event = self._due("pace")
         if event is None:
             raise Diverged(f"{self.name} plans its next exchange at step {self._steps + 1}; it did not then")
         self._next += 1
         own, *rates = (math.nan if rate is None else rate for rate in (event["own"], *event["rates"]))
-        return own, rates
+        return StepSchedule(*self._schedule, own, rates)
 
     def report(
         self, *, step: int, samples: int, loss: Any, age_steps: float, offers_refused: int, held_seconds: float = 0.0

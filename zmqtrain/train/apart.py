@@ -120,11 +120,11 @@ def begin(
     step.compile(state, next(iter(program.batches(0))))
     compared = settings.trains_apart
     score = float("nan")
-    if compared and not exchange.founded:
+    if compared and not exchange.state().founded:
         units = count(first_local_unit(exchange.name))
         batches = (batch for unit in units for batch in program.batches(unit))
         alone = settings.apart_steps
-        state = train_apart(step, state, batches, alone, lambda: stop() or exchange.founded)
+        state = train_apart(step, state, batches, alone, lambda: stop() or exchange.state().founded)
         score = score_of(program, state.params)
         logger.info("%s trained apart for %d steps, and scores %.4g", exchange.name, alone, score)
     if settings.initial == "mean":

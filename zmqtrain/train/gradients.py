@@ -347,7 +347,7 @@ class _Lockstep:
         if self.loop.watch is not None:
             self.loop.watch(self.steps, self._loss)
         every, now = exchange.settings.evaluate_seconds, self._clock.monotonic()
-        if every > 0 and now - self._evaluated >= every and exchange.is_evaluator:
+        if every > 0 and now - self._evaluated >= every and exchange.state().is_evaluator:
             exchange.report_scores(self.loop.program.evaluate(self.state.params), self.sync.version)
             self._evaluated = self._clock.monotonic()
 

@@ -80,7 +80,7 @@ class TrainingLoop:
             before_part=self.before_part,
         )
         if isinstance(self.exchange, Describes) and (digests := data_of(program)):
-            self.exchange.describe_data(digests)
+            self.exchange.describe(data=digests)
         sync, state = begin(program, self.exchange, local, self.stop, self.make_sync)
         if settings.mode == "strict" and not sync.resumed:
             sync.save(state.params, state.opt_state, wait=True)
@@ -111,4 +111,4 @@ class TrainingLoop:
 
     def _evaluation_due(self, evaluated: float) -> bool:
         every = self.exchange.settings.evaluate_seconds
-        return every > 0 and self.exchange.clock.monotonic() - evaluated >= every and self.exchange.is_evaluator
+        return every > 0 and self.exchange.clock.monotonic() - evaluated >= every and self.exchange.state().is_evaluator

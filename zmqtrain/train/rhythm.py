@@ -35,12 +35,12 @@ class Rhythm:
 
     def _read(self) -> tuple[int, int]:
         settings = self._settings
-        return self._exchange.schedule() if settings.is_planned else (settings.every, settings.delay)
+        return self._exchange.schedule()[:2] if settings.is_planned else (settings.every, settings.delay)
 
     def _plan(self, begin: int) -> None:
         self._schedule = self._every, self.delay = every, delay = self._read()
         if self._settings.follows_speed:
-            self._every = dynamic_every(every, *self._exchange.pace())
+            self._every = dynamic_every(every, *self._exchange.schedule(paced=True)[2:])
             self.delay = round(delay * self._every / every)
         self._planned_at, self._offer_at = begin, begin + self._every
 

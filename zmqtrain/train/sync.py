@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from zmqtrain.core.errors import AggregateTimeout, ConfigError, LocalProtocolError, ModelMismatch, RunStopped
-from zmqtrain.core.interfaces import Closes, Describes, Exchange, Keeps, Stops
+from zmqtrain.core.interfaces import Closes, Describes, Exchange, Keeps
 from zmqtrain.core.types import Array, ModelSpec, Update, Version, number_of
 from zmqtrain.train.account import Account
 from zmqtrain.train.anchor import AnchorOn, moves_of
@@ -129,7 +129,6 @@ class DelayedSync:
         self.state = state
         """As it was given, or as the checkpoint had it that this node goes on from."""
         self._keeping = exchange.checkpoint if isinstance(exchange, Keeps) else None
-        self._stops = exchange if isinstance(exchange, Stops) else None
         self.exchange, self.settings, self._clock = exchange, exchange.settings, exchange.clock
         self._tree: Any
         leaves, self._tree = jax.tree.flatten(params)
@@ -137,14 +136,15 @@ class DelayedSync:
         self._shapes = [spec.shape for spec in model]
         self._first_step: FirstStep | None = None
         if isinstance(exchange, Describes):
-            exchange.describe_device(say_device(exchange.name, leaves))
+            exchange.describe(device=say_device(exchange.name, leaves))
             self._first_step = FirstStep(leaves)
         update = exchange.join(model, _to_host(leaves), score=score, moments=moments)
         self._model, elastic, self._judge = model, self.settings.elastic, judge
         self._each = exchange.layout.fragments // self.settings.masters  # fragments of one master
         self._moves = moves_of(exchange.layout, model, leaves, donate=donate, elastic=elastic, anchor=anchor)
-        while update is not None and update.version < 0 and self.settings.initial == "mean":
-            update = exchange.vote(float("nan") if judge is None else judge(self._tree_of(update)))
+        population = exchange.population
+        while update is not None and update.version < 0 and self.settings.initial == "mean" and population is not None:
+            update = population.vote(float("nan") if judge is None else judge(self._tree_of(update)))
         start = leaves if update is None or update.anchor is None else whole_leaves(model, update.anchor)
         self._anchor = self._moves.place(start)
         self._own = leaves if update is not None and update.keep else None
@@ -257,13 +257,14 @@ class DelayedSync:
         self._own = None
         leaves = self._apply_due(leaves)
         self._rhythm.follow()
-        if self.exchange.wanted:
-            self.exchange.lend(_to_host(leaves), moments())
+        state_now = self.exchange.state()
+        if state_now.wanted and self.exchange.population is not None:
+            self.exchange.population.lend(_to_host(leaves), moments())
             self._account.forget_unsaid()  # what has been computed so far is in what others begin with
         if score is not None:
             self._account.scored(score)
             self._recent.append(score)
-        is_apart = self.settings.initial == "own" and self.settings.elastic == 1 and not self.exchange.founded
+        is_apart = self.settings.initial == "own" and self.settings.elastic == 1 and not state_now.founded
         if is_apart and self._adoption is None and self.steps % self.settings.apart_steps == 0:
             self._compare(leaves)
         if is_due := self._rhythm.is_due(self.steps):
@@ -293,9 +294,9 @@ class DelayedSync:
 
         params, state: as for `step`.  wait: until it is written.  Raises ModelMismatch for what is no array.
         """
-        if self._keeping is None or not self.exchange.founded:
+        if self._keeping is None or not self.exchange.state().founded:
             return
-        self._account.take_back(self.exchange.in_flight())
+        self._account.take_back(self.exchange.state().in_flight)
         anchor, adopted = jax.tree.unflatten(self._tree, self._anchor), self._adoption is not None
         self._keeping.save(*pack_loop(params, anchor, state, self._account, self._rhythm, adopted), wait)
 
@@ -312,7 +313,7 @@ class DelayedSync:
     def _tell_first_step(self, leaves: list[Any], score: Any, first_step: FirstStep) -> None:
         self._first_step = None
         if isinstance(self.exchange, Describes) and not (self.steps or self._resumed):
-            self.exchange.describe_first_step(first_step.digest(leaves, score))
+            self.exchange.describe(first_step=first_step.digest(leaves, score))
 
     def take_note(self, steps: int, samples: int) -> None:
         """Take note of steps that were made without an exchange: what they have moved is pending."""
@@ -334,7 +335,7 @@ class DelayedSync:
         until = self._clock.monotonic() + timeout_seconds
         # who never made a step has nothing to drain, unless its parameters have moved otherwise, or were its own from
         # the beginning; and an empty round would only move the outer momentum on
-        begun = self.exchange.founded and (self.steps or moved or self._own is not None)
+        begun = self.exchange.state().founded and (self.steps or moved or self._own is not None)
         each, masters = self._each if begun else 0, range(self.settings.masters)
         leaves = self._drain(leaves, [range(each * master, each * (master + 1)) for master in masters], until)
         while not all([self.exchange.everyone_drained(m) for m in masters]) and self._clock.monotonic() < until:
@@ -381,7 +382,7 @@ class DelayedSync:
 
     def _check_stopped(self, params: Any, samples: int) -> None:
         """Raise RunStopped if an operator has ended the run; nothing has changed by it, and `finish` may be called."""
-        if self._stops is None or not self._stops.stopped:
+        if not self.exchange.state().stopped:
             return
         if not (self._adopted or self._untaken):
             self.take_note(1, samples)
@@ -441,7 +442,7 @@ class DelayedSync:
         return self._apply_due(leaves) if taken and self._rhythm.delay == 0 else leaves
 
     def _offer_fragment(self, leaves: list[Any], fragment: int, dense: bool = False) -> int | None:
-        self._account.take_back(self.exchange.in_flight())
+        self._account.take_back(self.exchange.state().in_flight)
         self._anchor = self._moves.settle(leaves, self._anchor)
         segments = self._moves.pending(leaves, self._anchor, fragment, whole=dense)
         master = fragment // self._each
@@ -463,7 +464,7 @@ class DelayedSync:
         """
         strict, until = self.settings.mode == "strict", self._clock.monotonic() + STRICT_WAIT_SECONDS
         look_seconds = STRICT_LOOK_SECONDS if strict else self.settings.lost_seconds
-        while due := [s for s in self.exchange.in_flight() if self._is_awaited(s, strict)]:
+        while due := [s for s in self.exchange.state().in_flight if self._is_awaited(s, strict)]:
             try:
                 leaves = self._apply(leaves, self.exchange.wait_update(look_seconds, due[0]))
             except AggregateTimeout as error:
@@ -474,7 +475,7 @@ class DelayedSync:
     def _is_awaited(self, sequence: int, strict: bool) -> bool:
         if not self._account.is_old(sequence, self._rhythm.delay):
             return False
-        return strict or self._account.master_of(sequence) not in self.exchange.unreachable
+        return strict or self._account.master_of(sequence) not in self.exchange.state().unreachable
 
     def _is_due(self, update: Update) -> bool:
         return self._account.is_due(update.landed, self._rhythm.delay)
@@ -513,14 +514,16 @@ class DelayedSync:
             return False
         text = "%s was lent parameters that score %.6g on its own held-out data; it keeps its own, which score %.6g"
         logger.warning(text, self.exchange.name, lent, own)
-        self.exchange.compare(own if math.isfinite(own) else self._recent_score(), declined=True)
+        assert self.exchange.population is not None
+        self.exchange.population.compare(own if math.isfinite(own) else self._recent_score(), declined=True)
         return True
 
     def _compare(self, leaves: list[Any]) -> None:
         """Say how this node's own parameters score, while it is one of a population: by `judge`, or else by the losses
         of its last steps."""
         score = self._score(jax.tree.unflatten(self._tree, leaves))
-        self.exchange.compare(self._recent_score() if math.isnan(score) else score)
+        assert self.exchange.population is not None
+        self.exchange.population.compare(self._recent_score() if math.isnan(score) else score)
 
     def _score(self, params: Any) -> float:
         return math.nan if self._judge is None else float(self._judge(params))
@@ -540,13 +543,13 @@ class DelayedSync:
         left, landed = {n: Drain(one, self._clock.monotonic()) for n, one in enumerate(fragments)}, set[int]()
         while left:
             leaves = self._take_all(leaves, landed)
-            now, unreachable = self._clock.monotonic(), self.exchange.unreachable
-            on_their_way = {self._account.master_of(sequence) for sequence in self.exchange.in_flight()}
+            now, state = self._clock.monotonic(), self.exchange.state()
+            on_their_way = {self._account.master_of(sequence) for sequence in state.in_flight}
             for master, drain in list(left.items()):
                 if master not in on_their_way:
                     if (fragment := drain.next_fragment(landed)) is not None:
                         drain.offered(self._offer_fragment(leaves, fragment, dense=True), now)
-                elif master not in unreachable:
+                elif master not in state.unreachable:
                     drain.reached(now)
                 if not (drain.left or master in on_their_way):
                     self.exchange.everyone_drained(master)
