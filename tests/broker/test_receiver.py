@@ -34,7 +34,7 @@ def test_the_frames_behind_a_head_are_forgotten_also_where_taking_it_raises() ->
 
 def test_the_time_of_the_garbage_collector_is_no_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(receiver_room, "time", SimpleNamespace(thread_time=lambda: now[0]))
+    monkeypatch.setattr(receiver_room, "clock", SimpleNamespace(thread_time=lambda: now[0]))
     collecting = receiver_room._Collecting()
     for phase, at in (("start", 1.0), ("stop", 4.0)):
         now[0] = at

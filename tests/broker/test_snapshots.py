@@ -24,7 +24,7 @@ class Inline(CodecExecutor):
         self.waits = False
         self.queue: list[Any] = []
 
-    def submit(self, work: Any, resume: Any) -> None:
+    def submit(self, work: Any, resume: Any, values: int = 0) -> None:
         self.queue.append(lambda: resume(work()))
         while self.queue and not self.waits:
             self.queue.pop(0)()

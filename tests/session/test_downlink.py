@@ -127,7 +127,7 @@ def keeps_to(moves: list[tuple[float, int]], rate: float) -> bool:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, None]], None]:
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(downlink_module, "time", clock)
+    monkeypatch.setattr(downlink_module, "clock", clock)
 
     def run(coroutine: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
@@ -224,7 +224,7 @@ def test_who_was_granted_chunks_and_sends_none_is_named_but_not_for_the_time_in_
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(downlink_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(downlink_module, "clock", SimpleNamespace(monotonic=lambda: now))
 
     async def main() -> None:
         nonlocal now

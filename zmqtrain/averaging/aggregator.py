@@ -127,6 +127,10 @@ class Aggregator:
         """Whether publishes are held until their round closes."""
         return self._round.needed
 
+    def values_of(self, fragments: Sequence[int]) -> int:
+        """Return how many values these fragments have."""
+        return sum(sum(self.layout.counts(fragment)) for fragment in fragments)
+
     def plan(self, model: ModelSpec) -> None:
         """Lay out a model, before its parameters are here. Raises ModelMismatch or ConfigError if that cannot be."""
         if count_values(model) > MOST_VALUES:

@@ -64,6 +64,7 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.session.codec_executor import CodecExecutor
+from zmqtrain.session.environment import clock
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.strategies.weights import Laggards, preemption_from_spec
 from zmqtrain.transport.pacing import LinkShare
@@ -83,9 +84,9 @@ class _Collecting:
         if threading.get_ident() != self._thread:
             return
         if phase == "start":
-            self._began = time.thread_time()
+            self._began = clock.thread_time()
         else:
-            self.seconds += time.thread_time() - self._began
+            self.seconds += clock.thread_time() - self._began
 
 
 class Receiver:
@@ -138,7 +139,7 @@ class Receiver:
 
     def _own_time(self) -> float:
         """Return the CPU seconds of this thread without those of Python's garbage collector, which no peer causes."""
-        return time.thread_time() - self._collecting.seconds
+        return clock.thread_time() - self._collecting.seconds
 
     def _is_heard(self, peer: PeerId, lane: Lane) -> bool:
         """Return whether a message is read; a peer that sends too many is disconnected, and may come back."""
@@ -320,7 +321,7 @@ class Broker:
             settings,
             release_rule_from_spec(settings.release),
             (self.options.run or new_run()) if registration is None else registration.peer.run,
-            time.monotonic(),
+            clock.monotonic(),
             None if rule is None else Laggards(rule),
             LoadPlanner(
                 settings,

@@ -6,7 +6,6 @@ import json
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan, prod
@@ -36,6 +35,7 @@ from zmqtrain.core.types import Buffer, ModelSpec, Version
 from zmqtrain.protocol.effects import Reduce
 from zmqtrain.protocol.hub import Hub
 from zmqtrain.protocol.messages import model_from_wire
+from zmqtrain.session.environment import clock
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ class Keeper:
         self.writer = BackgroundWriter("checkpoints", "the run")
         self._ending = threading.Event()
         self._saved_version = -1  # of the newest checkpoint that is written
-        self._begun_version, self._begun_at = -1, time.monotonic()
+        self._begun_version, self._begun_at = -1, clock.monotonic()
         self._kept_version = -1
         self._no_journal_since: Version | None = None  # there was no room to begin it at this version
         self._moments: tuple[Buffer, ...] = ()
@@ -455,7 +455,7 @@ class Keeper:
 
         together: this is the moment of its release, at which it is saved where all save at the same versions.
         """
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._folder is None or version <= self._saved_version or together != self._every.together:
             return False
         again = now >= self.writer.retry_at
@@ -481,7 +481,7 @@ class Keeper:
             self._folder.lock()
             self._untaken = False
         if self.writer.busy and not self._every.together:
-            self.writer.retry_at = time.monotonic() + AGAIN_SECONDS
+            self.writer.retry_at = clock.monotonic() + AGAIN_SECONDS
             return
         self.writer.wait(None)
         if moments is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from zmqtrain.protocol.messages import Message, Quarantine, Refused, Report, Sch
 from zmqtrain.protocol.standby import TAKES_OVER
 from zmqtrain.session.codec_executor import CodecExecutor, EffectQueue
 from zmqtrain.session.downlink import Downlink
+from zmqtrain.session.environment import clock
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.pacing import LinkShare
@@ -119,7 +119,7 @@ class BrokerCore:
 
     def now(self) -> float:
         """Return the time, in seconds."""
-        return time.monotonic()
+        return clock.monotonic()
 
     def model_bytes(self) -> int:
         """Return the size of the parameters, in bytes."""

@@ -99,12 +99,14 @@ class PendingUploads:
         try:
             if isinstance(announcement, Publish):
                 voter = self._hub.voter_of(peer)
-                judgement = await self._codec(self._judge, peer, announcement, frames, voter)
+                values = self._aggregator.values_of((announcement.fragment,))
+                judgement = await self._codec(self._judge, peer, announcement, frames, voter, values=values)
                 error = error_of(judgement)
             else:
                 assert isinstance(announcement, Snapshot)
                 judgement = None
-                error = await self._codec(self._aggregator.check_snapshot, announcement, frames)
+                values = count_values(self._hub.model)
+                error = await self._codec(self._aggregator.check_snapshot, announcement, frames, values=values)
         except CodecError as unsound:
             judgement, error = None, unsound
         now = self._core.now()
@@ -218,7 +220,7 @@ class ReleasePipeline:
         self._keeper.forget_best()
         self._looked_at_score = -1
         self._uploads.whole.clear()  # of the run before, if this one is founded again
-        self._codec.do(self._begin, frames, self._hub.state(), peer, moments)
+        self._codec.do(self._begin, frames, self._hub.state(), peer, moments, values=count_values(found.model))
         self._standby.replicate()
 
     def _begin(self, frames: Frames, state: dict[str, Any], peer: PeerId, moments: Frames) -> None:
@@ -230,7 +232,7 @@ class ReleasePipeline:
     async def _average(self, snapshots: Sequence[tuple[PeerId, Snapshot]]) -> None:
         peers = [peer for peer, _ in snapshots]
         parts = {peer: split_snapshot(one, self._uploads.take(peer, one))[0] for peer, one in snapshots}
-        frames, why = await self._codec(self._aggregator.average, parts)
+        frames, why = await self._codec(self._aggregator.average, parts, values=count_values(self._hub.model))
         if why:
             self._core.log.unrelated(peers, why)
             self._core.carry_out(self._hub.unrelated(why))
@@ -257,7 +259,8 @@ class ReleasePipeline:
 
     def _accumulate(self, effect: Accumulate) -> None:
         frames = self._uploads.take(effect.peer, effect.publish)
-        self._codec.do(self._aggregator.accumulate, effect.peer, effect.publish, frames)
+        values = self._aggregator.values_of((effect.publish.fragment,))
+        self._codec.do(self._aggregator.accumulate, effect.peer, effect.publish, frames, values=values)
 
     def _reduce(self, reduce: Reduce) -> None:
         if reduce.back_to >= 0:  # no snapshot of what is taken back, no delta that was made on it
@@ -268,7 +271,8 @@ class ReleasePipeline:
             self.save_when_due(together=True)
 
     async def _release(self, reduce: Reduce, nodes: int) -> None:
-        released = await self._codec(self._make_release, reduce, nodes)
+        values = self._aggregator.values_of(reduce.fragments)
+        released = await self._codec(self._make_release, reduce, nodes, values=values)
         if released.overflowed:
             self._core.log.overflowed(released.version, reduce)
         for one, judgement in released.left_out:

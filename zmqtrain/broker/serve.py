@@ -10,7 +10,6 @@ import asyncio
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import PeerId
 from zmqtrain.planning.rules import canonical
 from zmqtrain.protocol.messages import Roster
+from zmqtrain.session.environment import clock
 from zmqtrain.session.events import BrokerEvents
 from zmqtrain.transport.address import public_address
 from zmqtrain.transport.admission import Admission
@@ -239,7 +239,7 @@ class _Host:
             if self.registration is not None:
                 await asyncio.to_thread(self.registration.close)
         if (watch := self.options.get("watch")) is not None:
-            watch(broker.describe(broker.hub.roster(time.monotonic())))  # how the run ended
+            watch(broker.describe(broker.hub.roster(clock.monotonic())))  # how the run ended
         return broker.statistics()
 
     async def _follow(self, channel: RouterChannel, access: RouterAccess, place: StandbyPlace) -> TakeoverState | None:

@@ -49,8 +49,8 @@ from zmqtrain.protocol.rounds import release_rule_from_spec
 from zmqtrain.protocol.standby import TAKES_OVER, Follower, Patience, PrimaryLease, TakeoverPolicy
 from zmqtrain.session.codec_executor import Suspension, spawn
 from zmqtrain.session.connect_deadline import ConnectDeadline
+from zmqtrain.session.environment import clock, environment
 from zmqtrain.session.hub_session import HubSession, NullListener
-from zmqtrain.session.mailbox import Worker
 from zmqtrain.session.rate_limited_logger import RateLimitedLogger
 from zmqtrain.transport.address import say_unreachable
 
@@ -325,13 +325,13 @@ class _FirstSession(NullListener):
 
     async def _answered(self, if_refused: str, unanswered: str) -> None:
         """Wait for the first's Welcome. Raises HubUnreachable, and what has failed."""
-        deadline = ConnectDeadline(self._link, self._wait_seconds, time.monotonic())
+        deadline = ConnectDeadline(self._link, self._wait_seconds, clock.monotonic())
         while self._peer.settings is None and not self.stopped:
             if self.failure is not None:
                 raise self.failure
-            if deadline.is_over(time.monotonic()):
+            if deadline.is_over(clock.monotonic()):
                 if self._link.refused:
-                    text = say_unreachable([self._first], time.monotonic() - deadline.began, self._link.obstacle)
+                    text = say_unreachable([self._first], clock.monotonic() - deadline.began, self._link.obstacle)
                     raise HubUnreachable(f"{text}. {if_refused}", self._first, self._link.refused)
                 raise HubUnreachable(unanswered, self._first)
             await asyncio.sleep(POLL_SECONDS)
@@ -361,7 +361,7 @@ class Standby(_FirstSession):
         self._aggregator: Aggregator | None = None
         self._log = RateLimitedLogger(logger)
         self._said, self._said_at = "", 0.0
-        self._worker = Worker("zmqtrain-replica", MOST_RELEASES, self._broken)
+        self._worker = environment().executor("zmqtrain-replica", MOST_RELEASES, self._broken)
 
     # ------------------------------------------------------------------ living
 
@@ -386,7 +386,7 @@ class Standby(_FirstSession):
                     raise self.failure
                 if receiving.done():
                     receiving.result()
-                if self._is_due(time.monotonic()):
+                if self._is_due(clock.monotonic()):
                     return await self._take_over()
                 await asyncio.sleep(POLL_SECONDS)
             return None
@@ -474,7 +474,7 @@ class Standby(_FirstSession):
             self._log.warning(
                 text if is_operator else "%s tells this standby to take over, and may not", printable(peer)
             )
-        answer = self._policy.receive(peer, stamp, message, is_operator, time.monotonic())
+        answer = self._policy.receive(peer, stamp, message, is_operator, clock.monotonic())
         if answer is not None:
             self._channel.send(peer, Lane.CONTROL, [encode_message(*answer)])
 
@@ -540,7 +540,7 @@ class Registration(_FirstSession):
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
         self.peer = Peer(peer, self.name, claim=Claim(place.shard, address), incarnation=1)
         super().__init__(self.peer, place, access, "Its shard is served on")
-        self._reminded_at = self._not_over_at = time.monotonic()
+        self._reminded_at = self._not_over_at = clock.monotonic()
         self._link.start()
 
     async def welcomed(self) -> None:
@@ -571,7 +571,7 @@ class Registration(_FirstSession):
         """
         if self.failure is not None:
             raise self.failure
-        now = time.monotonic()
+        now = clock.monotonic()
         if not self.peer.over:
             self._not_over_at = now
         if self.peer.state is not PeerState.CONNECTING:

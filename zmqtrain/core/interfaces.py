@@ -6,7 +6,8 @@ Rule: nothing here does anything; who fulfils an interface need not inherit from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from zmqtrain.core.errors import PeerLost
@@ -60,6 +61,63 @@ class Clock(Protocol):
 
     def sleep(self, seconds: float, /) -> None:
         """Let so much time pass."""
+
+
+class Executor(Protocol):
+    """Does jobs one after the other, in the order in which they were given. seconds: CPU of all jobs so far."""
+
+    @property
+    def seconds(self) -> float:
+        """CPU seconds of all jobs so far."""
+
+    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
+        """Give it a job; False if it has as many as it may, or is closed. Never waits.
+
+        values: how many values the job encodes, decodes or adds; in virtual time that takes its time.
+        """
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        """Let it finish its jobs, and wait for its end; return whether it has ended."""
+
+
+class LoopThread(Protocol):
+    """A thread that runs an event loop; in virtual time a task."""
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for its end; not in the thread itself."""
+
+
+class Environment(Protocol):
+    """Where a process gets its time, its threads and its wires: real ones, or those of a run in virtual time."""
+
+    @property
+    def clock(self) -> Clock:
+        """Its time."""
+
+    @property
+    def tick_seconds(self) -> float:
+        """How often its sessions look at the time."""
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds that the running thread has taken."""
+
+    def executor(self, name: str, capacity: int, failed: Callable[[BaseException], None]) -> Executor:
+        """Start an executor that holds so many jobs; failed: called by it with the exception of a job."""
+
+    def condition(self) -> threading.Condition:
+        """Return a condition for threads to wait on."""
+
+    def event(self) -> threading.Event:
+        """Return an event for threads to wait on."""
+
+    def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
+        """Run a coroutine in a thread with an event loop of its own."""
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        """Connect to the hub at an address, in the running loop; it does not wait for the hub."""
+
+    def listen(self, address: str) -> HubChannel:
+        """Open the channel of a hub at an address, in the running loop."""
 
 
 class Exchange(Protocol):

@@ -8,7 +8,6 @@ and loses nothing. So does a node that received a corrupted aggregate: it drops 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from zmqtrain.core.errors import CodecError
 from zmqtrain.core.types import Buffer, Update, Version
 from zmqtrain.protocol.effects import Deliver
 from zmqtrain.protocol.messages import Aggregate, Snapshot
+from zmqtrain.session.environment import clock
 from zmqtrain.session.hub_session import MOST_SPOILED
 from zmqtrain.session.mailbox import Mailbox
 
@@ -110,7 +110,7 @@ class Inbox:
         spoiled = None
         while self._arrived and self._has_room():
             deliver, frames = self._arrived.popleft()
-            began = time.thread_time()
+            began = clock.thread_time()
             if deliver is None:
                 coder.restart()
                 update = Update(self._version, {}, {}, (), reset=True)
@@ -128,7 +128,7 @@ class Inbox:
                 self._landed_unseen.clear()
                 update = coder.decode_snapshot(deliver.announcement, landed, frames, deliver.reset, deliver.keep)
                 update = replace(update, warm=deliver.warm)
-            self.decode_seconds += time.thread_time() - began
+            self.decode_seconds += clock.thread_time() - began
             self._version = update.version
             self._updates.put_nowait(update)
         return spoiled

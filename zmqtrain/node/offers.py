@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from zmqtrain.core.settings import RunSettings
 from zmqtrain.core.types import Array, Buffer, Offer, Tally, Update, Version
 from zmqtrain.node.inbox import Inbox
 from zmqtrain.protocol.effects import Deliver
+from zmqtrain.session.environment import clock
 from zmqtrain.session.events import NodeEvents
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class NodeCodec:
 
     def encode(self, offer: Offer, base: Version) -> None:
         """Encode an offer and publish it. Raises NonFiniteDelta if this node cannot begin again."""
-        began, coder = time.thread_time(), self.joined_coder
+        began, coder = clock.thread_time(), self.joined_coder
         self._settle_device(offer.segments)
         try:
             encoded = coder.encode(offer)
@@ -278,7 +278,7 @@ class NodeCodec:
             self.withdraw(coder, offer.sequence, "non-finite")
             self._inbox.withdraw(offer.sequence)
             return
-        self.encode_seconds += time.thread_time() - began
+        self.encode_seconds += clock.thread_time() - began
         self._encoded += 1
         if self._encoded == EXCHANGES_WARM:
             self._warm_seconds = self.encode_seconds + self._inbox.decode_seconds

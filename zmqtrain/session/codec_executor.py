@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from zmqtrain.core.errors import CodecError, ZmqTrainError
-from zmqtrain.session.mailbox import Worker
+from zmqtrain.session.environment import environment
 
 logger = logging.getLogger(__name__)
 
@@ -79,29 +78,36 @@ def spawn(coroutine: Coroutine[Any, Any, None]) -> None:
 class CodecExecutor:
     """One thread for the jobs of a broker. stop: set, in the loop, once a job has failed and the broker must end.
 
-    failure: why, if so.  seconds: CPU time of all jobs so far.
+    failure: why, if so.
     """
 
     def __init__(self, name: str, stop: asyncio.Event) -> None:
         self.failure: BaseException | None = None
-        self.seconds = 0.0
         self._stop = stop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._once: set[str] = set()
-        self._worker = Worker(name, MOST_JOBS, self.fail)
+        self._worker = environment().executor(name, MOST_JOBS, self.fail)
+
+    @property
+    def seconds(self) -> float:
+        """CPU time of all jobs so far."""
+        return self._worker.seconds
 
     def start(self) -> None:
         """Send results to the running loop."""
         self._loop = asyncio.get_running_loop()
 
-    def __call__(self, work: Callable[..., T], *facts: Any) -> Suspension[T]:
-        """Return what waits for `work(*facts)` in the codec thread; the job is submitted when it is awaited."""
-        return Suspension(partial(self.submit, partial(work, *facts)))
+    def __call__(self, work: Callable[..., T], *facts: Any, values: int = 0) -> Suspension[T]:
+        """Return what waits for `work(*facts)` in the codec thread; the job is submitted when it is awaited.
 
-    def do(self, work: Callable[..., object], *facts: Any) -> None:
+        values: as in `Executor.submit`.
+        """
+        return Suspension(lambda resume: self.submit(partial(work, *facts), resume, values))
+
+    def do(self, work: Callable[..., object], *facts: Any, values: int = 0) -> None:
         """Do `work(*facts)` in the codec thread; nobody waits for it, and a CodecError is ignored."""
-        self.submit(partial(work, *facts), None)
+        self.submit(partial(work, *facts), None, values)
 
     def do_once(self, name: str, work: Callable[[], object]) -> None:
         """Do as `do`, unless a job of this name is waiting already."""
@@ -115,23 +121,23 @@ class CodecExecutor:
 
         self.do(first)
 
-    def submit(self, work: Callable[[], object], resume: Resume | None) -> None:
+    def submit(self, work: Callable[[], object], resume: Resume | None, values: int = 0) -> None:
         """Do `work` in the codec thread, then `resume(result or CodecError)` in the loop; both in order."""
 
         def job() -> None:
             if self.failure is not None:  # what follows a job that failed would be built on nothing
                 return
-            began = time.thread_time()
             result: object
             try:
                 result = work()
             except CodecError as error:
                 result = error
-            self.seconds += time.thread_time() - began
             if resume is not None:
                 self._call(partial(self._finish, resume, result))
 
-        if not self._worker.submit(job) and not self._closing:  # a copy that ends then gives the other thread no job
+        if (
+            not self._worker.submit(job, values) and not self._closing
+        ):  # a copy that ends then gives the other thread no job
             self.fail(ZmqTrainError(f"the codec thread cannot keep up: {MOST_JOBS} jobs wait"))
 
     def fail(self, error: BaseException | None) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 
 from zmqtrain.protocol.peer import PeerState
+from zmqtrain.session.environment import clock
 from zmqtrain.session.hub_session import HubSession
 
 REFUSED_SECONDS = 3.0
@@ -37,12 +37,12 @@ class ConnectDeadline:
 async def limited(session: HubSession, seconds: float) -> AsyncIterator[None]:
     """Raise TimeoutError in the block after `seconds`, or soon after the hub has refused a session that no hub has
     welcomed."""
-    deadline = ConnectDeadline(session, seconds, time.monotonic())
+    deadline = ConnectDeadline(session, seconds, clock.monotonic())
 
     async def watch() -> None:
         while session.peer.state is PeerState.CONNECTING:
             await asyncio.sleep(LOOK_SECONDS)
-            if deadline.is_over(time.monotonic()):
+            if deadline.is_over(clock.monotonic()):
                 limit.reschedule(asyncio.get_running_loop().time())
                 return
 

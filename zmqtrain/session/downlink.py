@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -37,6 +36,7 @@ from zmqtrain.protocol.messages import (
     Snapshot,
     Values,
 )
+from zmqtrain.session.environment import clock
 from zmqtrain.transport.pacing import Credits, Outbox, RateMeter, Reservation, TokenBucket, Use
 
 
@@ -98,7 +98,7 @@ class UploadFlowControl:
 
     def pay(self, size: int) -> None:
         """Take note that `size` bytes have come that nobody was granted: heads."""
-        self._credits.bucket.pay(size, time.monotonic())
+        self._credits.bucket.pay(size, clock.monotonic())
 
     def measured(self, peer: PeerId) -> float:
         """Return how fast the peer's link was seen this way, in bytes per second; 0: not enough has come yet."""
@@ -136,7 +136,7 @@ class UploadFlowControl:
         if line is None or chunk.transfer not in line.assembler:
             return None  # of a transfer that was given up
         self._credits.arrived(peer, chunk.transfer)
-        now = line.arrived_at = time.monotonic()
+        now = line.arrived_at = clock.monotonic()
         line.rate.over(len(frame), now, idle=peer not in self._credits.holders)
         whole = line.assembler.add(chunk, frame)
         self._grant()
@@ -147,7 +147,7 @@ class UploadFlowControl:
 
         Asked all the time: that in which nobody was here to ask does not count, as what came then waits to be heard.
         """
-        now = time.monotonic()
+        now = clock.monotonic()
         late, self._looked = max(0.0, now - self._looked - LATE_SECONDS), now
         for peer, granted in self._credits.holders.items():
             if (line := self._lines.get(peer)) is None:
@@ -163,7 +163,7 @@ class UploadFlowControl:
         self._grant()
 
     def _grant(self) -> None:
-        holding, now = self._credits.holders, time.monotonic()
+        holding, now = self._credits.holders, clock.monotonic()
         for peer, transfer, chunks in self._credits.grants(now):
             if peer not in self._lines:  # lost while its credit was sent
                 continue
@@ -266,7 +266,7 @@ class Downlink:
         try:
             self._channel.send(peer, Lane.CONTROL, [head])
             self.bytes_sent += len(head)
-            self._sending.pay(len(head), time.monotonic())
+            self._sending.pay(len(head), clock.monotonic())
         except PeerLost:
             self._owner.unreachable(peer)
         except ChannelFull:
@@ -288,7 +288,7 @@ class Downlink:
             self._channel.send(peer, Lane.BULK, message)
             moved = sum(len(frame) for frame in message)
             self.bytes_sent += moved
-            self._sending.pay(moved, time.monotonic())
+            self._sending.pay(moved, clock.monotonic())
 
     def bulk_head(self, peer: PeerId, message: Message) -> bytes:
         """Return the head of a message to a peer on BULK, stamped with its connection."""
@@ -310,7 +310,7 @@ class Downlink:
             return True
         moved = sum(len(frame) for frame in frames)
         self.bytes_sent += moved
-        self._sending.pay(moved, time.monotonic())
+        self._sending.pay(moved, clock.monotonic())
         return True
 
     def send_snapshot(
@@ -414,7 +414,7 @@ class Downlink:
             with contextlib.suppress(RemoteProtocolError):  # of a transfer to its former connection
                 line.outbox.acknowledged(credit.transfer, credit.chunks)
             left = line.outbox.in_flight_bytes
-            now = time.monotonic()
+            now = clock.monotonic()
             line.rate.over(before - left, now, idle=not left)
             self._port.over(
                 before - left, now, idle=not any(one.outbox.in_flight_bytes for one in self._lines.values())
@@ -445,12 +445,12 @@ class Downlink:
 
     def _claim(self, peer: PeerId) -> tuple[int, float]:
         line = self._lines[peer]
-        return line.outbox.next_size, line.bucket.wait_seconds(line.outbox.next_size, time.monotonic())
+        return line.outbox.next_size, line.bucket.wait_seconds(line.outbox.next_size, clock.monotonic())
 
     def _send_on(self) -> None:
         """Send to those whose turn it is, while the shares allow it; come back when they will again."""
         while True:
-            now = time.monotonic()
+            now = clock.monotonic()
             peer, seconds = self._sending.turn(self._claim, now)
             if peer is None:
                 return self._again.set(seconds)
@@ -459,7 +459,7 @@ class Downlink:
 
     def _send_chunk(self, peer: PeerId, line: _DownlinkPeer) -> bool:
         """Send the peer's next chunk; False if it cannot be: then it waits for no turn."""
-        chunk, now = line.outbox.next_chunk(), time.monotonic()
+        chunk, now = line.outbox.next_chunk(), clock.monotonic()
         assert chunk is not None, "only who has a chunk waits for a turn"
         try:
             self._channel.send(peer, Lane.BULK, chunk)

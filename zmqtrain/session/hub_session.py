@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
@@ -24,7 +22,7 @@ from typing import ClassVar, NamedTuple
 from zmqtrain.averaging.coder import Encoded
 from zmqtrain.averaging.snapshot import Digest
 from zmqtrain.core.errors import ChannelClosed, FramingError, JoinRefused, ModelMismatch, RunStopped, ZmqTrainError
-from zmqtrain.core.interfaces import Channel
+from zmqtrain.core.interfaces import Channel, LoopThread
 from zmqtrain.core.types import Buffer, Lane, Offer, PeerId, Version
 from zmqtrain.protocol.effects import Connect, Deliver, Disconnect, Expect, PeerEffect, Send, Serve, Withdraw
 from zmqtrain.protocol.failure_detector import BEAT_SECONDS
@@ -48,12 +46,12 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.peer import Peer, PeerState
 from zmqtrain.session.codec_executor import EffectQueue
+from zmqtrain.session.environment import clock, environment
 from zmqtrain.transport.address import say_addresses
 from zmqtrain.transport.pacing import Gate, LinkShare, Reservation, TokenBucket, Use
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.05
 REPORT_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
 ABSENCE_SECONDS = 60.0
@@ -390,16 +388,15 @@ class HubSession:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._effects = EffectQueue[tuple[PeerEffect, list[Buffer]]](self._carry_out_one)
         self._stop = asyncio.Event()
-        self._ready = threading.Event()
+        self._ready = environment().event()
         self._task: asyncio.Task[None] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
 
     # ------------------------------------------------------------------ any thread
 
     def start(self) -> None:
         """Begin in a thread of its own; return when the channel is open and Hello is queued."""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="zmqtrain-network", daemon=True)
-        self._thread.start()
+        self._thread = environment().start("zmqtrain-network", self._main)
         self._ready.wait()
 
     def call(self, what: Callable[[], object], after_seconds: float = 0.0) -> None:
@@ -419,7 +416,7 @@ class HubSession:
     def close(self, reason: str) -> None:
         """Say goodbye and end the thread."""
         self.call(lambda: self.leave(reason))
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if self._thread is not None:
             self._thread.join(10.0)
 
     @property
@@ -445,7 +442,7 @@ class HubSession:
     def alone_seconds(self) -> float | None:
         """For how long this node has had no hub; None: it has one, or has never had one."""
         since = self._absent_since
-        return None if since is None else time.monotonic() - since
+        return None if since is None else clock.monotonic() - since
 
     @property
     def refused(self) -> str:
@@ -625,11 +622,11 @@ class HubSession:
 
     async def _live(self) -> None:
         self._channel = self._open_channel()
-        self._channel.watch(lambda: self._do(lambda: self.carry_out(self.peer.gone(time.monotonic()))))
+        self._channel.watch(lambda: self._do(lambda: self.carry_out(self.peer.gone(clock.monotonic()))))
         self._loop = asyncio.get_running_loop()
         coroutines = self._receive_forever(), self._sender.run(self._channel), self._follow_refusals()
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-        self.carry_out(self.peer.start(time.monotonic()))
+        self.carry_out(self.peer.start(clock.monotonic()))
         self._ready.set()
         try:
             await self._tick_forever(tasks)
@@ -646,7 +643,7 @@ class HubSession:
     async def _tick_forever(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         report_at = 0.0
         while not self._stop.is_set():
-            now = time.monotonic()
+            now = clock.monotonic()
             self.carry_out(self.peer.tick(now))
             self._say_obstacle()
             self._say_absence(now)
@@ -658,7 +655,7 @@ class HubSession:
                 if task.done():
                     task.result()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS):
+                async with asyncio.timeout(environment().tick_seconds):
                     await self._stop.wait()
 
     async def _follow_refusals(self) -> None:
@@ -703,10 +700,10 @@ class HubSession:
             except ProtocolVersionError as error:
                 self.listener.on_failed(JoinRefused(f"{self.address}: {error}", "protocol"))
             except FramingError as error:
-                self.carry_out(self.peer.distrust(str(error), time.monotonic()))
+                self.carry_out(self.peer.distrust(str(error), clock.monotonic()))
 
     def _take(self, lane: Lane, frames: list[Buffer]) -> None:
-        (stamp, message), now = decode_head(frames[0]), time.monotonic()
+        (stamp, message), now = decode_head(frames[0]), clock.monotonic()
         if (instead := self.peer.judge(stamp, message, now, lane is Lane.CONTROL)) is not None:
             return self.carry_out(instead)
         self.peer.saw(now)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -85,11 +86,13 @@ class Worker:
     def __init__(self, name: str, capacity: int, failed: Callable[[BaseException], None]) -> None:
         self._jobs: Mailbox[Callable[[], None]] = Mailbox(capacity)
         self._failed = failed
+        self.seconds = 0.0
+        """See Executor."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Give it a job; False if it has as many as it may, or is closed. Never waits."""
+    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
+        """See Executor."""
         return self._jobs.put_nowait(job)
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
@@ -106,11 +109,14 @@ class Worker:
                 job = self._jobs.get()
             except ChannelClosed:
                 return
+            assert job is not None
+            began = time.thread_time()
             try:
-                assert job is not None
                 job()
             except BaseException as error:
                 self._failed(error)
+            finally:
+                self.seconds += time.thread_time() - began
 
 
 def _stand_back() -> None:

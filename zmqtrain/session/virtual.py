@@ -1,0 +1,363 @@
+"""Virtual time for whole processes: their loops are tasks of one virtual loop, their threads run one at a time.
+
+A thread runs until it sleeps, waits or ends; then the loop goes on.  So a run is a sequence: the same seeds give the
+same bits.  Executors do their jobs inline in the loop, at the end of the time that the job is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from math import inf
+from typing import Any
+
+from zmqtrain.core.interfaces import Channel, Executor, HubChannel, LoopThread
+from zmqtrain.core.types import PeerId
+from zmqtrain.session.environment import enter
+from zmqtrain.transport.memory import MemoryHub
+from zmqtrain.transport.virtual_clock import NothingLeft, VirtualClockLoop
+
+LOOK_SECONDS = 0.5
+
+
+class Ended(BaseException):
+    """Unwinds a thread that is killed, or whose run is over; nothing in a thread may catch it."""
+
+
+class VirtualThread:
+    """One thread of a virtual run. token: of its next waking; a waking with another token is obsolete."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.thread: threading.Thread | None = None
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.token = 0
+        self.waits = self.ended = self.killed = False
+
+
+class VirtualTime:
+    """The clock, the loop and the threads of one virtual run: a `Clock`."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualClockLoop()
+        self._turn = threading.Lock()  # the loop's
+        self._turn.acquire()
+        self._running: VirtualThread | None = None
+        self._threads: list[VirtualThread] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def now(self) -> float:
+        """The virtual time in seconds."""
+        return self.loop.time()
+
+    def monotonic(self) -> float:
+        """See Clock."""
+        return self.loop.time()
+
+    def call_at(self, when: float, what: Callable[[], object]) -> None:
+        """Have the loop do something at a time."""
+        self.loop.call_at(when, what)
+
+    # ------------------------------------------------------------------ a thread's side
+
+    @property
+    def current(self) -> VirtualThread:
+        """The thread that runs now."""
+        assert self._running is not None, "only a thread of the run waits"
+        return self._running
+
+    def sleep(self, seconds: float, /) -> None:
+        """See Clock."""
+        if not self.loop.advance(max(0.0, seconds)):
+            self._wait(seconds)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `wake` is called for the running thread, at most `seconds`."""
+        thread = self.current
+        thread.waits = True
+        try:
+            self._wait(seconds)
+        finally:
+            thread.waits = False
+
+    def _wait(self, seconds: float) -> None:
+        thread = self.current
+        if seconds < inf:
+            self.loop.call_at(self.now + max(0.0, seconds), self._resume, thread, thread.token)
+        self._turn.release()
+        thread.turn.acquire()
+        if thread.killed:
+            raise Ended
+
+    def wake(self, thread: VirtualThread) -> None:
+        """End a `wait` of a thread."""
+        if thread.waits:
+            self.loop.call_soon(self._resume, thread, thread.token)
+
+    # ------------------------------------------------------------------ the loop's side
+
+    def start(self, name: str, body: Callable[[], None], at: float = 0.0) -> VirtualThread:
+        """Have a thread begin at a time, in a copy of the running context."""
+        thread = VirtualThread(name)
+        context = copy_context()
+        thread.thread = threading.Thread(
+            target=context.run, args=(self._live, thread, body), name=f"zmqtrain-sim-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        self.loop.call_at(max(at, self.now), self._resume, thread, 0)
+        thread.thread.start()
+        return thread
+
+    def kill(self, thread: VirtualThread) -> None:
+        """End a thread where it stands."""
+        if not thread.ended:
+            thread.killed = True
+            self.loop.call_soon(self._resume, thread, thread.token)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error."""
+        self._failure = self._failure or error
+        self.loop.stop()
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Run until `main` has ended, or, without one, until nothing happens any more; then unwind all threads.
+
+        Raises what `main`, a thread or a callback raised.
+        """
+        loop, task = self.loop, None
+        loop.set_exception_handler(self._callback_failed)
+        try:
+            if main is not None:
+                task = loop.create_task(main())
+                task.add_done_callback(lambda _: loop.stop())
+            with contextlib.suppress(*([NothingLeft] if main is None else [])):
+                loop.run_forever()
+        finally:
+            self._unwind()
+            for one in asyncio.all_tasks(loop):
+                one.cancel()
+            with contextlib.suppress(NothingLeft):
+                loop.run_until_complete(_settle(loop))
+            loop.close()
+        if self._failure is not None:
+            raise self._failure
+        if task is not None:
+            task.result()
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(error := context.get("exception"), Exception) and "future" not in context:
+            self.fail(error)
+
+    def _live(self, thread: VirtualThread, body: Callable[[], None]) -> None:
+        asyncio._set_running_loop(self.loop)  # the loop itself stands still while a thread runs
+        thread.turn.acquire()
+        try:
+            if not thread.killed:
+                body()
+        except Ended:
+            pass
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            thread.ended = True
+            self._turn.release()
+
+    def _resume(self, thread: VirtualThread, token: int) -> None:
+        if thread.ended or thread.token != token:
+            return
+        thread.token += 1
+        self._running = thread
+        thread.turn.release()
+        while not self._turn.acquire(timeout=LOOK_SECONDS):
+            pass  # an interrupt is seen between two looks
+        self._running = None
+
+    def _unwind(self) -> None:
+        if self._running is not None:  # interrupted while a thread ran
+            self._turn.acquire()
+            self._running = None
+        for thread in self._threads:
+            thread.killed = True
+            self._resume(thread, thread.token)
+            assert thread.thread is not None
+            thread.thread.join()
+
+
+async def _settle(loop: asyncio.AbstractEventLoop) -> None:
+    """Let cancelled tasks end."""
+    others = [one for one in asyncio.all_tasks(loop) if one is not asyncio.current_task()]
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class VirtualCondition(threading.Condition):
+    """A condition in virtual time: it needs no lock, for only one thread runs."""
+
+    def __init__(self, clock: VirtualTime) -> None:
+        super().__init__()
+        self._clock = clock
+        self._waiting: list[VirtualThread] = []
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Wait until the predicate holds, at most `timeout` seconds; return what it last gave."""
+        until = self._clock.now + (inf if timeout is None else timeout)
+        while not (result := predicate()) and self._clock.now < until:
+            self.wait(until - self._clock.now)
+        return result
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is notified, at most `timeout` seconds; return whether it was."""
+        thread = self._clock.current
+        self._waiting.append(thread)
+        self._clock.wait(inf if timeout is None else timeout)
+        notified = thread not in self._waiting
+        if not notified:
+            self._waiting.remove(thread)
+        return notified
+
+    def notify(self, n: int = 1) -> None:
+        """Wake `n` of those that wait."""
+        for thread in self._waiting[:n]:
+            self._clock.wake(thread)
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        """Wake all that wait."""
+        self.notify(len(self._waiting))
+
+
+class VirtualEvent(threading.Event):
+    """An event in virtual time."""
+
+    def __init__(self, clock: VirtualTime) -> None:
+        super().__init__()
+        self._changed = VirtualCondition(clock)
+
+    def set(self) -> None:
+        """See threading.Event."""
+        super().set()
+        self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See threading.Event."""
+        return bool(self._changed.wait_for(self.is_set, timeout))
+
+
+class VirtualExecutor:
+    """An executor that does its jobs inline in the loop, each at the end of its time."""
+
+    def __init__(self, process: VirtualEnvironment, capacity: int, failed: Callable[[BaseException], None]) -> None:
+        self._process, self._capacity, self._failed = process, capacity, failed
+        self.seconds = 0.0
+        self._jobs: deque[tuple[Callable[[], None], float]] = deque()
+        self._free_at, self._closed = 0.0, False
+
+    def submit(self, job: Callable[[], None], values: int = 0) -> bool:
+        """See Executor."""
+        if self._closed or len(self._jobs) >= self._capacity:
+            return False
+        clock, seconds = self._process.clock, self._process.codec_seconds(values) if values else 0.0
+        self._free_at = max(self._free_at, clock.now) + seconds
+        self._jobs.append((job, seconds))
+        clock.call_at(self._free_at, self._do_next)
+        return True
+
+    def _do_next(self) -> None:
+        if not self._jobs:
+            return  # done by `close`
+        job, seconds = self._jobs.popleft()
+        self.seconds += seconds
+        try:
+            job()
+        except Exception as error:
+            self._failed(error)
+
+    def close(self, timeout_seconds: float = 5.0) -> bool:
+        """See Executor: what waits is done at once."""
+        self._closed = True
+        while self._jobs:
+            self._do_next()
+        return True
+
+
+class _VirtualLoopThread:
+    """A network thread in virtual time: a task of the run's loop."""
+
+    def __init__(self, process: VirtualEnvironment, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._over = process.event()
+        self.task = process.clock.loop.create_task(main())
+        self.task.add_done_callback(lambda _: self._over.set())
+
+    def join(self, timeout_seconds: float) -> None:
+        """See LoopThread."""
+        self._over.wait(timeout_seconds)
+
+
+class VirtualEnvironment:
+    """The environment of one process of a virtual run.
+
+    network: the hubs that can be dialled, by address; shared by the processes of a run.
+    codec_seconds: the time of a job that encodes, decodes or adds so many values.
+    """
+
+    def __init__(self, clock: VirtualTime, network: dict[str, MemoryHub], tick_seconds: float = 0.05) -> None:
+        self.clock, self.network, self.tick_seconds = clock, network, tick_seconds
+        self.codec_seconds: Callable[[int], float] = lambda values: 0.0
+        self.make_hub: Callable[[], MemoryHub] = lambda: MemoryHub(None, 1 << 20)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def cpu_seconds(self) -> float:
+        """See Environment: work takes modelled time alone."""
+        return 0.0
+
+    def executor(self, name: str, capacity: int, failed: Callable[[BaseException], None]) -> Executor:
+        """See Environment."""
+        return VirtualExecutor(self, capacity, failed)
+
+    def condition(self) -> threading.Condition:
+        """See Environment."""
+        return VirtualCondition(self.clock)
+
+    def event(self) -> threading.Event:
+        """See Environment."""
+        return VirtualEvent(self.clock)
+
+    def start(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> LoopThread:
+        """See Environment."""
+        thread = _VirtualLoopThread(self, main)
+        self._tasks.append(thread.task)
+        return thread
+
+    def dial(self, address: str, peer: PeerId) -> Channel:
+        """See Environment."""
+        return self.network[address].connect(peer)
+
+    def listen(self, address: str) -> HubChannel:
+        """See Environment."""
+        self.network[address] = hub = self.make_hub()
+        return hub
+
+    def begin(self, name: str, body: Callable[[], None], at: float = 0.0) -> VirtualThread:
+        """Have a thread of this process begin at a time."""
+
+        def live() -> None:
+            enter(self)
+            body()
+
+        return self.clock.start(name, live, at)
+
+    def kill(self) -> None:
+        """End the loops of this process where they stand."""
+        for task in self._tasks:
+            task.cancel()
