@@ -57,3 +57,13 @@ def reduced_to(algorithm: str, arrays: Sequence[Values], op: Reduction, root: in
     result = pair(places, op) if algorithm == "tree" else fold([*places[1:], places[0]], op)
     op.finish(result, len(arrays))
     return result
+
+
+class Names:
+    """What a machine of one rank asks its communicator."""
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def doing(self) -> str:
+        return "this"

@@ -17,6 +17,8 @@ from zmqtrain.collectives.reductions import find_reduction
 from zmqtrain.collectives.wire import COPIED_BELOW_BYTES, Head, Kind
 from zmqtrain.core.errors import CollectiveMismatch, FramingError
 
+from orders import Names
+
 INT = np.dtype(np.int64)
 
 
@@ -28,7 +30,7 @@ class Net:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.machines = [Calls(rank, size, lambda rank: f"rank {rank}", lambda: "this") for rank in range(size)]
+        self.machines = [Calls(rank, size, Names()) for rank in range(size)]
         self.queues: dict[tuple[int, int], deque[Any]] = {}
         self.errors: dict[int, Exception] = {}
 
@@ -163,7 +165,7 @@ def test_one_rank_that_calls_something_else_is_found_out(size: int, seed: int, d
 
 
 def test_what_no_rank_of_ours_says_is_refused() -> None:
-    machine = Calls(0, 2, str, lambda: "this")
+    machine = Calls(0, 2, Names())
     with pytest.raises(FramingError, match="at call"):
         machine.hear(1, Head(Kind.PART, number=1 << 40), None)
     with pytest.raises(FramingError, match="bytes of"):

@@ -15,6 +15,8 @@ from zmqtrain.collectives.matching import ANY_SOURCE, ANY_TAG, Finding, Matching
 from zmqtrain.collectives.wire import Head, Kind
 from zmqtrain.core.errors import FramingError, PeerLost
 
+from orders import Names
+
 RANKS = 2
 BYTES = (0, 8, 32_000, 70_000, 5_000_000)
 
@@ -23,7 +25,7 @@ class Net:
     """Machines of all ranks, and the ordered queues between them."""
 
     def __init__(self) -> None:
-        self.machines = [Matching(rank, str) for rank in range(RANKS)]
+        self.machines = [Matching(rank, Names()) for rank in range(RANKS)]
         self.queues: dict[tuple[int, int], deque[Any]] = {(a, b): deque() for a in range(RANKS) for b in range(RANKS)}
 
     def collect(self) -> None:

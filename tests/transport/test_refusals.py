@@ -41,7 +41,7 @@ def test_what_happens_in_normal_life_is_counted_and_not_said(caplog: pytest.LogC
 def test_who_was_turned_away_more_than_a_minute_ago_is_no_news() -> None:
     async def main() -> None:
         clock = VirtualClock()
-        refusals = Refusals("the port", clock=clock.monotonic)
+        refusals = Refusals("the port", clock=clock)
         for _ in range(100):
             refusals.count("handshake")
         clock.now += RECENT_SECONDS / 2

@@ -16,16 +16,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zmqtrain.collectives.algorithms import HUB, Receive, Send, Steps
 from zmqtrain.collectives.arrays import as_bytes, dtype_code
-from zmqtrain.collectives.matching import Outgoing
+from zmqtrain.collectives.matching import Outgoing, Ranks
 from zmqtrain.collectives.wire import CONFIRM, COPIED_BELOW_BYTES, Head, Kind, digest
 from zmqtrain.core.errors import CollectiveMismatch, FramingError, OperationError, ZmqTrainError
 from zmqtrain.core.types import MAX_FRAME_BYTES
@@ -180,13 +180,17 @@ class Call:
         return tuple(to for to, stream in self._streams.items() if not stream.is_done)
 
 
+class Member(Ranks, Protocol):
+    """What the calls of a rank ask its communicator, for messages of errors."""
+
+    def doing(self) -> str:
+        """Say what this rank did last."""
+
+
 class Calls:
-    """One rank's part of the collectives of a communicator.
+    """One rank's part of the collectives of a communicator, its `member`."""
 
-    name(rank): what people call it, for messages.  doing(): what this rank did last, in words.
-    """
-
-    def __init__(self, rank: int, size: int, name: Callable[[int], str], doing: Callable[[], str]) -> None:
+    def __init__(self, rank: int, size: int, member: Member) -> None:
         self.rank, self.size = rank, size
         self.outgoing: list[Outgoing] = []
         self.finished: list[Call] = []
@@ -198,7 +202,7 @@ class Calls:
         """How often all others were asked; each answers each time, in order."""
         self.answered: dict[int, int] = {}
         """By rank, how often it has."""
-        self._name, self._doing = name, doing
+        self._name, self._doing = member.name, member.doing
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, str] = {}
         self._theirs: dict[int, dict[int, str]] = {}  # by number and rank: calls that this rank has not made yet

@@ -269,8 +269,8 @@ class Group:
         self._endpoint = post
         self.traffic = Traffic()
         self.broken: ZmqTrainError | None = None
-        self.calls = Calls(self.rank, self.size, self.name, self._say_doing)
-        self.matching = Matching(self.rank, self.name)
+        self.calls = Calls(self.rank, self.size, self)
+        self.matching = Matching(self.rank, self)
         self._gone: dict[int, PeerLost] = {}  # who has closed its communicator; the hub
         self._last = ""
         self._doing: Call | Transfer | None = None  # what it did last, as long as that goes on
@@ -519,7 +519,8 @@ class Group:
         missing = "which has not made this call; " if isinstance(doing, Call) and number < doing.number else ""
         return f"{self.name(rank)}, {missing}the last it did: {did}"
 
-    def _say_doing(self) -> str:
+    def doing(self) -> str:
+        """Say what this rank did last."""
         if self._doing is None:
             return f"{self._last}, which has ended" if self._last else "nothing yet"
         ranks = self._doing.waits_for if isinstance(self._doing, Call) else ()

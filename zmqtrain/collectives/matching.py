@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,17 +149,20 @@ CLOSING = 2
 _ENVELOPE_BYTES = 64  # what an empty message counts for
 
 
+class Ranks(Protocol):
+    """Names of the ranks, for messages of errors."""
+
+    def name(self, rank: int) -> str:
+        """Return what people call a rank."""
+
+
 class Matching:
-    """One rank's side of all messages between ranks.
+    """One rank's side of all messages between ranks."""
 
-    name(rank): what people call it, for messages.
-    """
-
-    def __init__(self, rank: int, name: Callable[[int], str]) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        self.rank, self._name = rank, ranks.name
         self.outgoing: list[Outgoing] = []
         self.finished: list[Transfer] = []
-        self._name = name
         self._number = 0
         self._closing = False
         self._sending: dict[int, Sending] = {}  # offered, by number

@@ -43,10 +43,10 @@ class Request(Protocol):
 
 
 class Completion:
-    """The `on_complete` of one operation. finish(error, value): what the first call does."""
+    """The `on_complete` of one operation: the first call finishes it."""
 
-    def __init__(self, operation: str, finish: Callable[[BaseException | None, Any], None]) -> None:
-        self._operation, self._finish = operation, finish
+    def __init__(self, engine: Engine, operation: Operation) -> None:
+        self._engine, self._operation = engine, operation
         self._once = threading.Lock()  # acquired by the first call, for good
 
     def __call__(self, error: object = None, value: Any = None) -> None:
@@ -57,13 +57,13 @@ class Completion:
             what = f"on_complete got {error!r} for an error: pass an exception, or on_complete(value=...)"
             is_first = self.end(EngineError(what))
         if not is_first:
-            raise EngineError(f"on_complete of {self._operation} was called twice")
+            raise EngineError(f"on_complete of {self._operation.name} was called twice")
 
     def end(self, error: BaseException | None, value: Any = None) -> bool:
         """End the operation; False if it has ended before."""
         if not self._once.acquire(blocking=False):
             return False
-        self._finish(error, value)
+        self._engine.finish(self._operation, error, value)
         return True
 
 
@@ -310,7 +310,7 @@ class Engine:
         self._inside.operation = operation
         error: BaseException | None = None
         value = None
-        completion = Completion(operation.name, partial(self._finish, operation, track=None)) if is_async else None
+        completion = Completion(self, operation) if is_async else None
         try:
             value = fn(completion) if is_async else fn()
         except BaseException as raised:
@@ -318,12 +318,15 @@ class Engine:
         finally:
             self._inside.operation = None
         if completion is None:
-            self._finish(operation, error, value, track=threading.current_thread().name)
+            self.finish(operation, error, value, track=threading.current_thread().name)
         elif error is not None and not completion.end(error):
             logger.error("%s raised after it had called on_complete", operation.name, exc_info=error)
         error = None  # its traceback holds this frame: without a circle both go when nobody holds the error
 
-    def _finish(self, operation: Operation, error: BaseException | None, value: Any, *, track: str | None) -> None:
+    def finish(
+        self, operation: Operation, error: BaseException | None, value: Any, *, track: str | None = None
+    ) -> None:
+        """End an operation. track: the name of the thread that ran it; None if it ended later."""
         ended = time.monotonic()
         if error is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"in {operation.name}, an operation of {self.name}")

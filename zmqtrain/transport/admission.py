@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf
 
+from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.types import Buffer, Lane, PeerId
-from zmqtrain.transport.pacing import is_peer_id
+from zmqtrain.transport.pacing import Gate, is_peer_id
 
 _LANE_BYTES = {Lane.CONTROL: b"C", Lane.BULK: b"B"}
 _LANES = {value: lane for lane, value in _LANE_BYTES.items()}
@@ -113,15 +114,10 @@ NORMAL = frozenset({"life", "unfinished"})
 
 
 class Refusals:
-    """The refusals at one port, in its loop. told: called at each.  counts: by reason, since the beginning.
+    """The refusals at one port, in its loop. news: opened at each.  counts: by reason, since the beginning."""
 
-    clock: seconds; never goes back.
-    """
-
-    def __init__(
-        self, where: str, told: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._where, self._told, self._clock = where, told, clock
+    def __init__(self, where: str, news: Gate | None = None, clock: Clock = time) -> None:
+        self._where, self._news, self._clock = where, news or Gate(), clock
         self._recent: deque[tuple[float, int]] = deque()  # the beginnings of spans of GRAIN_SECONDS, with counts
         self.counts: Counter[str] = Counter()
         self._unsaid: Counter[str] = Counter()
@@ -133,15 +129,15 @@ class Refusals:
         self.counts[reason] += 1
         if reason in NORMAL:
             logger.debug("%s: a %s (%s)", self._where, REASONS[reason][0], whose)
-            return self._told()
+            return self._news.open()
         self._unsaid[reason] += 1
-        now = self._clock()
+        now = self._clock.monotonic()
         if not self._recent or now - self._recent[-1][0] >= GRAIN_SECONDS:
             self._recent.append((now, 0))
         self._recent[-1] = self._recent[-1][0], self._recent[-1][1] + 1
         if whose:
             self._last[reason] = whose
-        self._told()
+        self._news.open()
         if self._timer is None:
             self._say()
             self._timer = asyncio.get_running_loop().call_later(SAY_SECONDS, self._say_again)
@@ -149,7 +145,7 @@ class Refusals:
     @property
     def recent(self) -> int:
         """How many there were in the last minute, but for what happens in normal life."""
-        while self._recent and self._clock() - self._recent[0][0] > RECENT_SECONDS:
+        while self._recent and self._clock.monotonic() - self._recent[0][0] > RECENT_SECONDS:
             self._recent.popleft()
         return sum(count for _, count in self._recent)
 

@@ -28,6 +28,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import zmq
 import zmq.utils.garbage  # at the interpreter's end it lets go what is on its way uncopied: after who closes then
@@ -72,17 +73,26 @@ _ENDS = {
 _WATCHED = sum(_ENDS) | _GONE
 
 
+class ConnectionListener(Protocol):
+    """What a `ConnectionWatch` reports to, in the running loop; it may close the watch at once."""
+
+    def on_connection_lost(self) -> None:
+        """Record that an established connection has ended."""
+
+    def on_handshake(self, how: str) -> None:
+        """Record how a handshake ended.
+
+        "": it succeeded.  "key": this key is not authorised there.  "handshake": the two do not understand each other
+        (after these two libzmq does not try again).  "broken": the other end closed the connection, as a hub does that
+        has other keys or wants some, or that is just ending.
+        """
+
+
 class ConnectionWatch:
-    """The watch over the connections of one socket, in the running loop. lost: called there at each loss.
+    """Watches the connections of one socket for its listener, in the running loop."""
 
-    ended: called at the end of each handshake, with "" if it succeeded, "key" if the other end knows this key and does
-    not let it in, "handshake" if the two do not understand each other (after these libzmq does not try again), "broken"
-    if the other end ended the connection in its midst: so does a hub that has other keys or wants some,
-    and one that is just ending.
-    """
-
-    def __init__(self, socket: zmq.SyncSocket, lost: Callable[[], None], ended: Callable[[str], None]) -> None:
-        self._socket, self._lost, self._ended, self._loop = socket, lost, ended, asyncio.get_running_loop()
+    def __init__(self, socket: zmq.SyncSocket, listener: ConnectionListener) -> None:
+        self._socket, self._listener, self._loop = socket, listener, asyncio.get_running_loop()
         self._there = self._closed = False
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._descriptor = self._monitor.FD
@@ -94,10 +104,10 @@ class ConnectionWatch:
             event = struct.unpack("=HI", self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
             if event != _GONE:
                 self._there = self._there or event == _SUCCEEDED
-                self._ended(_ENDS[event])
+                self._listener.on_handshake(_ENDS[event])
             elif self._there:
                 self._there = False
-                self._lost()
+                self._listener.on_connection_lost()
 
     def close(self) -> None:
         """End the watch; before its socket is closed."""
@@ -437,7 +447,8 @@ class DealerChannel:
             self._refused = how
             self._news.open()
 
-    def _handshake_ended(self, how: str) -> None:
+    def on_handshake(self, how: str) -> None:
+        """See `ConnectionListener`."""
         if how == "handshake" and self._tries_found_key:
             return self._leave_key_out()
         if how == "":
@@ -481,7 +492,7 @@ class DealerChannel:
             socket.probe_router = 1
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS, _RECONNECT_MAX_MILLISECONDS
             self._configure(socket)
-            self._watches.append(ConnectionWatch(socket, self._gone, self._handshake_ended))
+            self._watches.append(ConnectionWatch(socket, self))
             socket.ipv6 = ":" in parse_address(self.address)[0]
             try:
                 socket.connect(self.address)
@@ -496,7 +507,8 @@ class DealerChannel:
         goodbye, perhaps) is received."""
         self._told = told
 
-    def _gone(self) -> None:
+    def on_connection_lost(self) -> None:
+        """See `ConnectionListener`."""
         if any(port.readable for port in self._ports.values()):
             self._untold = True
             self._incoming.open()
@@ -687,12 +699,12 @@ class RouterChannel:
         limits = replace(limits, total=descriptor_room(limits.total))
         context: zmq.Context[zmq.SyncSocket] = zmq.Context()
         news = Gate()
-        refusals = Refusals(f"the port at {address}", news.open)
+        refusals = Refusals(f"the port at {address}", news)
         handler = None
         if admission is not None:
-            handler = ZapHandler(context, admission, lambda whose: refusals.count("key", whose))
+            handler = ZapHandler(context, admission, refusals)
         socket = open_socket(context, zmq.ROUTER, _ROUTER_SENDS, _ROUTER_RECEIVES)
-        doorway = Doorway(socket, limits, refusals, news.open)
+        doorway = Doorway(socket, limits, refusals, news)
         channel = cls(context, socket, doorway, refusals, admission, handler, news)
         doorway.gone = channel._gone
         try:
@@ -824,7 +836,7 @@ class RouterChannel:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             seconds = self._doorway.connections.limits.handshake_seconds
-            if lane is Lane.BULK and self._seats.awaits(peer, lane, seconds, self._doorway.clock()):
+            if lane is Lane.BULK and self._seats.awaits(peer, lane, seconds, self._doorway.clock.monotonic()):
                 raise ChannelFull(f"the {lane.name} lane to {peer} is not there yet") from error
             raise PeerLost(peer) from error
 
@@ -913,7 +925,7 @@ class RouterChannel:
             seat.told = True
             logger.info("%s comes with the key of %s", _name_in_a_log(peer), name)
         self._speakers[descriptor] = speaker
-        self._seats.note_lane(peer, lane, self._doorway.clock())
+        self._seats.note_lane(peer, lane, self._doorway.clock.monotonic())
         self._doorway.connections.proved(descriptor)
         if (seat := self._seats.get(peer)) is not None and seat.spoke:
             self._doorway.connections.spoke(descriptor)

@@ -33,15 +33,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 import zmq.utils.z85
 from zmq.auth.certs import load_certificate
 
 from zmqtrain.core.errors import ConfigError
+from zmqtrain.core.interfaces import Clock
 from zmqtrain.core.specs import require_kind
 from zmqtrain.transport.admission import Admission, Refusals
-from zmqtrain.transport.pacing import Connection, ConnectionLimits, Connections, Cut
+from zmqtrain.transport.pacing import Connection, ConnectionLimits, Connections, Cut, Gate
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +217,15 @@ _ACCEPTED, _DISCONNECTED, _CLOSED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCO
 _NUMBERS = itertools.count()
 
 
-class _Reader:
-    """Hand on what comes at a socket of this process (inproc), in the running loop."""
+class _Taker(Protocol):
+    def take(self, frames: list[bytes]) -> None: ...
 
-    def __init__(self, socket: zmq.SyncSocket, take: Callable[[list[bytes]], None]) -> None:
-        self._socket, self._take = socket, take
+
+class _Reader:
+    """Reads a socket of this process (inproc) in the running loop, for `taker`."""
+
+    def __init__(self, socket: zmq.SyncSocket, taker: _Taker) -> None:
+        self._socket, self._taker = socket, taker
         self._loop = asyncio.get_running_loop()
         self._descriptor = socket.FD
         self._loop.add_reader(self._descriptor, self.read)
@@ -229,7 +235,7 @@ class _Reader:
         """Take all that is here (its descriptor is edge-triggered)."""
         with contextlib.suppress(zmq.Again):
             while not self._socket.closed:
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+                self._taker.take(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def close(self) -> None:
         if not self._loop.is_closed():
@@ -238,22 +244,21 @@ class _Reader:
 
 
 class ZapHandler:
-    """Answers for a context which CURVE keys come in.  admission: who does.  refused: told the address of who does not.
+    """Tells libzmq which CURVE keys are authorised in a context; counts the others in `refusals`.
 
     Made before the socket that it guards is bound; there is one in a context.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.SyncSocket], admission: Admission, refused: Callable[[str], None]
-    ) -> None:
-        self._admission, self._refused = admission, refused
+    def __init__(self, context: zmq.Context[zmq.SyncSocket], admission: Admission, refusals: Refusals) -> None:
+        self._admission, self._refusals = admission, refusals
         self._waiting: deque[list[bytes]] = deque()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind(ZAP_ADDRESS)
-        self._reader = _Reader(self._socket, self._take)
+        self._reader = _Reader(self._socket, self)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def take(self, frames: list[bytes]) -> None:
+        """Answer one request of libzmq, or keep it until the admission is known."""
         # routing id, "", version, request id, domain, address, identity, mechanism, the public key
         if len(frames) != 9 or frames[2] != b"1.0" or frames[7] != b"CURVE":
             return
@@ -275,7 +280,7 @@ class ZapHandler:
             status = [b"200", b"", key.encode(), b""]
         else:
             status = [b"400", b"this key is not authorised", b"", b""]
-            self._refused(address.decode("ascii", "replace"))
+            self._refusals.count("key", address.decode("ascii", "replace"))
         with contextlib.suppress(zmq.ZMQError):  # who asked is gone
             self._socket.send_multipart([routing_id, b"", version, request, *status], zmq.NOBLOCK)
 
@@ -311,10 +316,9 @@ class _Duplicates:
 
 
 class Doorway:
-    """The connections of a bound socket, as its monitor tells of them; cuts those that are too many.
+    """The connections of a bound socket, as its monitor reports them; cuts those that are too many.
 
-    gone: called with the descriptor of a connection that has ended.  told: called when one has begun or ended.
-    clock: seconds; never goes back.
+    gone: called with the descriptor of a connection that has ended.  news: opened when one has begun or ended.
     """
 
     def __init__(
@@ -322,32 +326,33 @@ class Doorway:
         socket: zmq.SyncSocket,
         limits: ConnectionLimits,
         refusals: Refusals,
-        told: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        news: Gate,
+        clock: Clock = time,
     ) -> None:
         self.connections = Connections(limits)
         self.gone: Callable[[int], None] = lambda descriptor: None
-        self._socket, self._refusals, self._told, self.clock = socket, refusals, told, clock
+        self._socket, self._refusals, self._news, self.clock = socket, refusals, news, clock
         address = f"inproc://zmqtrain-monitor-{next(_NUMBERS)}"
         socket.monitor(address, _ACCEPTED | _DISCONNECTED | _CLOSED | _FAILED)
         monitor = socket.context.socket(zmq.PAIR)
         monitor.rcvhwm = 0  # no bound: libzmq's own thread would wait for us
         monitor.connect(address)
         self._duplicates = _Duplicates()
-        self._reader = _Reader(monitor, self._take)
+        self._reader = _Reader(monitor, self)
 
     def look(self) -> None:
-        """Take note of what has happened up to now."""
+        """Record the events up to now."""
         self._reader.read()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def take(self, frames: list[bytes]) -> None:
+        """Record one event of the monitor."""
         event, value = struct.unpack("=HI", frames[0])
         if event == _ACCEPTED:
             self._accepted(value)
         elif event in (_DISCONNECTED, _CLOSED):
             self.connections.closed(value)
             self.gone(value)
-            self._told()
+            self._news.open()
         elif event & _FAILED and event != _REFUSED:  # that was counted by who refused it
             self._refusals.count("unfinished" if event == _UNFINISHED else "handshake")
 
@@ -357,9 +362,9 @@ class Doorway:
                 address, port = connection.getpeername()[:2]
         except OSError:  # it is gone already
             return
-        for cut in self.connections.accepted(descriptor, address.removeprefix("::ffff:"), port, self.clock()):
+        for cut in self.connections.accepted(descriptor, address.removeprefix("::ffff:"), port, self.clock.monotonic()):
             self._shut(cut)
-        self._told()
+        self._news.open()
 
     def _shut(self, cut: Cut) -> None:
         self._refusals.count(cut.reason, cut.connection.address)
