@@ -234,7 +234,7 @@ def _hub_messages() -> list[Any]:
 def _run_peer(data: bytes) -> int:
     """Tell a node's machine anything: it says what can be written, and ends only by what its caller is to be told."""
     choice, records = read_session(data)
-    peer = Peer(PeerId("pc-0#00"), "pc-0", observer=choice % 5 == 4)
+    peer = Peer(PeerId("pc-0#00"), "pc-0", role="observer" if choice % 5 == 4 else "node")
     assembler, now, count, sequence = Assembler(1 << 40), 0.0, 0, 0
     effects = [*peer.start(now), *peer.join(MODEL, now)]
     with suppress(ConfigError):  # the settings of a hub that this version does not know: the node says so, and ends

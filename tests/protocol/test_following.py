@@ -80,14 +80,14 @@ def test_who_did_not_apply_what_came_or_got_it_spoiled_holds_nothing_until_a_sna
 
 def test_a_fresh_beginning_stays_ordered_through_whatever_is_cut_short():
     following = at(3)
-    following.begin_anew(warm=True)
+    following.restart(warm=True)
     assert following.fetch() == -1
     following.announce(snapshot(4, 1001))
     following.lose()
     following.announce(snapshot(4, 1002))
     whole = following.whole(1002)
     assert whole.reset and whole.warm
-    following.begin_anew(warm=False), following.begin_anew(warm=True)
+    following.restart(warm=False), following.restart(warm=True)
     following.announce(snapshot(4, 1003))
     whole = following.whole(1003)
     assert whole.reset and not whole.warm, "it was ordered to begin with a fresh optimizer before"
@@ -96,7 +96,7 @@ def test_a_fresh_beginning_stays_ordered_through_whatever_is_cut_short():
 def test_who_is_told_to_begin_anew_when_the_answer_that_it_has_all_is_on_its_way_fetches_once_more():
     following = at(3)
     assert following.fetch() == 3
-    following.begin_anew(warm=True)
+    following.restart(warm=True)
     assert following.announce(snapshot(3, 1001, sizes=())) is Step.FETCH and following.fetch() == -1
     following.announce(snapshot(3, 1002))
     assert following.whole(1002).reset

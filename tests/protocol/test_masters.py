@@ -113,7 +113,7 @@ def test_a_master_at_what_is_no_address_is_refused(address):
 
 def test_a_master_of_another_run_is_refused_and_tries_again():
     hub, settings = hub_of(), RunSettings(masters=3).to_dict()
-    peer = Peer("m#1", "master 1/3", claim=Claim(1, "tcp://one:5556"))
+    peer = Peer("m#1", "master 1/3", role=Claim(1, "tcp://one:5556"))
     peer.start(0.0)
     peer.receive(Welcome("run-0", 4, settings, masters=("", "", "")), 0.0)
     peer.receive(Goodbye(), 0.0)
@@ -271,7 +271,7 @@ def test_the_end_of_a_shard_is_said_when_all_have_drained():
 def test_a_master_ends_with_the_run_and_waits_after_any_other_goodbye():
     settings = RunSettings(masters=3).to_dict()
     for reason, state in ((RUN_OVER, PeerState.CLOSED), ("the broker was stopped", PeerState.CONNECTING)):
-        peer = Peer("m#1", "master 1/3", claim=Claim(1, "tcp://one:1"))
+        peer = Peer("m#1", "master 1/3", role=Claim(1, "tcp://one:1"))
         (send,) = peer.start(0.0)
         assert (send.message.role, send.message.shard, send.message.address) == ("master", 1, "tcp://one:1")
         peer.receive(Welcome("run-1", 4, settings, masters=("", "", "")), 0.0)

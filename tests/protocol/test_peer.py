@@ -53,7 +53,7 @@ def test_a_message_moves_the_state_as_the_table_says_and_else_it_is_ignored(stat
 
 @pytest.mark.parametrize("order", [None, Promote(), Stop()])
 def test_an_operator_says_the_order_with_each_hello(order):
-    peer = Peer("a#1", "a", observer=True, order=order)
+    peer = Peer("a#1", "a", role=order)
     said = [type(effect.message) for effect in peer.start(0.0)]
     assert said == ([Hello] if order is None else [Hello, type(order)])
     peer.receive(Refused("standby", "not the hub"), 0.1)

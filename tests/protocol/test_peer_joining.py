@@ -52,7 +52,7 @@ def test_who_loses_its_connection_says_hello_at_once_over_a_new_one():
 
 
 def test_an_observer_says_so():
-    assert Peer("a#1", "a", observer=True).start(0.0) == [Send(Hello("a", "observer"))]
+    assert Peer("a#1", "a", role="observer").start(0.0) == [Send(Hello("a", "observer"))]
 
 
 def test_the_runs_settings_are_adopted():

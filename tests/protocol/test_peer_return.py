@@ -36,7 +36,7 @@ def test_on_its_return_a_node_withdraws_what_the_hub_does_not_have():
     peer = live(5, in_flight=(0, 1, 2, 3))
     peer.receive(Goodbye(), 0.0)
     effects = peer.receive(welcome(6, landed=((0, 6),), accepted=(2,)), 1.0)
-    lost = [Withdraw(s, "lost", "the connection was lost on its way") for s in (1, 3)]
+    lost = [Withdraw(s, "lost", "the connection was lost in flight") for s in (1, 3)]
     assert effects == [*lost, Send(Fetch(5, WIRE))]
     assert peer.in_flight == {0, 2}
     message = snapshot(6, ((0, 6),))

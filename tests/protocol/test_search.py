@@ -17,7 +17,7 @@ def attempts(search, count, now=0.0):
     for _ in range(count):
         while not search.is_due(now):
             now += 0.01
-        found.append(search.anew())
+        found.append(search.next_address())
         search.began(now)
     return found, now
 
@@ -33,7 +33,7 @@ def test_an_attempt_is_given_its_time_and_the_times_grow_until_somebody_answers(
     assert not search.is_due(ANSWER_SECONDS - 0.01) and search.is_due(ANSWER_SECONDS + FIRST_BACKOFF_SECONDS)
     _, began = attempts(search, 20)
     assert not search.is_due(began) and search.is_due(began + ANSWER_SECONDS + LONGEST_BACKOFF_SECONDS)
-    search.answered()
+    search.backoff.reset()
     search.began(100.0)
     assert search.is_due(100.0 + ANSWER_SECONDS + FIRST_BACKOFF_SECONDS)
 
@@ -72,9 +72,9 @@ def test_a_hub_that_is_lost_is_looked_for_where_it_was_first_and_one_that_is_not
     search = Search("a", [FIRST, SECOND])
     attempts(search, 1)
     search.lost(5.0, elsewhere=False)
-    assert not search.is_due(4.9) and search.is_due(5.0) and search.anew() is None
+    assert not search.is_due(4.9) and search.is_due(5.0) and search.next_address() is None
     search.lost(5.0, elsewhere=True)
-    assert search.anew() == SECOND
+    assert search.next_address() == SECOND
     alone = Search("a", [FIRST])
     alone.lost(5.0, elsewhere=True)
-    assert alone.anew() is None, "there is no other"
+    assert alone.next_address() is None, "there is no other"

@@ -245,7 +245,7 @@ def test_a_node_that_lets_its_hub_go_on_says_so_at_once_and_to_the_standby():
     peer.gone(1.0)
     (send,) = peer.tick(1.0)
     assert send.message.without == 4
-    looks_on = Peer("o#1", "o", observer=True)
+    looks_on = Peer("o#1", "o", role="observer")
     assert looks_on.receive(replace(hub.roster(0.0), hub={"without": 4}), 0.5) == []
 
 

@@ -23,8 +23,8 @@ from zmqtrain.session.hub_session import HubSession, NullListener, ProcessPeer
 ID = PeerId("one#1")
 ROLES = {
     "node": lambda: Peer(ID, "one", incarnation=7),
-    "observer": lambda: Peer(ID, "one", observer=True, incarnation=7),
-    "shard's broker": lambda: Peer(ID, "one", claim=Claim(1, "tcp://b:1"), incarnation=1),
+    "observer": lambda: Peer(ID, "one", role="observer", incarnation=7),
+    "shard's broker": lambda: Peer(ID, "one", role=Claim(1, "tcp://b:1"), incarnation=1),
     "standby": lambda: Follower(ID, "one", "tcp://10.0.0.2:5555", 7),
     "group member": lambda: ProcessPeer(ID, "one"),
     "parameter-server client": lambda: ProcessPeer(ID, "one", comes_again=True),

@@ -261,7 +261,7 @@ class _Rival:
     def __init__(self, access: Access, address: str, run: str, term: int) -> None:
         self.address = address
         peer = PeerId(f"first#{secrets.token_hex(4)}")
-        self.peer = Peer(peer, "the first broker", observer=True, incarnation=1)
+        self.peer = Peer(peer, "the first broker", role="observer", incarnation=1)
         self.peer.run, self.peer.term = run, term
         self._link = HubSession(
             lambda: access.connect(address, peer), self.peer, address, NullListener(), meanwhile="The run is served on"
@@ -538,7 +538,7 @@ class Registration(_FirstSession):
         self.place, self.address = place, address
         self.name = f"master {place.shard}/{place.masters}"
         peer = PeerId(f"master-{place.shard}#{secrets.token_hex(4)}")
-        self.peer = Peer(peer, self.name, claim=Claim(place.shard, address), incarnation=1)
+        self.peer = Peer(peer, self.name, role=Claim(place.shard, address), incarnation=1)
         super().__init__(self.peer, place, access, "Its shard is served on")
         self._reminded_at = self._not_over_at = clock.monotonic()
         self._link.start()

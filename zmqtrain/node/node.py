@@ -63,7 +63,7 @@ from zmqtrain.protocol.messages import (
     WorkRequest,
     WorkUnit,
 )
-from zmqtrain.protocol.peer import Peer, PeerState
+from zmqtrain.protocol.peer import Peer, PeerRole, PeerState
 from zmqtrain.session.connect_deadline import REFUSED_SECONDS
 from zmqtrain.session.events import NodeEvents
 from zmqtrain.session.hub_session import HubSession, NullListener, Solitude
@@ -268,9 +268,10 @@ class Node(NullListener):
         self.options, self.environment = options, environment
         self.clock, self.name, self.peer_id = environment.clock, options.name, options.peer
         self._events, self._is_first, share = options.events, first is None, options.share
+        role: PeerRole = options.order or ("observer" if options.observer else "node")
         self.peer = Peer(
-            options.peer, options.name, options.observer, share.rate, share.share, exchange=options.exchange,
-            incarnation=options.incarnation, addresses=options.addresses, order=options.order,
+            options.peer, options.name, role, share.rate, share.share, options.exchange, options.incarnation,
+            options.addresses,
         )  # fmt: skip
         self._changed = environment.condition()
         self.units = UnitQueue(options.peer, self, environment.condition(), self._events)

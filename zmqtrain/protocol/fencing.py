@@ -32,7 +32,7 @@ SUPERSEDED = (
     "a process of the same id has said Hello later: it was started after this one, perhaps from a copy of its "
     "checkpoint. One of them is enough, and this one ends. To have both, start one without that checkpoint"
 )
-GAP = "messages of it were lost on their way"
+GAP = "messages of it were lost in flight"
 """Why a hub, or a node, begins a connection anew."""
 
 LIFE = 1 << 20

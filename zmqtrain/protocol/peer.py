@@ -1,6 +1,6 @@
 """A node's side of the protocol, without a socket or a clock: messages and `now` go in, effects come out.
 
-Rule 1: `PEER_TRANSITIONS` says what moves which state where; `_move` is the only way from one state to another.
+Rule 1: `PEER_TRANSITIONS` says what moves which state where; `_move` is the only way.
 Rule 2: whatever happens to the hub, training goes on: the machine falls back to CONNECTING and says Hello again.
 Rule 3: `Search` says when and where: each attempt has the time of an answer plus a random time whose bound doubles, so
 that the nodes that lost one hub do not all return at once. The next attempt makes new connections, because the old one
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zmqtrain.core.errors import LocalProtocolError
 from zmqtrain.core.settings import RunSettings
@@ -53,15 +53,22 @@ from zmqtrain.protocol.messages import (
 )
 from zmqtrain.protocol.schedules import Timetable, schedule_from_plain
 
-ANSWER_SECONDS = 0.5
-"""So long an answer may take before anything else is tried."""
+ANSWER_SECONDS = 0.5  # that an answer may take before anything else is tried
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.25, 1.5
-"""The bounds of the random time: at first, and in the end. With the time of an answer the longest attempt is 2 s: a hub
-that is back must be heard of soon."""
+"""Bounds of the random time: at first, and at most. With ANSWER_SECONDS the longest attempt takes 2 s, because a hub
+that is back must be found soon."""
+MOST_LEARNT = 4  # addresses of standbys that a node keeps, the newest
+GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
+"""Pauses before the next Hello: after a Goodbye of the hub, and after a hub that is not believed."""
+HUB = PeerId("hub")
+KEEPS_OPTIMIZER = frozenset({"norm", "again", OVER})
+"""Reasons of a Quarantine or Preempt after which the optimizer goes on: a fresh one makes large deltas again."""
+
+PeerRole = Literal["node", "observer"] | Claim | Promote | Stop
 
 
 class Backoff:
-    """The attempts of one node. seed: another for each node, or they would wait for the same times."""
+    """Durations of the attempts of one node. seed: differs between nodes, so that their times do."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -73,31 +80,31 @@ class Backoff:
         return ANSWER_SECONDS + self._random.uniform(0, bound)
 
     def reset(self) -> None:
-        """Take note that somebody has answered."""
+        """Somebody has answered: the next attempts need not be further apart."""
         self._bound = FIRST_BACKOFF_SECONDS
 
 
-MOST_LEARNT = 4
-"""Addresses of standbys that a node keeps, the newest."""
-
-
 class Search:
-    """A node's search for its hub. given: where that may be, the first one where the node looks first."""
+    """A node's search for its hub.
+
+    given: its possible addresses, the first one tried first. Without any no other address is tried: there is one
+    channel, and its owner knows where it leads.
+    """
 
     def __init__(self, peer: PeerId, given: Sequence[str]) -> None:
         self._given, self._learnt = tuple(given), list[str]()
         self._looks_at = self._given[0] if self._given else ""
-        self._backoff = Backoff(zlib.crc32(peer.encode()))
+        self.backoff = Backoff(zlib.crc32(peer.encode()))
         self._at = 0.0
         self._fresh = True  # the connections: no Hello has gone over them
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the hub is looked for: as given, then the standbys that were heard of."""
+        """Where the hub is looked for: the given addresses, then the standbys heard of."""
         return (*self._given, *self._learnt)
 
     def know(self, standby: str) -> None:
-        """Take note of where a standby of the hub is, or was."""
+        """Record the address of a standby of the hub."""
         if standby and self._given and standby not in self.addresses:
             self._learnt = [*self._learnt, standby][-MOST_LEARNT:]
 
@@ -105,9 +112,9 @@ class Search:
         """Return whether the next attempt begins."""
         return now >= self._at
 
-    def anew(self) -> str | None:
-        """Return the address to which the next attempt makes new connections; "": where they were; None: those that
-        are there were not tried yet."""
+    def next_address(self) -> str | None:
+        """Return the address to which the next attempt connects; "": the same as before; None: the present connections
+        have not been tried yet."""
         if self._fresh:
             return None
         known = self.addresses
@@ -118,22 +125,18 @@ class Search:
         return self._looks_at
 
     def began(self, now: float) -> None:
-        """Take note that a Hello goes out."""
-        self._at, self._fresh = now + self._backoff.next(), False
-
-    def answered(self) -> None:
-        """Take note that somebody has answered: the next attempts need not be further and further apart."""
-        self._backoff.reset()
+        """A Hello goes out."""
+        self._at, self._fresh = now + self.backoff.next(), False
 
     def lost(self, again_at: float, elsewhere: bool) -> None:
-        """Look for the hub again, from then on. elsewhere: not first where it was, if another address is known."""
+        """Look for the hub again, from then on. elsewhere: first at another address, if one is known."""
         self._at, self._fresh = again_at, not (elsewhere and len(self.addresses) > 1)
 
 
 class Step(Enum):
-    """What an announcement asks for."""
+    """What an announcement requires."""
 
-    EXPECT = "let its chunks come"
+    EXPECT = "expect its chunks"
     FETCH = "fetch a snapshot: it is not what comes next"
     NOTHING = "nothing"
 
@@ -148,10 +151,10 @@ class Whole(NamedTuple):
 
 
 class Following:
-    """Where a node stands in its run.
+    """The versions of a run at a node.
 
-    version: of the last aggregate or snapshot that is here whole.  announced: of the last that was announced.
-    confirmed: the hub has said that what this node held is the run's (of a founder: that its parameters are).
+    version: of the last aggregate or snapshot that is here whole.  announced: of the last announcement.  confirmed: the
+    hub has said that what this node held is the run's (of a founder: that the run begins with its parameters).
     """
 
     def __init__(self) -> None:
@@ -163,7 +166,7 @@ class Following:
         self._behind_since: float | None = None
 
     def announce(self, announcement: Aggregate | Snapshot) -> Step:
-        """Take note of an announcement, and return what it asks for."""
+        """Record an announcement, and return what it requires."""
         self._behind_since = None
         if isinstance(announcement, Aggregate):
             if announcement.version != self.announced + 1:
@@ -179,7 +182,7 @@ class Following:
         return Step.EXPECT
 
     def whole(self, transfer: int) -> Whole | None:
-        """Take note that all chunks of an announcement are here; None: it is not awaited any more."""
+        """All chunks of an announcement are here; None: it is not awaited any more."""
         announcement = self._open.pop(transfer, None)
         if announcement is None:
             return None
@@ -191,29 +194,29 @@ class Following:
         return Whole(announcement, reset, warm, first)
 
     def spoiled(self, transfer: int) -> bool:
-        """Take note that what has come is not what was announced; return whether it was awaited."""
+        """A transfer does not match its announcement; return whether it was awaited."""
         awaited = self._open.pop(transfer, None) is not None
         self._missing |= awaited
         return awaited
 
     def dropped(self) -> None:
-        """Take note that what came was not applied: the snapshot may be of the very version that is here."""
+        """An aggregate was not applied: the snapshot may be of the very version that is here."""
         self._missing = True
 
-    def begin_anew(self, warm: bool) -> None:
+    def restart(self, warm: bool) -> None:
         """Start again from the next snapshot, and drop what is pending. warm: the optimizer may go on as it is."""
         self._warm = warm and (self._warm or not self._reset)
         self._reset = True
 
     def fetch(self) -> Version:
-        """Forget what was on its way, and return the version that the node holds, as it says in a Fetch."""
+        """Forget what is in flight, and return the version that the node holds, for its Fetch."""
         if any(one.reset for one in self._open.values() if isinstance(one, Snapshot) and one.version >= 0):
-            self.begin_anew(warm=False)
+            self.restart(warm=False)
         self._open.clear()
         return -1 if self._reset or self._missing else self.version
 
     def lose(self) -> None:
-        """Forget what was on its way: the connection is gone."""
+        """Forget what is in flight: the connection is gone."""
         self._open.clear()
 
     def lags(self, version: Version, patience_seconds: float, now: float) -> bool:
@@ -239,7 +242,7 @@ class PeerState(Enum):
 
 
 class Move(Enum):
-    """What moves a node's state besides what the hub says."""
+    """Causes of a move besides messages of the hub."""
 
     FETCH = "it asks for the run's parameters"
     FETCH_APART = "the same, as one of a population whose run is not founded"
@@ -268,86 +271,76 @@ PEER_TRANSITIONS: dict[tuple[PeerState, type[Message] | Move], PeerState] = {
     **{(state, Move.LOSE): PeerState.CONNECTING for state in (PeerState.CONNECTING, *_WITH_HUB)},
     **{(state, Move.CLOSE): PeerState.CLOSED for state in PeerState},
 }
-"""All moves of a node's state; the machine makes no other. What is said in a state that has no entry for it is ignored.
-A Snapshot of what is not the run's (version -1) moves nothing."""
+"""All moves of a node's state. A message without an entry for the present state is ignored. A Snapshot that is not of
+the run's parameters (version -1) moves nothing."""
 
 
-class PeerBook:
-    """A node's hub, its run, and where it stands in that.
+class Peer:
+    """A node's state machine.
 
-    peer: how the hub knows this node.  name: for people.  observer: only watch.  link, share, exchange: as in
-    Hello.
-    order: of an operator, said after each Hello: Promote to a standby, Stop to a hub; None: nothing.
-    claim: be the master of a shard, who registers with the first and then watches.  founding: the number with which a
-    node founds the shards of several masters: as the first said it, and, at the others, as it is said to them.
-    over: the hub has said so to a master, or to an operator.
-    score: of this node's own parameters, as it last said.
-    timetable: which k and d hold when, from Welcome on.  quarantined_until: until then the hub takes no delta of this
-    node.  held: as in Fetch: what a lost connection has left of a snapshot.
-    incarnation: of the last Hello; what is given is that of the last one that this id has said, in whatever process (0:
-    not fenced).  addresses: where the hub is looked for, in turn; without any no standby is.  term: of the hub that was
-    last believed.  without: as in Hello.  dropped: messages of the hub that were not of now, by what they were.
-    heard, called: as in Welcome.
-    overtaken: what was pending at the checkpoint that this node goes on from has landed since, or will: a former life
-    had offered it; until that is dropped.
+    peer: its id at the hub.  name: for people.  role: "node"; "observer"; the claim of a master that registers a shard
+    with the first and then observes; or an operator's order, sent after each Hello (Promote to a standby, Stop to a
+    hub).  link, share, exchange: as in Hello.  incarnation: of the last Hello that this id has said, in any process
+    (0: not fenced).  addresses: where the hub is looked for, in turn; without any a standby is never tried.
+
+    founding: the number with which a node initializes the shards of several masters: received from the first, sent to
+    the others.  over: the hub has said so to a master, or to an operator.  score: of its own parameters, as last sent.
+    timetable: which k and d hold when, from Welcome on.  quarantined_until: the hub rejects its deltas until then.
+    held: as in Fetch: what a lost connection has left of a snapshot.  term: of the last hub believed.  without, heard,
+    called: as in Hello and Welcome.  dropped: messages of the hub that were not current, by verdict.  run_samples: of
+    all nodes, as the hub last said.  obstacle: what the last broker that was no hub said, "" once one welcomes this
+    peer.  rewound: the version that all have gone back to, -1 if none.  overtaken: what was pending at the checkpoint
+    that this node goes on from has landed since, or will, because a former process offered it; it must be dropped.
     """
 
     def __init__(
         self,
         peer: PeerId,
         name: str,
-        observer: bool = False,
+        role: PeerRole = "node",
         link: float = 0.0,
         share: float = 1.0,
-        claim: Claim | None = None,
         exchange: str = "",
         incarnation: int = 0,
         addresses: Sequence[str] = (),
-        order: Promote | Stop | None = None,
     ) -> None:
-        self.term = self.without = 0
-        self._search, self._following = Search(peer, addresses), Following()
-        self.incarnation, self.dropped = incarnation, Counter[str]()
-        self._connection = Connection(0)
+        self.peer, self.name, self.link, self.share, self.exchange = peer, name, link, share, exchange
+        self.observer = role != "node"
+        self.claim = role if isinstance(role, Claim) else None
+        self.order = role if isinstance(role, Promote | Stop) else None
+        self.incarnation, self.term, self.without = incarnation, 0, 0
+        self.dropped = Counter[str]()
         self.heard, self.called = -1, ""
-        self.peer, self.name, self.observer, self.link, self.share = peer, name, observer, link, share
-        self.exchange, self.order = exchange, order
-        self.observer, self.claim = observer or claim is not None, claim
         self.timetable: Timetable | None = None
-        self._state = PeerState.CONNECTING
-        self.run = ""
+        self.run = self.obstacle = ""
         self.settings: RunSettings | None = None
         self.model: ModelSpec = ()
         self.run_model: ModelSpec = ()
+        self.run_version: Version = -1
         self.roster: Roster | None = None
-        self.run_samples = 0
-        """Of all nodes, as the hub last said."""
-        self.shard = self.founding = 0
+        self.run_samples = self.shard = self.founding = 0
         self.masters: tuple[str, ...] = ()
-        self.over = False
+        self.over = self.overtaken = False
         self.quarantined_until = 0.0
         self.held: tuple[str, int] = ("", 0)
         self.round_trip_seconds: float | None = None
         self.in_flight: set[int] = set()
         self.score = math.nan
-        self.run_version = -1
-        self._beats: dict[float, int] = {}  # per heartbeat that is not answered, the last publish before it
         self.checkpoints: tuple[int, ...] = ()
+        self.rewound: Version = -1
+        self._state = PeerState.CONNECTING
+        self._search, self._following = Search(peer, addresses), Following()
+        self._connection = Connection(0)
+        self._beats: dict[float, int] = {}  # by unanswered heartbeat: the last publish before it
         self._asks_of: tuple[int, ...] = ()
         self._next_sequence = -1
-        self.overtaken = False
-        self.obstacle = ""
-        """What the last broker that was no hub said of itself, "" once one has welcomed this peer."""
-        self.rewound = -1
-        """The version to which all have gone back, -1 if they have not."""
-        self._voting = False  # since it was last asked for its parameters, the mean has come
-        self._beat_at = 0.0
-        self._heard = self._ticked = 0.0
+        self._voting = False  # the mean has come since this node was last asked for its parameters
+        self._beat_at = self._heard = self._ticked = 0.0
 
     def resume(
         self,
         run: str,
-        version: int,
+        version: Version,
         settings: RunSettings,
         model: ModelSpec,
         in_flight: Sequence[int],
@@ -355,11 +348,11 @@ class PeerBook:
         next_sequence: int = -1,
         schedules: Iterable[WireSchedule] = (),
     ) -> None:
-        """Be a node of this run, as it was at this version: before `start`. checkpoints: as in Hello.
+        """Go on as a node of this run from this version; call before `start`. checkpoints: as in Hello.
 
-        next_sequence: of the first offer that the checkpoint does not know of, -1 for none: that a former life made.
-        schedules: as `Timetable.since` gave them; a hub that was started again may not know the last ones: what its
-        Welcome says holds instead.
+        next_sequence: of the first offer of the former process that the checkpoint does not know of, -1 for none.
+        schedules: as `Timetable.since` gave them, for a restarted hub that may not know the last ones; the schedules in
+        its Welcome replace them.
         """
         self.run, self.settings, self.run_model = run, settings, model
         self._following.version = version
@@ -368,29 +361,16 @@ class PeerBook:
         self._asks_of, self._next_sequence = tuple(sorted(self.in_flight))[:MOST_WAITING], next_sequence
 
     def keep_pending(self) -> None:
-        """Drop nothing of what is pending, whatever a former life had offered of it, if no hub has said so yet."""
+        """Drop nothing of what is pending, whatever a former process offered, if no hub has said so yet."""
         self._next_sequence = -1
 
-    @property
-    def heartbeat_seconds(self) -> float:
-        """Seconds between heartbeats, once welcomed."""
-        assert self.settings is not None
-        return self.settings.heartbeat_seconds
-
-    @property
-    def lost_seconds(self) -> float:
-        """Seconds of silence after which the hub is lost, once welcomed."""
-        assert self.settings is not None
-        return self.settings.lost_seconds
+    def _move(self, cause: type[Message] | Move) -> None:
+        self._state = PEER_TRANSITIONS[self._state, cause]
 
     @property
     def state(self) -> PeerState:
         """Where this node stands with its hub."""
         return self._state
-
-    def _move(self, cause: type[Message] | Move) -> None:
-        """Move to where `PEER_TRANSITIONS` says."""
-        self._state = PEER_TRANSITIONS[self._state, cause]
 
     @property
     def version(self) -> Version:
@@ -399,8 +379,13 @@ class PeerBook:
 
     @property
     def confirmed(self) -> bool:
-        """Whether the hub has said that what this node held is the run's (of a founder: that its parameters are)."""
+        """As in Following."""
         return self._following.confirmed
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """As in Search."""
+        return self._search.addresses
 
     @property
     def measured_rate(self) -> float:
@@ -410,7 +395,7 @@ class PeerBook:
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this node is the one that scores the shared model, as the hub last said."""
+        """Whether this node scores the shared model, as the hub last said."""
         return self.roster is not None and bool(self.called) and self.roster.evaluator == self.called
 
     @property
@@ -418,32 +403,7 @@ class PeerBook:
         """Whether the run has parameters, as far as the hub has said."""
         return self.run_version >= 0 or (self.roster is not None and self.roster.version >= 0)
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where the hub is looked for: as given, then the standbys that were heard of."""
-        return self._search.addresses
-
-    def know(self, standby: str) -> None:
-        """Take note of where a standby of the hub is, or was."""
-        self._search.know(standby)
-
-    def _may_begin_anew(self, welcome: Welcome) -> bool:
-        """Whether this node has nothing of its run yet and is offered the same again: its broker died founding it."""
-        nothing, settings = self.version < 0 and self.claim is None, self.settings
-        return nothing and settings is not None and settings.masters == 1 and welcome.settings == settings.to_dict()
-
-
-HUB = PeerId("hub")
-KEEPS_OPTIMIZER = frozenset({"norm", "again", OVER})
-"""Who is quarantined or preempted for these keeps its optimizer: a fresh one makes large deltas again."""
-GOODBYE_HELLO_SECONDS, REFUSED_HELLO_SECONDS = 1.0, 5.0
-"""After a Goodbye of the hub, and after one that is not believed."""
-
-
-class Peer(PeerBook):
-    """A node's state machine; its arguments are as in `PeerBook`."""
-
-    # ------------------------------------------------------------------ what this side wants
+    # ------------------------------------------------------------------ actions of this side
 
     def start(self, now: float) -> list[PeerEffect]:
         """Say Hello for the first time."""
@@ -458,9 +418,9 @@ class Peer(PeerBook):
         return self._fetch(now) if self.state is PeerState.WELCOMED else []
 
     def compare(self, score: float, declined: bool = False) -> list[PeerEffect]:
-        """Say how this node's own parameters score now; heard while it trains apart, as one of a population.
+        """Report the score of this node's own parameters, while it trains apart as one of a population.
 
-        declined: it was lent others, and keeps these: it says so by describing its model once more.
+        declined: it keeps its own in place of lent ones, which it says by describing its model once more.
         """
         self.score = score
         if self.state is not PeerState.APART:
@@ -468,8 +428,7 @@ class Peer(PeerBook):
         return [Send(Fetch(-1, model_to_wire(self.model), score))] if declined else [Send(Fetch(score=score))]
 
     def vote(self, score: float) -> list[PeerEffect]:
-        """Say how the mean scores that the hub has lent; NaN: this node cannot tell. Heard while the run may begin with
-        it."""
+        """Report the score of the mean that the hub has sent; NaN: this node cannot tell."""
         if self.state is not PeerState.FOUNDING or not self._voting:
             return []
         self._voting = False
@@ -483,48 +442,51 @@ class Peer(PeerBook):
         return [Send(publish)]
 
     def resync(self) -> list[PeerEffect]:
-        """Ask for a snapshot because this side dropped aggregates; one that is not live, as soon as it can."""
+        """Ask for a snapshot because this side dropped aggregates; a node that is not live asks as soon as it can."""
         self._following.dropped()
         return self._resync() if self.state is PeerState.LIVE else []
 
     def leave(self, reason: str) -> list[PeerEffect]:
         """Say goodbye; nothing is awaited any more."""
-        said: list[PeerEffect] = (
-            [] if self.state in (PeerState.CONNECTING, PeerState.CLOSED) else [Send(Goodbye(reason))]
-        )
+        connected = self.state not in (PeerState.CONNECTING, PeerState.CLOSED)
         self._move(Move.CLOSE)
-        return said
+        return [Send(Goodbye(reason))] if connected else []
+
+    def know(self, standby: str) -> None:
+        """Record the address of a standby of the hub."""
+        self._search.know(standby)
 
     def tick(self, now: float) -> list[PeerEffect]:
-        """Let time pass: heartbeats, Hello again, the hub taken for lost."""
+        """Let time pass: heartbeats, Hello again, the timeout of the hub."""
         late, self._ticked = now - max(self._ticked, self._heard) - LATE_SECONDS, now
         if self.state is PeerState.CLOSED:
             return []
         if self.state is PeerState.CONNECTING:
             if not self._search.is_due(now):
                 return []
-            address = self._search.anew()
+            address = self._search.next_address()
             return [*([] if address is None else [Connect(address)]), *self._hello(now)]
-        if late > self.heartbeat_seconds:  # nobody listened here: what it said then waits to be heard
+        assert self.settings is not None
+        if late > self.settings.heartbeat_seconds:  # this side did not run: messages of the hub wait to be read
             self._heard = min(now, self._heard + late)
         silent = now - self._heard
-        if silent > self.lost_seconds:
+        if silent > self.settings.lost_seconds:
             return self._lose_hub("lost", f"the broker has been silent for {silent:.1f} s", now, now)
         if now < self._beat_at:
             return []
-        self._beat_at = now + self.heartbeat_seconds
+        self._beat_at = now + self.settings.heartbeat_seconds
         return [Send(self._beat(now)), *self._resync_if_behind(now)]
 
     def stamp(self, counted: bool = True) -> Stamp:
-        """Return the stamp of what is said next. counted: on the lane of control."""
+        """Return the stamp of the next message. counted: it goes on CONTROL."""
         return self._connection.stamp(counted)
 
-    # ------------------------------------------------------------------ what the hub says
+    # ------------------------------------------------------------------ messages of the hub
 
     def judge(self, stamp: Stamp, message: Message, now: float, counted: bool = True) -> list[PeerEffect] | None:
-        """Return None for a message of now, which is to be received; for any other what is to be done instead.
+        """Return None for a current message, which is to be received; for any other the effects in its place.
 
-        counted: it came on the lane of control.
+        counted: it came on CONTROL.
         """
         if isinstance(message, Refused) and not stamp.number and stamp.incarnation in (0, self._connection.incarnation):
             return None  # of a hub that has no connection with this node, or cannot read its heads
@@ -533,15 +495,15 @@ class Peer(PeerBook):
             return None
         self.dropped[verdict.value] += 1
         if verdict is Verdict.GAP and self.state not in (PeerState.CONNECTING, PeerState.CLOSED):
-            return self._lose_hub("gap", "messages of the broker were lost on their way", now, now)
+            return self._lose_hub("gap", "messages of the broker were lost in flight", now, now)
         return []
 
     def saw(self, now: float) -> None:
-        """Take note that the hub lives (a chunk came)."""
+        """Record that the hub is alive (a chunk came)."""
         self._heard = now
 
     def receive(self, message: Message, now: float) -> list[PeerEffect]:
-        """Take one message of the hub; what does not fit the state is ignored (it was sent before the hub knew)."""
+        """Take one message of the hub. One that does not fit the state is ignored: it was sent before the hub knew."""
         if self.state is PeerState.CLOSED:
             return []
         self._heard = now
@@ -558,11 +520,9 @@ class Peer(PeerBook):
                 self.timetable.add(message)
             case Quarantine(reason, _, seconds):
                 self.quarantined_until = now + seconds
-                if seconds <= 0:
-                    return []
-                several = self.settings is not None and self.settings.masters > 1
-                if (self.state, Quarantine) in PEER_TRANSITIONS and not several:  # one of several has a part only
-                    self._following.begin_anew(warm=reason in KEEPS_OPTIMIZER)
+                several = self.settings is not None and self.settings.masters > 1  # each has a part only
+                if seconds > 0 and (self.state, Quarantine) in PEER_TRANSITIONS and not several:
+                    self._following.restart(warm=reason in KEEPS_OPTIMIZER)
                     return self._resync(Quarantine)
             case Refused():
                 return self._on_refused(message, now)
@@ -583,17 +543,16 @@ class Peer(PeerBook):
                     case Snapshot() | Aggregate():
                         return self._on_announcement(message)
                     case Preempt(reason):
-                        self._following.begin_anew(warm=reason in KEEPS_OPTIMIZER)
+                        self._following.restart(warm=reason in KEEPS_OPTIMIZER)
                         return self._resync(Preempt)
         return []
 
     def distrust(self, text: str, now: float) -> list[PeerEffect]:
-        """The hub sent what cannot be read: begin anew."""
+        """The hub sent unreadable data: connect again."""
         if self.state is PeerState.CLOSED:
             return []
-        return self._lose_hub(
-            "garbage", f"the broker sent what cannot be read ({text})", now, now + GOODBYE_HELLO_SECONDS
-        )
+        text = f"the broker sent what cannot be read ({text})"
+        return self._lose_hub("garbage", text, now, now + GOODBYE_HELLO_SECONDS)
 
     def gone(self, now: float) -> list[PeerEffect]:
         """A connection to the hub is gone."""
@@ -602,7 +561,7 @@ class Peer(PeerBook):
         return self._lose_hub("gone", "the connection to the broker is gone", now, now)
 
     def spoiled(self, transfer: int) -> list[PeerEffect]:
-        """An expected snapshot is here, and is not what was sent: ask for it again."""
+        """An expected snapshot does not match its announcement: ask for it again."""
         return self._resync() if self._following.spoiled(transfer) else []
 
     def received(self, transfer: int) -> list[PeerEffect]:
@@ -624,7 +583,7 @@ class Peer(PeerBook):
     # ------------------------------------------------------------------ the moves
 
     def _withdraw_unheard(self, sent: float, heard: int) -> list[PeerEffect]:
-        """Give up the publishes that went out before this heartbeat and did not get there: the lane keeps the order."""
+        """Withdraw the publishes sent before this heartbeat that did not arrive; the lane keeps the order."""
         published = self._beats.pop(sent, -1)
         self._beats = {beat: sequence for beat, sequence in self._beats.items() if beat > sent}
         lost = sorted(sequence for sequence in self.in_flight if heard < sequence <= published)
@@ -632,20 +591,21 @@ class Peer(PeerBook):
         return [Withdraw(sequence, "lost", "it never reached the broker") for sequence in lost]
 
     def _resync_if_behind(self, now: float) -> list[PeerEffect]:
-        """Fetch what the hub dropped on its way here, where no later aggregate shows the gap."""
+        """Fetch what was lost in flight, if no later aggregate shows the gap."""
+        assert self.settings is not None
         known = self.roster.version if self.roster is not None and self.state is PeerState.LIVE else -1
-        return self._resync() if self._following.lags(known, self.lost_seconds, now) else []
+        return self._resync() if self._following.lags(known, self.settings.lost_seconds, now) else []
 
     def _hello(self, now: float) -> list[PeerEffect]:
         self._search.began(now)
         self.incarnation += bool(self.incarnation)
         self._connection = Connection(self.incarnation)
         hello = replace(self._greeting(), incarnation=self.incarnation, term=self.term, without=self.without)
-        # with each: of what was said to one that did not answer in time nothing is said again
+        # the order goes with each Hello, because nothing of an unanswered attempt is sent again
         return [Send(hello)] if self.order is None else [Send(hello), Send(self.order)]
 
     def _let_go_on(self, roster: Roster, now: float) -> list[PeerEffect]:
-        """Let the hub go on without its standby, as the roster asks: this node then has no word there (`standby`)."""
+        """Release the hub from its standby, as the roster asks: this node then has no vote there (`standby`)."""
         without = roster.hub.get("without", 0)
         if self.observer or self.state is PeerState.CONNECTING or type(without) is not int or without <= self.without:
             return []
@@ -658,7 +618,7 @@ class Peer(PeerBook):
 
     @property
     def _read_last(self) -> int:
-        """What a heartbeat says that this side has read; -1: nothing."""
+        """What a heartbeat confirms; -1: nothing."""
         return self.without or -1
 
     def _greeting(self) -> Hello:
@@ -668,10 +628,16 @@ class Peer(PeerBook):
         hello = Hello(self.name, role, self.run, self.version, self.link, self.share, exchange=self.exchange)
         return replace(hello, in_flight=self._asks_of, checkpoints=self.checkpoints)
 
+    def _may_start_over(self, welcome: Welcome) -> bool:
+        """Whether this node has nothing of its run, and is offered the same settings again: its broker was lost during
+        the initialization."""
+        nothing, settings = self.version < 0 and self.claim is None, self.settings
+        return nothing and settings is not None and settings.masters == 1 and welcome.settings == settings.to_dict()
+
     def _on_welcome(self, welcome: Welcome, now: float) -> list[PeerEffect]:
-        doubt = hub_mismatch(welcome, self.run, self.term, self.version, self._may_begin_anew(welcome))
-        if doubt is not None:
-            return self._lose_hub(*doubt, now, now + REFUSED_HELLO_SECONDS)
+        mismatch = hub_mismatch(welcome, self.run, self.term, self.version, self._may_start_over(welcome))
+        if mismatch is not None:
+            return self._lose_hub(*mismatch, now, now + REFUSED_HELLO_SECONDS)
         self.term, self.called = welcome.term, welcome.called
         self.know(welcome.standby)
         self.run, self.settings = welcome.run, RunSettings.from_dict(welcome.settings)
@@ -683,27 +649,26 @@ class Peer(PeerBook):
         self.shard, self.masters, self.run_samples = welcome.shard, welcome.masters, welcome.samples
         self._move(Welcome)
         self.obstacle = ""
-        self._search.answered()
+        self._search.backoff.reset()
         self._beat_at = now
         kept = {sequence for sequence, _ in welcome.landed} | set(welcome.accepted)
         lost = sorted(self.in_flight - kept)
         self.in_flight &= kept
-        effects: list[PeerEffect] = [Withdraw(s, "lost", "the connection was lost on its way") for s in lost]
+        effects: list[PeerEffect] = [Withdraw(s, "lost", "the connection was lost in flight") for s in lost]
         drops = self.settings.mode != "strict" and self.settings.initial != "own"
         if drops and 0 <= self._next_sequence <= max(kept, default=-1):
             self.overtaken = True
-            self._following.begin_anew(warm=True)
-        self._next_sequence, self.heard = -1, welcome.heard  # who knows the one knows whether it is overtaken
+            self._following.restart(warm=True)
+        self._next_sequence, self.heard = -1, welcome.heard
         return effects + (self._fetch(now) if self.model else [])
 
     def _fetch(self, now: float) -> list[PeerEffect]:
-        if self.run_model:
-            difference = describe_mismatch(self.run_model, self.model)
-            if difference is not None:
-                self._move(Move.CLOSE)
-                text = f"{difference[1]}. Start this node with the run's model, or another broker for this one"
-                return [Send(Goodbye("another model")), Disconnect(HUB, "model", text)]
-        return self._resync()
+        difference = describe_mismatch(self.run_model, self.model) if self.run_model else None
+        if difference is None:
+            return self._resync()
+        self._move(Move.CLOSE)
+        text = f"{difference[1]}. Start this node with the run's model, or another broker for this one"
+        return [Send(Goodbye("another model")), Disconnect(HUB, "model", text)]
 
     def _resync(self, cause: type[Message] | Move = Move.FETCH) -> list[PeerEffect]:
         settings = self.settings
@@ -711,14 +676,8 @@ class Peer(PeerBook):
         population &= (self.state, Move.FETCH_APART) in PEER_TRANSITIONS
         apart = population and not self.founded and self.version < 0
         self._move(Move.FETCH_APART if apart and cause is Move.FETCH else cause)
-        founding = self.founding if self.shard else 0  # the first gives the number, and needs not be told it
+        founding = self.founding if self.shard else 0  # the first master gives the number
         return [Send(Fetch(self._following.fetch(), model_to_wire(self.model), self.score, founding, *self.held))]
-
-    @property
-    def _awaits_loan(self) -> bool:
-        """Whether parameters that are not the run's may come: another's of a population, or the mean that is judged."""
-        is_mean = self.settings is not None and self.settings.initial == "mean"
-        return self.state is PeerState.APART or (is_mean and self.state is PeerState.FOUNDING)
 
     def _on_announcement(self, announcement: Aggregate | Snapshot) -> list[PeerEffect]:
         if isinstance(announcement, Snapshot) and announcement.version >= 0:
@@ -728,8 +687,11 @@ class Peer(PeerBook):
             if announcement.rewound:
                 self.rewound, self.heard = announcement.version, -1
                 self.in_flight.clear()
-        elif isinstance(announcement, Snapshot) and not self._awaits_loan:
-            return []
+        elif isinstance(announcement, Snapshot) and self.state is not PeerState.APART:
+            # parameters that are not the run's: the mean to vote on, if this node was asked for its own
+            is_mean = self.settings is not None and self.settings.initial == "mean"
+            if not (is_mean and self.state is PeerState.FOUNDING):
+                return []
         step = self._following.announce(announcement)
         if step is Step.FETCH:
             return self._resync()
@@ -743,9 +705,9 @@ class Peer(PeerBook):
             return [Withdraw(refused.sequence, refused.reason, refused.text)]
         if refused.reason == "probe":
             return []
-        if refused.reason in ("standby", "term"):  # the hub may be elsewhere: it is looked for in turn
+        if refused.reason in ("standby", "term"):  # the next attempt is at another address
             self.obstacle = refused.text
-            self._search.answered()
+            self._search.backoff.reset()
             return []
         if refused.reason == "unknown":
             if self.state is PeerState.CONNECTING:

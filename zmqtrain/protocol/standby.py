@@ -66,7 +66,7 @@ class Follower(Peer):
     """
 
     def __init__(self, peer: PeerId, name: str, address: str, incarnation: int = 0) -> None:
-        super().__init__(peer, name, observer=True, incarnation=incarnation)
+        super().__init__(peer, name, "observer", incarnation=incarnation)
         self.address = address
         self.in_step = False
         self.books: dict[str, Any] = {}

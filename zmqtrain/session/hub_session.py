@@ -137,7 +137,7 @@ class ProcessPeer(Peer):
         silence: float = SILENCE_SECONDS,
         comes_again: bool = True,
     ) -> None:
-        super().__init__(peer, name, observer=True, incarnation=1)
+        super().__init__(peer, name, role="observer", incarnation=1)
         self.comes_again = comes_again
         self._role, self._silence = role, silence
 
