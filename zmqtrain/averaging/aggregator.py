@@ -266,7 +266,6 @@ class Aggregator:
         return any(one.fragment == publish.fragment for one, _ in self._young.values())
 
     def _add(self, peer: PeerId, publish: Publish, frames: Sequence[Buffer]) -> None:
-        """Add a publish to the sum of its fragment, or hold it with others that are sparse."""
         fragment = publish.fragment
         counts = self.layout.counts(fragment)
         if self.outer.rate is None or not self.sparse.hold(peer, publish, self._codecs(publish), frames, counts):
@@ -409,7 +408,6 @@ class Aggregator:
         return turns > 0
 
     def _release(self, fragment: int, reduce: Reduce, counted: bool, coding: Coding) -> tuple[Buffer, ...]:
-        """Step by a fragment's contributions, if any counts, and return the frames to publish."""
         turn = counted and self._takes_turn(fragment, reduce)
         total, parameters, published = self._sums[fragment], self.parameters[fragment], self.published[fragment]
         state, counts = self._outer_state[fragment], self.layout.counts(fragment)

@@ -345,8 +345,6 @@ _scratch = _Scratch()
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A publish that is held, and how it is coded."""
-
     peer: PeerId
     publish: Publish
     codecs: tuple[Codec, ...]

@@ -199,7 +199,6 @@ def read_beginning(path: Path, program: str = "", program_arguments: str = "") -
 
 
 def _check_leaves(arrays: Mapping[str, NDArray[Any]], leaves: ModelSpec) -> None:
-    """Raise ValueError if the metadata describe other leaves than there are."""
     if not leaves:
         return
     there = {name: array.shape for name, array in arrays.items()}

@@ -138,7 +138,6 @@ def _check_scales(scales: Numpy, codec: str) -> None:
 
 
 def _members(count: int, block: int) -> Numpy:
-    """Return how many values each block has, int32."""
     members = np.full(block_count(count, block), block, np.int32)
     members[-1] = count - (members.size - 1) * block
     return members

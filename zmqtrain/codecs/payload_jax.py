@@ -71,8 +71,6 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The slabs of one codec and one size."""
-
     codec: Codec
     values: int
     numbers: tuple[int, ...]
@@ -105,7 +103,6 @@ class _Arrangement:
         return places
 
     def _stack(self, segments: list[jax.Array]) -> Rows:
-        """Return the rows of all groups from the segments."""
         return [
             jnp.concatenate([segments[run.segment][run.start : run.end] for run in group.runs]).reshape(
                 -1, group.values
@@ -114,7 +111,6 @@ class _Arrangement:
         ]
 
     def _unstack(self, rows: Rows) -> list[jax.Array]:
-        """Return the segments from the rows of all groups."""
         pieces: list[list[tuple[int, jax.Array]]] = [[] for _ in self.counts]
         for group, values in zip(self.groups, rows, strict=True):
             for run in group.runs:

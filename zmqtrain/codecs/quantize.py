@@ -226,7 +226,6 @@ def _scale_bits(xp: Any, largest: Array, span: _Range) -> Array:
 
 
 def _reciprocals(xp: Any, scale_bits: Array) -> Array:
-    """Return one over each scale, float32; 0 for 0."""
     turned = xp.asarray(_RECIPROCAL_BITS)[scale_bits & 127] - (((scale_bits >> 7) - 127) << 23)
     return xp.where(scale_bits > 0, turned, 0).view(xp.float32)
 

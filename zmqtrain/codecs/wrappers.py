@@ -280,17 +280,14 @@ def _finite(x: Array) -> Array:
 
 
 def _add(one: Array, other: Array) -> Array:
-    """Return one + other, tidy, of two that are tidy."""
     with np.errstate(over="ignore"):
         return _tidy(one + other)
 
 
 def _subtract(one: Array, other: Array) -> Array:
-    """Return one - other, tidy, of two that are tidy."""
     with np.errstate(over="ignore"):
         return _tidy(one - other)
 
 
 def _multiply(x: Array, factor: float) -> Array:
-    """Return factor * x, rounded once to float32, tidy."""
     return x if factor == 1 else _tidy(x * np.float32(factor))

@@ -1,7 +1,4 @@
-"""Hold the interfaces between rooms: what one asks of another that it must not import.
-
-Rule: nothing here does anything; who fulfils an interface need not inherit from it.
-"""
+"""Interfaces between folders that must not import each other. A class that fulfils one need not inherit from it."""
 
 from __future__ import annotations
 
@@ -132,7 +129,7 @@ class Exchange(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """The time that this exchange lives in."""
+        """The clock of this exchange."""
 
     @property
     def settings(self) -> RunSettings:
@@ -232,7 +229,7 @@ class Keeping(Protocol):
         `join` has returned."""
 
     def is_due(self) -> bool:
-        """Return whether it is time to save: at a step boundary, when what is due there has been applied."""
+        """Return whether it is time to save; asked at a step boundary, after the due updates are applied."""
 
     def save(self, state: dict[str, Any], arrays: Mapping[str, Array], wait: bool = False) -> None:
         """Save this, with the state of the exchange at this very step boundary; wait: until it is written. A failed
@@ -266,11 +263,11 @@ class Describes(Protocol):
 
 
 class GradientExchange(Protocol):
-    """What makes of the gradients of all processes the next parameters: an allreduce, or a parameter server.
+    """Turns the gradients of all processes into the next parameters: an allreduce, or a parameter server.
 
     All of it is called by the training thread, and waits for the others.  A step is `agree`, then, unless its `Turn`
-    has no samples, `begin` for one bucket of whole leaves after the other, and `finish`.  Where one of the others is
-    lost each of these raises PeerLost: after `recover` and `align` whoever has not completed the step makes it again.
+    has no samples, `begin` for one bucket of whole leaves after the other, and `finish`.  Each of these raises PeerLost
+    where a process is lost: after `recover` and `align`, the processes that have not completed the step repeat it.
     """
 
     @property
@@ -286,22 +283,23 @@ class GradientExchange(Protocol):
         """True if `finish` gives new parameters (a server's), False if it gives the gradients' mean."""
 
     def agree(self, samples: int, over: bool) -> Turn:
-        """Say how many samples this process has for the next step (it takes part with none, too), and whether it will
-        never have any more; wait until the others have said so as well."""
+        """Agree with all processes on the next step; waits for them.
+
+        samples: of this process (it takes part with 0, too).  over: it will never have any more.
+        """
 
     def begin(self, leaves: Sequence[int], values: Array) -> None:
-        """Send one bucket on its way, without waiting for what comes of it.
+        """Begin the exchange of one bucket, without waiting for it.
 
         leaves: the numbers of the leaves in it.  values: their gradients end to end, flat float32 on the host, already
         weighed with `samples / turn.samples`. Nobody writes there before `finish` has returned.
         """
 
     def finish(self) -> list[Array]:
-        """Wait for what came of the buckets, and return it in the order in which they were begun: the caller's own."""
+        """Wait for the results of all buckets, and return them in the order in which they were begun."""
 
     def align(self, step: int, state: Callable[[], Sequence[Array]]) -> tuple[int, Sequence[Array] | None]:
-        """Bring all to the state of whoever has made most steps. Return their number, and that state (None if it is
-        this process's own).
+        """Bring all to the state of a process that has made most steps; return that number and state (None: own state).
 
         step: how many steps this process has completed (nobody is ahead by more than one); -1: its state is not the
         others'.  state: gives its arrays, on the host: the parameters' leaves in their order, and, unless
@@ -312,7 +310,7 @@ class GradientExchange(Protocol):
         """Return the numbers of all (as many of each, of 32 bits), by rank."""
 
     def recover(self, lost: PeerLost) -> None:
-        """Go on with those who are left, after PeerLost; wait for them. Raises PeerLost where nobody can go on."""
+        """Go on with the remaining processes after PeerLost; waits for them. Raises PeerLost if none can go on."""
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far."""
@@ -322,11 +320,11 @@ class GradientExchange(Protocol):
 
 
 class Channel(Protocol):
-    """A node's way to its hub: whole multi-part messages, in order within a lane."""
+    """A node's connection to its hub: whole multi-part messages, in order within a lane."""
 
     @property
     def obstacle(self) -> str:
-        """What keeps this channel from its hub, where more is known than that nobody answers; else ""."""
+        """Why this channel cannot reach its hub, if that is known; else ""."""
 
     @property
     def refused(self) -> str:
@@ -334,7 +332,7 @@ class Channel(Protocol):
         "broken" (that ended in its midst), "name" (this peer came with another key before); or ""."""
 
     async def changed(self) -> None:
-        """Wait until `refused` is another than now, if only for a moment. Raise ChannelClosed."""
+        """Wait until `refused` changes, if only for a moment. Raise ChannelClosed."""
 
     async def send(self, lane: Lane, frames: Sequence[Buffer]) -> None:
         """Send one message; wait while the lane is full. Raise ChannelClosed."""
@@ -343,10 +341,10 @@ class Channel(Protocol):
         """Return the next message of either lane, CONTROL first. Raise ChannelClosed."""
 
     def watch(self, told: Callable[[], None]) -> None:
-        """Have `told` called in the loop when a connection that was there has gone, as far as that can be seen."""
+        """Call `told` in the loop when an established connection is lost, as far as that can be seen."""
 
     async def reconnect(self, address: str = "") -> None:
-        """Drop the connections and all that is queued on them, and connect anew under the same name.
+        """Drop the connections and all that is queued on them, and connect again under the same name.
 
         address: where the hub is from now on; "": where it was.
         """
@@ -356,7 +354,7 @@ class Channel(Protocol):
 
 
 class HubChannel(Protocol):
-    """The hub's way to its nodes."""
+    """The hub's connections to its nodes."""
 
     @property
     def address(self) -> str:
@@ -370,31 +368,27 @@ class HubChannel(Protocol):
         """Return the next message of any peer. Raise ChannelClosed."""
 
     def dismiss(self, peer: PeerId) -> None:
-        """Drop what is queued of a peer, and end its connections once it can have read what it was sent; it may connect
-        again."""
+        """Drop what is queued of a peer, and close its connections after a time to read; it may connect again."""
 
     async def close(self, linger_seconds: float = 1.0) -> None:
         """Send what is queued for at most `linger_seconds`, then close."""
 
 
 class PortListener(Protocol):
-    """Who is told what happens at a port, in the port's own thread; it never waits."""
+    """Receives the events of a port, in the port's own thread; it never waits."""
 
     def on_message(self, rank: int, frames: list[Buffer]) -> None:
         """A whole message of that rank is here. Frames are read-only, and stay as they are as long as they are held."""
 
     def on_lost(self, rank: int, why: str) -> None:
-        """That rank is gone for good: nothing more comes from it. Told once for each.
-
-        Of this process's own rank it says that it is cut off from the others, who take it for lost; nothing follows.
-        """
+        """That rank is lost for good; called once a rank. The own rank: the others take this process for lost."""
 
     def on_tick(self, now: float) -> None:
-        """Time has passed (monotonic seconds): told some 20 times a second."""
+        """Called some 20 times a second; now: monotonic seconds."""
 
 
 class Port(Protocol):
-    """One process's way to the other processes of its group, over sockets of their own or through the hub."""
+    """One process's connections to the others of its group, over sockets of their own or through the hub."""
 
     @property
     def rank(self) -> int:
@@ -406,13 +400,13 @@ class Port(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """The time that this port lives in."""
+        """The clock of this port."""
 
     def start(self, listener: PortListener) -> None:
-        """Tell this listener what happens from now on, and what came before it."""
+        """Pass all events to this listener, those before this call too."""
 
     def call(self, what: Callable[[], object]) -> None:
-        """Have the port's thread do something soon; from any thread. Calls are done in order; none after `close`."""
+        """Call this soon in the port's thread, in order; from any thread. None is called after `close`."""
 
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:
         """Queue one message, in order with all others to that rank: at most 4 frames, each at most `MAX_FRAME_BYTES`.
@@ -424,12 +418,12 @@ class Port(Protocol):
     def close(self, linger_seconds: float = 1.0) -> None:
         """Send what is queued for at most `linger_seconds`, tell the others that this process leaves, end the thread.
 
-        From any thread; twice is once.
+        From any thread; safe to call twice.
         """
 
 
 class HubPort(Port, Protocol):
-    """A port whose hub reduces: who finds a `reduce` at a port may use it."""
+    """A port whose hub reduces."""
 
     def reduce(self, chunk: HubChunk, frames: Sequence[Buffer]) -> None:
         """Have the hub reduce a chunk with those of all other ranks: the n-th of this key with the n-th of theirs.

@@ -193,7 +193,6 @@ class LoadPlanner:
         )
 
     def _aggregates(self, nodes: int) -> float:
-        """Return how many aggregates there are for one offer of each node."""
         match self._rule:
             case Immediately():
                 return nodes

@@ -186,8 +186,6 @@ class MemoryEstimate:
 
 
 class _Change(NamedTuple):
-    """Another plan, and how people call what is different."""
-
     text: str
     apply: Callable[[MemoryEstimate], MemoryEstimate]
 

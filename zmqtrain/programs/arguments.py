@@ -202,7 +202,6 @@ def _file_of(module: str) -> Path:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the names that the module gives to literals."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -575,8 +575,6 @@ class DeviceMoves:
 
 
 class _OverShards:
-    """What the moves over shards have in common."""
-
     def __init__(self, layout: Layout, model: ModelSpec, leaves: Sequence[Any], donate: bool, elastic: float) -> None:
         self.layout, self.donate, self.elastic = layout, donate, elastic
         self._leaves = SpreadLeaves(layout, model)
@@ -712,7 +710,6 @@ class HostMoves(_OverShards):
 
 
 def _step(aggregate: Segments, own: Segments, fragment: int) -> Sequence[Array]:
-    """Return what the parameters move by: D(U) - D(u)."""
     if fragment not in own:
         return aggregate[fragment]
     if fragment not in aggregate:

@@ -230,8 +230,6 @@ class Gradient(NamedTuple):
 
 
 class _Functions(NamedTuple):
-    """The jitted functions of one loss and one optimizer."""
-
     optimizer: optax.GradientTransformation
     one: Any
     first: Any
