@@ -27,6 +27,16 @@ PIECES = pieces_of(count_values(MODEL))
 TERNARY = {"codec": "ternary:block=128", "broadcast_codec": "ternary:block=128"}
 
 
+class Meter:
+    port_measured = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def contribution_seconds(self) -> float:
+        return self.seconds
+
+
 def auto(**settings: object) -> RunSettings:
     return RunSettings(**settings)  # type: ignore[arg-type]
 
@@ -44,7 +54,7 @@ def crew(count: int, **facts: float) -> list[Member]:
 
 def made(members: list[Member], share: LinkShare | None = None, seconds: float = 0.0, **settings: object) -> Plan:
     run = auto(**settings)
-    plan = LoadPlanner(run, share or LinkShare(), lambda: seconds)(MODEL, members, run.at_first)
+    plan = LoadPlanner(run, share or LinkShare(), Meter(seconds))(MODEL, members, run.at_first)
     assert plan is not None
     return plan
 
@@ -61,7 +71,7 @@ def load_of(
 
 
 def test_the_load_is_what_the_nodes_have_said_and_what_the_hub_has_measured() -> None:
-    planner = LoadPlanner(auto(fragments=1, **TERNARY), LinkShare(GIGABIT, 0.8), lambda: 0.01)
+    planner = LoadPlanner(auto(fragments=1, **TERNARY), LinkShare(GIGABIT, 0.8), Meter(0.01))
     members = crew(4, exchange_seconds=0.1)
     load = load_of(planner, members, [0.05] * 4)
     sizes = exchange_bytes(MODEL, TERNARY["codec"], TERNARY["codec"])
@@ -71,7 +81,7 @@ def test_the_load_is_what_the_nodes_have_said_and_what_the_hub_has_measured() ->
 
 
 def test_an_exchange_of_all_fragments_takes_so_many_times_the_bytes_and_the_seconds_of_one() -> None:
-    planner = LoadPlanner(auto(), LinkShare(GIGABIT, 0.8), lambda: 0.01)
+    planner = LoadPlanner(auto(), LinkShare(GIGABIT, 0.8), Meter(0.01))
     load = load_of(planner, crew(4, exchange_seconds=0.1), [0.05] * 4)
     assert PIECES > 1 and (load.pieces, load.fragments) == (PIECES, 1)
     assert load.bytes_up == PIECES * exchange_bytes(MODEL, TERNARY["codec"], TERNARY["codec"], PIECES).up
@@ -79,7 +89,7 @@ def test_an_exchange_of_all_fragments_takes_so_many_times_the_bytes_and_the_seco
 
 
 def test_what_another_codec_takes_follows_from_what_the_one_that_holds_was_measured_to_take() -> None:
-    planner = LoadPlanner(auto(fragments=1), LinkShare(), lambda: 0.01)
+    planner = LoadPlanner(auto(fragments=1), LinkShare(), Meter(0.01))
     members, values, nodes = crew(4, exchange_seconds=0.1), count_values(MODEL), 4
     costs = {}
     for codec in ("int8", TERNARY["codec"]):

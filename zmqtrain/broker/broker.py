@@ -278,6 +278,7 @@ class Broker:
         self.channel, self.settings, self.options = channel, canonical(settings), options or BrokerOptions()
         options, registration, takeover = self.options, self.options.registration, self.options.takeover
         self.share, self.folder = options.share or LinkShare(), options.checkpoint
+        self._planner = LoadPlanner(self.settings, self.share)
         self.hub = self._make_hub()
         shard = self.hub.shard
         self.aggregator = Aggregator(self.settings, shard) if takeover is None else takeover.aggregator
@@ -292,7 +293,7 @@ class Broker:
                 f"{self.hub.run} has begun, and shard {shard} of its parameters is not here: start it with its "
                 "checkpoint, or all masters without"
             )
-        self.loads = LoadMeter(self.core, self.share)
+        self._planner.meter = self.loads = LoadMeter(self.core, self.share)
         self.standby = StandbyService(self.core)
         self.uploads = PendingUploads(self.core)
         self.snapshots = SnapshotService(self.core, self._copies, self.loads, self.standby)
@@ -323,12 +324,7 @@ class Broker:
             (self.options.run or new_run()) if registration is None else registration.peer.run,
             clock.monotonic(),
             None if rule is None else Laggards(rule),
-            LoadPlanner(
-                settings,
-                self.share,
-                lambda: self.loads.contribution_seconds(),
-                lambda: self.downlink.port_measured,
-            ),
+            self._planner,
             registration.place.shard if registration is not None else 0,
             registration.place.first if registration is not None else "",
         )

@@ -193,6 +193,11 @@ class LoadMeter:
         known = typical_rate(member for member in self._hub.members.values() if member.contributions)
         return self._share.usable(known or payload_rate(ASSUMED_BITS))
 
+    @property
+    def port_measured(self) -> float:
+        """See HubMeter."""
+        return self._downlink.port_measured
+
     def contribution_seconds(self) -> float:
         """Return the CPU seconds of the codec thread per contribution, all its work; 0 while too few were seen."""
         count, seconds = self._hub.contributions, self._codec.seconds

@@ -8,8 +8,9 @@ or one that lies, does not decide for all; and no number that a node says can en
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
+from typing import Protocol
 
 import numpy as np
 
@@ -71,23 +72,26 @@ def typical_rate(members: Iterable[Member]) -> float:
     return max((max(LEAST_RATE, member.measured) for member in live if member.measured > 0), default=0.0)
 
 
+class HubMeter(Protocol):
+    """What a hub measures of its own work."""
+
+    def contribution_seconds(self) -> float:
+        """Return the hub's recent CPU time for one contribution; 0: not known."""
+
+    @property
+    def port_measured(self) -> float:
+        """The bytes per second that the hub's port was seen to carry; 0: not known."""
+
+
 class LoadPlanner:
     """A `Planner`: chooses k, d, codecs and outer optimizer, where they are auto, by the predicted time to a loss.
 
     share: of the hub's own port; its rate, where none is configured, is a typical node's, or the measured one if that
-    is more.  contribution_seconds: gives the hub's recent CPU time for one contribution.  port_measured: gives the
-    bytes per second that the hub's port was seen to carry (0: not known).
+    is more.  meter: of the hub; None: nothing is measured yet.
     """
 
-    def __init__(
-        self,
-        settings: RunSettings,
-        share: LinkShare,
-        contribution_seconds: Callable[[], float] = lambda: 0.0,
-        port_measured: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self.settings, self.share, self._contribution_seconds = settings, share, contribution_seconds
-        self._port_measured = port_measured
+    def __init__(self, settings: RunSettings, share: LinkShare, meter: HubMeter | None = None) -> None:
+        self.settings, self.share, self.meter = settings, share, meter
         self._rule = release_rule_from_spec(settings.release)
 
     def __call__(self, model: ModelSpec, members: Sequence[Member], now: RunSettings) -> Plan | None:
@@ -177,14 +181,22 @@ class LoadPlanner:
         )
         # what was measured is of the codec that holds; the table says how another compares with it
         node_seconds = statistics.median(coded) * here.node_seconds / there.node_seconds if coded else 0.0
-        hub_seconds = nodes * self._contribution_seconds() * here.hub_seconds / there.hub_seconds
+        contribution, port = (
+            (0.0, 0.0)
+            if self.meter is None
+            else (
+                self.meter.contribution_seconds(),
+                self.meter.port_measured,
+            )
+        )
+        hub_seconds = nodes * contribution * here.hub_seconds / there.hub_seconds
         return Load(
             nodes=nodes,
             step_seconds=max(measured_step - held / now.every, LEAST_STEP_SHARE * measured_step),
             bytes_up=at_once * sizes.up,
             bytes_down=round(at_once * sizes.down * self._aggregates(nodes)),
             node_rate=typical,
-            hub_rate=self.share.usable(max(typical_rate(members), self._port_measured()) or payload_rate(ASSUMED_BITS)),
+            hub_rate=self.share.usable(max(typical_rate(members), port) or payload_rate(ASSUMED_BITS)),
             fragments=1 if settings.carries_all else fragments,
             pieces=fragments if settings.carries_all else 0,
             node_seconds=at_once * node_seconds,

@@ -188,7 +188,7 @@ class SimHub:
         rule, preemption = release_rule_from_spec(settings.release), preemption_from_spec(settings.preemption)
         laggards = None if preemption is None else Laggards(preemption)
         share = LinkShare() if link is None else LinkShare(port_rate(link))
-        planner = LoadPlanner(self.settings, share, self._contribution_seconds)
+        planner = LoadPlanner(self.settings, share, self)
         self.hub = Hub(self.settings, rule, "run-simulated", scheduler.now, laggards, planner)
         self.aggregator = Aggregator(self.settings)
         self.ports = HubPorts(link)
@@ -471,8 +471,13 @@ class SimHub:
         self._transfer += 1
         return self._transfer
 
-    def _contribution_seconds(self) -> float:
-        """The time of the codec thread for one contribution: to check and to add it, and a share of the release."""
+    @property
+    def port_measured(self) -> float:
+        """See HubMeter: the rate of a simulated port is configured."""
+        return 0.0
+
+    def contribution_seconds(self) -> float:
+        """Return the CPU time of the codec thread per contribution: to check, to add, and a share of the release."""
         nodes = max(1, len(self.hub.live))
         return (2 + 1 / nodes) * self._seconds(count_values(self.hub.model) // self.hub.fragments)
 
