@@ -38,8 +38,8 @@ LIVE = (
 """Files that have a thread, a socket or a loop, in rooms whose other files have none."""
 SPOKEN_ONLY_IN = {
     "zmq": ("transport/zmq_*.py",),
-    "msgpack": ("protocol/framing.py", "broker/checkpoint.py"),
-    "msgspec": ("protocol/framing.py",),
+    "msgpack": ("protocol/framing.py",),
+    "msgspec": ("protocol/framing.py", "broker/checkpoint.py"),
     **dict.fromkeys(["jax", "jaxlib", "optax", "flax"], JAX_ROOMS),
     "asyncio": ("transport/*", "session/*", "broker/*", "monitor/*", "planning/probe.py", "chaos/services.py", *LIVE),
     "numba": ("codecs/fast.py",),

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan, prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import msgpack
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
@@ -39,8 +39,18 @@ from zmqtrain.session.environment import clock
 
 logger = logging.getLogger(__name__)
 
+
 JournalRecord = tuple[Released, tuple[tuple[str, int], ...], int]
-"""A release, the publishes that landed in it as (peer, sequence), and the samples they stand for."""
+"""A release, the publishes in it as (peer, sequence), and the number of their samples."""
+
+
+class _Release(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    codec: str
+    fragments: tuple[int, ...]
+    frames: tuple[tuple[bytes, ...], ...]
+    landed: tuple[tuple[str, int], ...]
+    samples: int
 
 
 def model_arrays(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
@@ -55,46 +65,34 @@ class RunFolder(CheckpointFolder):
     def release(self, record: JournalRecord) -> None:
         """Write one release to the journal, if there is one. Raises CheckpointError; it may be tried again."""
         released, landed, samples = record
-        frames = [[bytes(frame) for frame in frames] for frames in released.frames]
-        self.append(msgpack.packb([released.version, released.codec, released.fragments, frames, landed, samples]))
+        frames = tuple(tuple(bytes(frame) for frame in frames) for frames in released.frames)
+        one = _Release(released.version, released.codec, released.fragments, frames, landed, samples)
+        self.append(msgspec.msgpack.encode(one))
 
     def replay(self, version: int) -> Iterator[JournalRecord]:
         """Give the releases after `version` in order, up to the first that is torn or missing.
 
-        Raises CheckpointError for a record that is whole, and no release.
+        Raises CheckpointError for a whole record that is no release.
         """
         for body in self.records():
-            record = _read_release(body)
-            if record is None:
+            try:
+                one = msgspec.msgpack.decode(body, type=_Release)
+                if len(one.fragments) != len(one.frames):
+                    raise ValueError("frames of other fragments")
+            except ValueError as error:
                 raise CheckpointError(
                     f"a journal in {self.folder} holds what is no release, after version {version}: remove it to go on "
                     "from the checkpoint"
-                )
-            if record[0].version == version + 1:
+                ) from error
+            if one.version == version + 1:
                 version += 1
-                yield record
-
-
-def _read_release(body: bytes) -> JournalRecord | None:
-    """Return what `release` wrote, None if it did not write this."""
-    try:
-        number, codec, fragments, frames, landed, samples = msgpack.unpackb(body, use_list=False)
-        sound = (
-            all(type(one) is int for one in (number, samples, *fragments))
-            and type(codec) is str
-            and len(fragments) == len(frames)
-            and all(type(frame) is bytes for of_fragment in frames for frame in of_fragment)
-            and all(type(peer) is str and type(sequence) is int for peer, sequence in landed)
-        )
-    except Exception:  # msgpack raises several kinds, ValueError and its own among them
-        return None
-    return (Released(number, codec, fragments, frames), landed, samples) if sound else None
+                yield Released(one.version, one.codec, one.fragments, one.frames), one.landed, one.samples
 
 
 MODEL_FILE = "model.safetensors"
 """The name of the file that has the shared parameters alone."""
 BEST_FILE, LAST_FILE = "model-best.safetensors", "model-last.safetensors"
-"""Of the best that were evaluated and the last ones, those that are not in `MODEL_FILE`."""
+"""The best evaluated parameters, and the last ones: those that are not in `MODEL_FILE`."""
 MOST_MASTERS = 9999
 """As `--shard I/M` takes."""
 _FORMAT = "zmqtrain part 1"
@@ -124,16 +122,17 @@ def export_part(folder: Path, arrays: Mapping[str, NDArray[np.float32]], layout:
     return path
 
 
-@dataclass(frozen=True)
-class _Part:
-    path: Path
+class _Part(msgspec.Struct):
+    """The "part" of a file's metadata. leaves: path, shape, first and last value; arrays, facts: of the file."""
+
     run: str
-    shard: int
-    masters: int
-    version: Version
-    leaves: list[tuple[str, tuple[int, ...], int, int]]
-    arrays: dict[str, NDArray[np.float32]]
-    facts: ModelFacts
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    shard: Annotated[int, msgspec.Meta(ge=0)]
+    masters: Annotated[int, msgspec.Meta(le=MOST_MASTERS)]
+    leaves: list[tuple[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...], int, int]]
+    path: Path = Path()
+    arrays: dict[str, Any] = {}
+    facts: Any = None
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -148,27 +147,23 @@ def _read(path: Path) -> _Part:
                 raise CheckpointError(
                     f"{path} is no part of a model: zmqtrain merge takes the files model-I-of-M.safetensors"
                 )
-            facts: dict[str, Any] = json.loads(metadata["part"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        leaves = [
-            (str(name), tuple(int(size) for size in shape), int(start), int(stop))
-            for name, shape, start, stop in facts["leaves"]
-        ]
-        shard, masters, version = (int(facts[name]) for name in ("shard", "masters", "version"))
-        if not 0 <= shard < masters <= MOST_MASTERS or version < 0:
-            raise ValueError(f"it says shard {shard} of {masters} masters, version {version}")
-        for name, shape, start, stop in leaves:
-            array = arrays.get(name, np.zeros(0, np.float32))
-            if min(shape, default=0) < 0 or not 0 <= start <= stop <= prod(shape):
+            part = msgspec.json.decode(metadata["part"], type=_Part)
+            part.path, part.arrays = path, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        part.facts = facts_from_metadata(metadata)
+        if part.shard >= part.masters:
+            raise ValueError(f"it says shard {part.shard} of {part.masters} masters")
+        for name, shape, start, stop in part.leaves:
+            array = part.arrays.get(name, np.zeros(0, np.float32))
+            if not 0 <= start <= stop <= prod(shape):
                 raise ValueError(
                     f"it says that it holds the values {start} to {stop} of {name}, which is {list(shape)}"
                 )
             if array.size != stop - start or array.dtype != np.float32:
                 raise ValueError(f"it does not hold the values {start} to {stop} of {name} in float32")
-        return _Part(path, str(facts["run"]), shard, masters, version, leaves, arrays, facts_from_metadata(metadata))
+        return part
     except CheckpointError:
         raise
-    except Exception as error:  # whatever its bytes make of the reader, it is no part
+    except Exception as error:  # any error of the readers: the file is no part
         raise CheckpointError(f"{path} cannot be read: {str(error)[:500] or type(error).__name__}") from error
 
 
@@ -189,11 +184,11 @@ def _find(place: Path) -> Path:
 
 
 def merge_parts(places: Sequence[Path], out: Path) -> int:
-    """Write the model that these parts are together to `out`; return how many values it has.
+    """Join parts to one model, written to `out`; return its number of values.
 
-    places: per master its file, or the folder that this is in, in any order; or the folder of `zmqtrain local`, which
-    has theirs.  Says of which version each part is: masters release on their own, but one that stood still is old.
-    Raises CheckpointError if one is missing, there twice, of another run or model, or cannot be read.
+    places: per master its file or the folder of this, in any order; or the folder of `zmqtrain local`, which has all.
+    Logs the version of each part, because masters release independently, and one that stood still is old.
+    Raises CheckpointError if a part is missing, is there twice, is of another run or model, or cannot be read.
     """
     parts = [_read(_find(inside)) for place in places for inside in sorted(place.glob("shard-*")) or [place]]
     if not parts:
@@ -227,7 +222,7 @@ def merge_parts(places: Sequence[Path], out: Path) -> int:
 
 
 def join_parts(model: ModelSpec, parts: Sequence[Mapping[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
-    """Return the whole leaves of a model of which each of several masters has a part: by shard, flat or whole."""
+    """Return the whole leaves of a model. parts: those of each master, by shard, flat or whole."""
     joined = {}
     for leaf in model:
         values = np.concatenate([part[leaf.path].reshape(-1) for part in parts])
@@ -257,12 +252,12 @@ def _join(parts: Sequence[_Part]) -> dict[str, NDArray[np.float32]]:
 FREE_SETTINGS = ("units", "evaluate_seconds", "heartbeat_seconds", "lost_seconds", "start_nodes")
 """Settings that may change when a run is resumed."""
 AGAIN_SECONDS = 1.0
-"""So long after it had no room, the journal is tried again; so long a checkpoint waits for the one being written."""
+"""Seconds after which a journal without room is tried again, and a checkpoint while another is being written."""
 
 
 @dataclass(frozen=True)
 class _Best:
-    """The version that scored best on held-out data. arrays: what was published then, by leaf path."""
+    """The version that scored best on held-out data. arrays: published then, by leaf path."""
 
     version: Version
     scores: Mapping[str, float]
@@ -276,11 +271,15 @@ class _Best:
 
 
 class Keeper:
-    """The checkpoints and the journal of a living broker.
+    """The checkpoints and the journal of a broker's run.
 
-    folder: None keeps nothing.  every: how often to save.  keep: how many checkpoints stay.  made_late: a folder that
-    is not there is made when there is something to keep.  waits_for_room: a release waits, as the journal has no room
-    for it.
+    Rule 1: called by the codec thread, which owns the arrays; only the writing of a checkpoint has a thread of its own,
+    on copies, so that a slow disk delays no aggregate.  Rule 2: without a folder every method does nothing.
+    Rule 3: a full disk costs checkpoints, which are tried again. A release waits until the journal has room, because a
+    node that had heard of it would know more than a restarted broker. A broker started on a full disk still resumes.
+
+    every: how often to save.  keep: how many checkpoints stay.  made_late: a missing folder is made at the first save.
+    waits_for_room: a release waits for room in the journal.
     """
 
     def __init__(
@@ -306,10 +305,10 @@ class Keeper:
         self._last_loss: tuple[Version, float] = (-1, nan)  # of the newest version that was evaluated
 
     def resume(self, hub: Hub, aggregator: Aggregator) -> tuple[Buffer, ...]:
-        """Take the folder, and bring a fresh hub and aggregator to where its run was, if there is one.
+        """Lock the folder, and bring a new hub and aggregator to the state of the run in it, if there is one.
 
-        Returns the optimizer's state of the founder, if nobody has trained on its parameters yet. In strict mode the
-        hub then waits for all nodes, to go back with them to a version that all have kept.
+        Returns the founder's optimizer state, if no node has trained on its parameters yet. In strict mode the hub then
+        waits for all nodes, to go back with them to a version that all have saved.
         Raises ConfigError if the run had other settings, CheckpointError if nothing in the folder can be read, or
         another process has it.
         """
@@ -323,7 +322,7 @@ class Keeper:
             raise
 
     def inherit(self, hub: Hub, aggregator: Aggregator) -> None:
-        """Take the folder for a run that was taken over: what is in it, of whatever run, makes way for that.
+        """Lock the folder for a run that was taken over, in place of the run in it.
 
         The checkpoint is written in the background, the journal at once. Raises CheckpointError.
         """
@@ -340,7 +339,7 @@ class Keeper:
             self.save(hub.state(), aggregator)
 
     def release_folder(self) -> None:
-        """Give the folder back: this broker does not begin."""
+        """Unlock the folder, because this broker does not begin."""
         if self._folder is not None:
             self._folder.close()
 
@@ -388,7 +387,7 @@ class Keeper:
         self._moments = _moments(arrays) if hub.version == 0 else ()
         self._saved_version = saved
         self._begun_version = self._kept_version = hub.version
-        if self._every.together:  # what the journal holds is not exact: it is no version to go back to
+        if self._every.together:  # a replayed version is not exact, so no node goes back to it
             hub.await_all(folder.good_versions())
         else:
             try:
@@ -407,7 +406,7 @@ class Keeper:
         return self._moments
 
     def rewind(self, version: Version, aggregator: Aggregator) -> tuple[dict[str, Any], tuple[Buffer, ...]]:
-        """Go back to a checkpoint, and forget what came after it; return the hub's state there, and what `resume` does.
+        """Go back to a checkpoint and delete all later ones; return the hub's state there, and what `resume` returns.
 
         Raises CheckpointError.
         """
@@ -421,7 +420,7 @@ class Keeper:
         return state, self._moments
 
     def released(self, released: Released, reduce: Reduce) -> None:
-        """Write a release to the journal; call it before anybody hears of the release.
+        """Write a release to the journal, before any node hears of it.
 
         Waits while there is no room for it. Raises CheckpointError if `end` is called meanwhile.
         """
@@ -447,13 +446,13 @@ class Keeper:
             logger.warning("the journal has room again: releases go on, from version %d", released.version)
 
     def end(self) -> None:
-        """Wait for no room any more: the broker ends. From any thread."""
+        """Stop waiting for room, because the broker ends. From any thread."""
         self._ending.set()
 
     def is_due(self, version: int, together: bool = False) -> bool:
-        """Return whether it is time to save this version: in the broker's loop. It is then taken to be begun.
+        """Return whether to save this version now, and record that the save has begun; in the broker's loop.
 
-        together: this is the moment of its release, at which it is saved where all save at the same versions.
+        together: asked at its release, when it is saved if all save at the same versions.
         """
         now = clock.monotonic()
         if self._folder is None or version <= self._saved_version or together != self._every.together:
@@ -470,10 +469,10 @@ class Keeper:
     ) -> None:
         """Copy the run as it stands, begin a new journal, and write the copy in the background.
 
-        state: of the hub, at the aggregator's version.  wait: until it is written; else it is put off while the last
-        one is still being written (where all save at the same versions, that is waited for), and what cannot be written
-        is a warning, and is tried again.  moments: the founder's optimizer state, kept with its parameters from now on.
-        Raises CheckpointError if it waits, and it cannot be written.
+        state: of the hub, at the aggregator's version.  moments: the founder's optimizer state, saved with its
+        parameters from now on.  wait: until it is written; raises CheckpointError if it cannot be.  Otherwise a save is
+        put off while the last one is being written (if all save at the same versions, it waits for that), and a failed
+        write is a warning and is tried again.
         """
         if self._folder is None:
             return
@@ -509,7 +508,7 @@ class Keeper:
         self.writer.start(version, write)
 
     def _begin_journal(self, folder: RunFolder, version: Version) -> None:
-        """Begin the journal after this version in place of any other; if there is no room, before the next release."""
+        """Begin a new journal after this version; without room, at the next release."""
         folder.end_journal()
         self._no_journal_since = None
         try:
@@ -524,8 +523,8 @@ class Keeper:
     def close(self, state: dict[str, Any], aggregator: Aggregator | None) -> None:
         """Write the last checkpoint and the model alone, once the write in progress has ended. Raises CheckpointError.
 
-        A hub that is ahead of its arrays (its codec thread failed) is not written: the journal holds what counts.
-        aggregator: None while the codec thread, which owns the arrays, still works on them: likewise.
+        Not if the hub is ahead of its arrays because the codec thread failed: the journal holds all releases. Nor if
+        the codec thread still works on the arrays (aggregator is None).
         """
         if self._folder is None:
             return
@@ -551,28 +550,26 @@ class Keeper:
     # ------------------------------------------------------------------ the best of the versions that were evaluated
 
     def is_best(self, version: Version, loss: float) -> bool:
-        """Return whether a version that scores so is the best so far, and is to be kept; in the broker's loop."""
+        """Return whether a version with this loss is the best so far, and must be kept; in the broker's loop."""
         self._last_loss = (version, loss)
         return self._folder is not None and (self._best is None or loss < self._best.loss)
 
     def keep_best(self, version: Version, scores: Mapping[str, float], samples: int, aggregator: Aggregator) -> None:
-        """Keep what was published at this version, if it is still known: in memory, until the broker ends.
+        """Keep the parameters published at this version, if they are still known, in memory until the broker ends.
 
-        scores: that it has, with a "loss".  samples: that the run had trained on.
+        scores: of the version, with a "loss".  samples: of the run by then.
         """
         if (flats := aggregator.published_at(version)) is not None:
             leaves = zip(aggregator.layout.spec, aggregator.layout.join(flats), strict=True)
             self._best = _Best(version, dict(scores), samples, {leaf.path: values for leaf, values in leaves})
 
     def forget_best(self) -> None:
-        """The run is founded anew: what was the best is another's."""
+        """Forget the best version, because the run is founded again."""
         self._best, self._last_loss = None, (-1, nan)
 
     def _choose(self, model: Path, version: Version, facts: ModelFacts) -> None:
-        """Have the model's file hold the better of the last version and the best one, and another file the other.
-
-        facts: of the last version.
-        """
+        """Make the model's file hold the better of the last version (with these facts) and the best, another file the
+        other."""
         assert self._folder is not None
         folder, best = self._folder.folder, self._best
         for stale in (BEST_FILE, LAST_FILE):
@@ -598,7 +595,7 @@ class Keeper:
 
     def _arrays(self, aggregator: Aggregator) -> dict[str, NDArray[Any]]:
         arrays = aggregator.arrays()
-        if aggregator.version == 0:  # who comes after a restart in strict mode begins with them
+        if aggregator.version == 0:  # a node that joins after a restart in strict mode begins with them
             frames = enumerate(self._moments)
             arrays |= {f"moments/{number}": np.frombuffer(frame, np.uint8) for number, frame in frames}
         return arrays
@@ -611,10 +608,11 @@ def _moments(arrays: Mapping[str, NDArray[Any]]) -> tuple[Buffer, ...]:
 
 @dataclass(frozen=True)
 class History:
-    """A broker's book. run: its id.  first, last: the versions between which it tells everything.
+    """The history of a broker's run, from the oldest checkpoint in its folder. first, last: its versions.
 
-    landed: by version, in their order, (peer, sequence) of what landed and the samples that it stands for.
-    compared: the versions of the checkpoints that were compared with the sum.  faults: what is wrong, a sentence each.
+    landed: by version, (peer, sequence) of the publishes in it, in their order, and the number of their samples.
+    compared: the versions of the checkpoints that were compared with the sum of all aggregates before them, which they
+    must equal bit for bit.  faults: each in a sentence.
     """
 
     run: str
@@ -626,7 +624,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read the book of the broker whose --checkpoint folder this is. Raises CheckpointError if there is none."""
+    """Read the history in a broker's --checkpoint folder. Raises CheckpointError if there is none."""
     kept = RunFolder(folder)
     versions = kept.good_versions()
     if not versions:
@@ -640,7 +638,7 @@ def read_history(folder: Path) -> History:
     compared, faults = [versions[0]], []
     for released, of_release, samples in kept.replay(versions[0]):
         aggregator.replay(released)
-        landed[released.version] = (tuple((peer, sequence) for peer, sequence in of_release), samples)
+        landed[released.version] = of_release, samples
         if released.version in versions[1:]:
             compared.append(released.version)
             faults += _difference(kept.load_version(released.version)[1], aggregator, released.version)
@@ -654,7 +652,7 @@ def read_history(folder: Path) -> History:
 
 
 def _difference(arrays: dict[str, NDArray[Any]], aggregator: Aggregator, version: int) -> list[str]:
-    """Return the leaves in which a checkpoint does not hold the sum of what was released."""
+    """Return a sentence for each leaf of a checkpoint that is not the sum of the releases."""
     sums = {name: array for name, array in aggregator.arrays().items() if name.startswith("published/")}
     return [
         f"version {version}: {name} is not the sum of what was released, bit for bit"
@@ -664,7 +662,7 @@ def _difference(arrays: dict[str, NDArray[Any]], aggregator: Aggregator, version
 
 
 RUNS = Path("zmqtrain-runs")
-"""In the folder in which the broker was started."""
+"""Relative to the folder in which the broker was started."""
 
 
 def new_run() -> str:
@@ -674,26 +672,22 @@ def new_run() -> str:
 
 @dataclass(frozen=True)
 class RunFolders:
-    """The folders of runs that were given none. root: where they are."""
+    """Default folders of runs: one for each run id in `root`, made at the first save, so that no run continues another
+    by surprise."""
 
     root: Path = RUNS
 
     def cut_short(self) -> Path | None:
-        """Return the newest folder of a run whose broker was killed, and that no broker has now; None if there is none.
-
-        A broker that ends in order writes the model after its last checkpoint.
-        """
+        """Return the newest folder of a run whose broker was killed and that no broker has now, or None."""
         found = []
         for folder in self.root.glob("run-*") if self.root.is_dir() else ():
+            # a broker that ends in order writes the model after its last checkpoint
             checkpoints = sorted(folder.glob("checkpoint-*.safetensors"))
             if checkpoints and not (folder / MODEL_FILE).exists() and not is_locked(folder):
                 found.append((checkpoints[-1].stat().st_mtime, folder))
         return max(found)[1] if found else None
 
     def folder(self, run: str, shard: int = 0, masters: int = 1, term: int = 0) -> Path:
-        """Return the folder of a run; that of one master's shard of it, or of a standby that took over, is its own.
-
-        term: how many standbys have taken over.
-        """
+        """Return the folder of a run, of one master's shard of it, or (term > 0) of a standby that took over."""
         path = self.root / (f"{run}-term-{term}" if term else run)
         return path if masters == 1 else path / f"shard-{shard}"
